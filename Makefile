@@ -1,0 +1,66 @@
+# Every target makes what it needs first: .venv with the versions of constraints.txt and the package in editable form.
+# The stamp is older than pyproject.toml or constraints.txt only when one of them has changed, so a second run starts at once.
+
+PYTHON   ?= python3
+ARGS     ?=
+DEMO_OUT ?= build/demo
+SCHEDULE ?= 20:data=4,zero_stage=3 40:data=3,zero_stage=2
+
+VENV     := .venv
+STAMP    := $(VENV)/.installed
+BIN      := $(VENV)/bin
+TORCHRUN := $(BIN)/torchrun --standalone
+CHECKED  := ds_dynatrain examples $(wildcard tools)
+
+# The run that never switches is plain DeepSpeed, which on a CPU wants a compiler; without one it is train_gpt.py too.
+STATIC   := $(if $(shell command -v c++),train_gpt_plain.py,train_gpt.py)
+
+# One thread a rank: several ranks share the cores. The CPU also where there is a GPU: make demo DS_ACCELERATOR=cuda.
+export OMP_NUM_THREADS ?= 1
+export DS_ACCELERATOR  ?= cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint types format bench clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP)  ## make .venv and install the package and its tools into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): minutes the first time, and nothing outside this folder."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+# What torch says of its own deprecations would stand in the progress bar, once a rank.
+demo: export PYTHONWARNINGS ?= ignore
+demo: $(STAMP)  ## train a GPT with plain DeepSpeed, then with two live switches, and plot both
+	rm -rf $(DEMO_OUT)
+	$(TORCHRUN) --nproc-per-node=2 examples/$(STATIC) --out $(DEMO_OUT) $(ARGS)
+	$(TORCHRUN) --nproc-per-node=4 examples/train_gpt.py --schedule "$(SCHEDULE)" --out $(DEMO_OUT) $(ARGS)
+	@echo "The plot of both runs: $(DEMO_OUT)/losses.png"
+
+test: $(STAMP)  ## run the tests, the long sets apart
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP)  ## run all tests: every combination, long chains
+	$(BIN)/python -m pytest -m '' $(ARGS)
+
+lint: $(STAMP)  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## check types
+	$(BIN)/mypy $(CHECKED)
+
+format: $(STAMP)  ## bring the code into the form that lint wants
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure switches against the raw transport: the figures of the docs
+	$(BIN)/python tools/bench_switch.py $(ARGS)
+
+clean:  ## remove everything that make has made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

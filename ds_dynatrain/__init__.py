@@ -1,0 +1,33 @@
+"""ds_dynatrain: DeepSpeed training that changes world size and ZeRO stage while it runs.
+
+    engine, optimizer, loader, scheduler = ds_dynatrain.initialize(model=model, config=config, training_data=data)
+    engine.switch(data=4, zero_stage=3)
+
+The heavy imports (torch, DeepSpeed) happen at the first use of a name that needs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.space.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.initialize import initialize
+    from ds_dynatrain.report import SwitchEvent
+
+__version__ = "0.1.0"
+__all__ = ["DynatrainError", "Layout", "SwitchEvent", "SwitchRefused", "__version__", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialize":
+        from ds_dynatrain.engine.initialize import initialize
+
+        return initialize
+    if name == "SwitchEvent":
+        from ds_dynatrain.report import SwitchEvent
+
+        return SwitchEvent
+    raise AttributeError(f"module 'ds_dynatrain' has no attribute {name!r}")

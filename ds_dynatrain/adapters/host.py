@@ -1,0 +1,164 @@
+"""DeepSpeed's engine with the few openings that a live switch needs; every private method it overrides is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
+
+from ds_dynatrain.adapters.hollow import hollow
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.moments import rule_of
+from ds_dynatrain.adapters.stage0 import ReplicatedStage
+from ds_dynatrain.adapters.stage3 import PartitionedStage, reset_counters
+from ds_dynatrain.adapters.stage12 import FlatStages
+from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.space import Layout
+
+STAGES: dict[int, StageAdapter] = {0: ReplicatedStage(), 1: FlatStages(), 2: FlatStages(), 3: PartitionedStage()}
+
+
+class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """A DeepSpeed engine whose optimizer can be taken off and put on under another layout.
+
+    `attached` false builds it without a ZeRO optimizer: an idle member's engine, which holds parameters' names and
+    shapes only.
+    """
+
+    model_map: ModelMap
+
+    def __init__(self, *, attached: bool, **arguments: Any) -> None:
+        self.__dict__["_build_attached"] = attached
+        self.__dict__["slot_weight"] = 1.0
+        self.__dict__["slot_is_borrowed"] = False
+        self.__dict__["window_tokens"] = None
+        super().__init__(**arguments)
+
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Note the user's groups before ZeRO replaces them; stop there on an idle member."""
+        if client_optimizer is None:
+            basic = self._configure_basic_optimizer(model_parameters)
+        elif isinstance(client_optimizer, torch.optim.Optimizer):
+            basic = client_optimizer
+        else:
+            basic = client_optimizer(model_parameters)
+        basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
+        rule_of(basic)
+        self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
+        if self._build_attached:
+            reset_counters()
+            super()._configure_optimizer(basic, None)
+        else:
+            self.basic_optimizer = self.optimizer = basic
+
+    # ---- the four verbs ------------------------------------------------------------------------------------------
+
+    @property
+    def stage_adapter(self) -> StageAdapter:
+        """The adapter of the present ZeRO stage."""
+        return STAGES[int(self.zero_optimization_stage())]
+
+    def state_buffers(self) -> tuple[Buffers, Scalars]:
+        """The live flat buffers of this rank, and the optimizer's scalars."""
+        return self.stage_adapter.describe(self, self.model_map)
+
+    def state_census(self) -> list[Found]:
+        """Where DeepSpeed itself says that each element lies."""
+        return self.stage_adapter.census(self, self.model_map)
+
+    def detach(self) -> None:
+        """Take the ZeRO optimizer off the module. Buffers live on with whoever holds them; parameters keep no gradient.
+
+        The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
+        """
+        old = self.optimizer
+        self.stage_adapter.release(self, self.model_map)
+        self.basic_optimizer.state.clear()
+        for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
+            group["params"] = list(parameters)
+        self.optimizer = self.basic_optimizer
+        if old is not self.basic_optimizer:
+            old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
+
+    def empty_parameters(self) -> None:
+        """Leave names and objects, no data: the state of an idle member."""
+        for parameter in self.model_map.parameters:
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def attach(
+        self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
+    ) -> None:
+        """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory; no message, no allocation.
+
+        `world` must be installed. Nothing of the old layout may be attached.
+        """
+        self._enter_world(world, layout, config)
+        tensors = self.model_map.tensors
+        for tensor, parameter in zip(tensors, self.model_map.parameters, strict=True):
+            if parameter.shape != tensor.shape:
+                parameter.data = torch.empty(tensor.shape, dtype=parameter.dtype, device=parameter.device)
+        reset_counters()
+        with hollow(self.basic_optimizer):
+            super()._configure_optimizer(self.basic_optimizer, None)
+        self.basic_optimizer.state.clear()
+        self.stage_adapter.refill(self, self.model_map, buffers, scalars)
+        self._after_attach()
+
+    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+        self.config, self._config = config
+        self.world_size = self.dp_world_size = self.seq_dp_world_size = layout.data
+        self.global_rank = world.rank
+        self.data_parallel_group = self.seq_data_parallel_group = world.data
+
+    def _after_attach(self) -> None:
+        """What DeepSpeed's constructor does after its optimizer stands."""
+        self._support_torch_style_backward = (
+            isinstance(self.optimizer, ZeROOptimizer) and check_internal_apis_for_count_used_parameters()
+        )
+        if self._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
+        self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
+        self._configure_checkpointing()
+        self.tput_timer.batch_size = self.train_batch_size()
+
+    def settle_parameters(self) -> None:
+        """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""
+        if int(self.zero_optimization_stage()) == 3:
+            self.optimizer.parameter_offload.partition_all_parameters()
+
+    # ---- exact batches -------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
+    ) -> torch.Tensor:
+        """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
+
+        tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of its
+        tokens, in whatever world. Give it for every micro-batch of a window or for none.
+        """
+        weight = self.slot_weight
+        if tokens is not None:
+            count = 0 if self.slot_is_borrowed else int(tokens)
+            self.window_tokens = (self.window_tokens or 0) + count
+            weight = float(count)
+        if weight == 1.0:
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        self.__dict__["slot_weight"] = 1.0  # applied to the loss here, so not again to its gradients
+        try:
+            return super().backward(loss * weight, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        finally:
+            self.__dict__["slot_weight"] = weight if tokens is None else self.slot_weight
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Also weight `loss.backward()`, which does not pass through `backward`."""
+        scaled = super()._backward_prologue_per_tensor(grad)
+        if scaled is None or scaled is grad or self.slot_weight == 1.0:
+            return scaled
+        return scaled * self.slot_weight

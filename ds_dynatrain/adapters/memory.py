@@ -1,0 +1,119 @@
+"""The local buffers that a layout needs: their sizes as DeepSpeed pads them, allocated, or kept from the present layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.space.zero import partition_size, subgroups
+
+SLACK = 2048
+"""Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def dtypes(weight: torch.dtype, kinds: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Element type of each state kind for a model whose parameters are of type `weight`."""
+    return {kind: weight if kind in (WEIGHT, STALE_GRAD) else torch.float32 for kind in kinds}
+
+
+def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferId], int]:
+    """Elements of every buffer that a rank of `layout` holds, padding included; equal on all ranks."""
+    line, data = vps.line, layout.data
+    kinds = vps.present_kinds(layout)
+    found: dict[tuple[str, BufferId], int] = {}
+    for number, tensor in enumerate(vps.tensors):
+        part = -(-tensor.numel // data)
+        if layout.zero_stage == 0 or (layout.zero_stage < 3 and not tensor.trainable):
+            held = kinds if tensor.trainable else (WEIGHT,)
+            found.update({(kind, BufferId("tensor", number)): tensor.numel for kind in held})
+        elif layout.zero_stage == 3 and not tensor.trainable:
+            found[WEIGHT, BufferId("partition", number)] = part
+    if layout.zero_stage in (1, 2):
+        for group in sorted({tensor.group for tensor in vps.tensors if tensor.trainable}):
+            size = partition_size(line, vps.rules, data, group)
+            for kind in kinds:
+                found[kind, BufferId("group", group)] = size * data if kind == WEIGHT else size
+    if layout.zero_stage == 3:
+        parts = -(-line.numels[: line.trainable_count] // data)
+        totals = np.bincount(subgroups(line, vps.rules, data), weights=parts).astype(np.int64)
+        for kind in kinds:
+            found.update({(kind, BufferId("subgroup", j)): int(total) for j, total in enumerate(totals)})
+    return found
+
+
+def reusable(
+    vps: VirtualParameterSpace, rank: int | None, target: Layout, target_rank: int, live: Buffers
+) -> set[tuple[str, BufferId]]:
+    """The present buffers whose every wanted element lies where the target layout wants it, and that are large enough."""
+    if rank is None:
+        return set()
+    wanted = sizes(vps, target)
+    kept: set[tuple[str, BufferId]] = set()
+    for kind in vps.present_kinds(target):
+        if kind not in vps.present_kinds():
+            continue
+        before, after = vps.holding(vps.layout, rank, kind), vps.holding(target, target_rank, kind)
+        rows = {piece.buffer: [] for piece in after}  # type: dict[BufferId, list[tuple[int, int, int]]]
+        for piece in after:
+            rows[piece.buffer].append((piece.start, piece.stop, piece.offset))
+        have: dict[BufferId, list[tuple[int, int, int]]] = {}
+        for piece in before:
+            have.setdefault(piece.buffer, []).append((piece.start, piece.stop, piece.offset))
+        for name, pieces in rows.items():
+            fits = (kind, name) in live and _capacity(live[kind, name]) >= wanted[kind, name]
+            if fits and have.get(name) == pieces:
+                kept.add((kind, name))
+    return kept
+
+
+def provide(
+    vps: VirtualParameterSpace,
+    target: Layout,
+    types: Mapping[str, torch.dtype],
+    keep: set[tuple[str, BufferId]],
+    live: Buffers,
+    allocate: Allocate,
+) -> Buffers:
+    """Every buffer of the target layout: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
+
+    Sub-group buffers of a kind are slices of one tensor; in fp32 the weight and master of ZeRO stages 0 and 3 are the same
+    memory, as DeepSpeed has them.
+    """
+    wanted = {key: size for key, size in sizes(vps, target).items() if key[0] in types}
+    buffers: Buffers = {}
+    for kind, dtype in types.items():
+        names = [(name, size) for (held, name), size in wanted.items() if held == kind]
+        slices = [(name, size) for name, size in names if name.place == "subgroup"]
+        if slices and not all((kind, name) in keep for name, _ in slices):
+            _slice(buffers, kind, slices, allocate(sum(size for _, size in slices), dtype))
+        for name, size in names:
+            if (kind, name) in buffers:
+                continue
+            if (kind, name) in keep:
+                held = live[kind, name]
+                buffers[kind, name] = held.as_strided((size,), (1,), held.storage_offset())
+            else:
+                slack = SLACK if name.place == "group" and kind == WEIGHT else 0
+                buffers[kind, name] = allocate(size + slack, dtype)[:size]
+    if types[WEIGHT] == torch.float32 and target.zero_stage in (0, 3):
+        for (kind, name), held in list(buffers.items()):
+            if kind == WEIGHT and (MASTER, name) in buffers:
+                buffers[MASTER, name] = held
+    return buffers
+
+
+def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memory: torch.Tensor) -> None:
+    position = 0
+    for name, size in names:
+        buffers[kind, name] = memory.narrow(0, position, size)
+        position += size
+
+
+def _capacity(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage().nbytes() // buffer.element_size() - buffer.storage_offset()

@@ -1,0 +1,83 @@
+"""The logical tensors of a user's module and optimizer groups, and the parameters behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.space import FROZEN, LogicalTensor
+
+Parameters = tuple[nn.Parameter, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelMap:
+    """Which parameter is which logical tensor.
+
+    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones).
+    parameters: the parameter of each tensor (objects live as long as the engine, their data comes and goes).
+    groups: what the user's optimizer held in each group, trainable or not.
+    """
+
+    tensors: tuple[LogicalTensor, ...]
+    parameters: Parameters
+    groups: tuple[Parameters, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
+        """Read names and shapes while the module is whole.
+
+        A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
+        the parameter or group, for what a switch cannot carry.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        known = {id(parameter): parameter for parameter in module.parameters()}
+        tensors: list[LogicalTensor] = []
+        parameters: list[nn.Parameter] = []
+        for number, group in enumerate(groups):
+            trainable = [parameter for parameter in group if parameter.requires_grad]
+            if not trainable:
+                raise UnsupportedError(f"optimizer group {number} has no trainable parameter; remove the group")
+            for parameter in trainable:
+                if id(parameter) not in names:
+                    raise UnsupportedError(
+                        f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
+                        "the model; register it in a module"
+                    )
+                tensors.append(LogicalTensor(names[id(parameter)], tuple(parameter.shape), number))
+                parameters.append(parameter)
+        taken = {id(parameter) for parameter in parameters}
+        for key, parameter in known.items():
+            if key not in taken:
+                tensors.append(LogicalTensor(names[key], tuple(parameter.shape), FROZEN))
+                parameters.append(parameter)
+        return ModelMap(tuple(tensors), tuple(parameters), tuple(map(tuple, groups)), _only_dtype(names, known))
+
+    @property
+    def trainable(self) -> int:
+        """Number of trainable tensors; they come first."""
+        return sum(tensor.group != FROZEN for tensor in self.tensors)
+
+    def frozen(self) -> list[tuple[int, nn.Parameter]]:
+        """(number, parameter) of the frozen tensors."""
+        return list(enumerate(self.parameters))[self.trainable :]
+
+
+def _only_dtype(names: dict[int, str], known: dict[int, nn.Parameter]) -> torch.dtype:
+    first: tuple[str, torch.dtype] | None = None
+    for key, parameter in known.items():
+        if first is None:
+            first = (names[key], parameter.dtype)
+        elif parameter.dtype != first[1]:
+            raise UnsupportedError(
+                f"parameters of two types: {first[0]!r} is {first[1]}, {names[key]!r} is {parameter.dtype}; "
+                "give all parameters one type (`keep_in_fp32_modules` is not supported yet)"
+            )
+    if first is None:
+        raise UnsupportedError("the model has no parameter")
+    return first[1]

@@ -1,0 +1,72 @@
+"""DeepSpeed's configuration of one layout, made from the user's, without asking which world is installed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space import Layout
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The three batch sizes of a configuration, in samples and steps, settled for the world of the start."""
+
+    train_batch_size: int
+    micro_batch_size: int
+
+    @staticmethod
+    def of(config: dict[str, Any], data: int) -> BatchSizes:
+        """DeepSpeed's own rules for what is left out; a batch that the world does not divide is fine here.
+
+        ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
+        """
+        batch, micro, steps = (
+            config.get(key)
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        )
+        for key, value in (("train_batch_size", batch), ("train_micro_batch_size_per_gpu", micro)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{key} is {value!r}; give a whole number of samples, 1 or more")
+        if batch is not None and micro is not None and steps is not None and batch != micro * steps * data:
+            raise ConfigError(
+                f"train_batch_size {batch} != {micro} samples x {steps} accumulation steps x data={data}; leave out "
+                "gradient_accumulation_steps: it follows from the other two in every world"
+            )
+        if batch is None and micro is None:
+            raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu")
+        if batch is None:
+            batch = micro * (steps or 1) * data  # type: ignore[operator]
+        if micro is None:
+            micro = -(-batch // (data * (steps or 1)))
+        return BatchSizes(batch, micro)
+
+
+class _DataAxis:
+    """Tells DeepSpeedConfig how many ranks share the batch."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def get_data_parallel_world_size(self) -> int:
+        """Size of the data axis."""
+        return self._size
+
+
+def layout_config(
+    config: dict[str, Any], layout: Layout, train_batch_size: int, micro_batch_size: int, accumulation: int
+) -> tuple[dict[str, Any], DeepSpeedConfig]:
+    """(dictionary, DeepSpeedConfig) for `layout`; `train_batch_size` stays exact where the world does not divide it."""
+    adapted = copy.deepcopy(config)
+    adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
+    adapted["train_micro_batch_size_per_gpu"] = micro_batch_size
+    adapted["gradient_accumulation_steps"] = accumulation
+    adapted["train_batch_size"] = micro_batch_size * accumulation * layout.data
+    parsed = DeepSpeedConfig(adapted, _DataAxis(layout.data))
+    parsed.train_batch_size = train_batch_size
+    adapted["train_batch_size"] = train_batch_size
+    return adapted, parsed

@@ -1,0 +1,67 @@
+"""ZeRO stage 0: every rank holds everything, tensor by tensor.
+
+In fp32 the engine's optimizer is the user's torch optimizer on the parameters themselves (weight and master are the same
+memory); in bf16 it is FP16_UnfusedOptimizer with one fp32 clone per parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import nn
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.moments import read_state, rule_of, write_state
+from ds_dynatrain.adapters.state import Buffers, Found, Scalars
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId
+
+
+class ReplicatedStage:
+    """Stage 0; see the module."""
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        """One buffer per tensor and state kind."""
+        buffers: Buffers = {}
+        scalars = Scalars()
+        rule = rule_of(engine.basic_optimizer)
+        for number, parameter in enumerate(model.parameters):
+            buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
+        for number, master in enumerate(_masters(engine, model)):
+            buffers[MASTER, BufferId("tensor", number)] = master.data.view(-1)
+            moments, steps = read_state(engine.basic_optimizer, master, rule)
+            for name, moment in moments.items():
+                buffers[name, BufferId("tensor", number)] = moment
+            for name, value in steps.items():
+                scalars.values.setdefault(name, {})[number] = value
+        return buffers, scalars
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Whole tensors, at the parameters' and masters' own addresses."""
+        weights = [(WEIGHT, number, held) for number, held in enumerate(model.parameters)]
+        masters = [(MASTER, number, held) for number, held in enumerate(_masters(engine, model))]
+        return [Found(kind, number, 0, held.numel(), held.data_ptr()) for kind, number, held in weights + masters]
+
+    def release(self, engine: Any, model: ModelMap) -> None:
+        """Drop the gradients; nothing else hangs on the module."""
+        for parameter in model.parameters:
+            parameter.grad = None
+
+    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+        """Parameters, masters and states become views of the buffers."""
+        for number, parameter in enumerate(model.parameters):
+            parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
+        moments = rule_of(engine.basic_optimizer).moments
+        for number, master in enumerate(_masters(engine, model)):
+            name = BufferId("tensor", number)
+            master.data = buffers[MASTER, name].view(model.tensors[number].shape)
+            held = {moment: buffers[moment, name] for moment in moments if (moment, name) in buffers}
+            write_state(engine.basic_optimizer, master, held, scalars.of(number))
+
+
+def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Parameter]:
+    """The tensors that the basic optimizer steps, in the order of registration."""
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return [master for group in engine.optimizer.fp32_groups for master in group]
+    return list(model.parameters[: model.trainable])

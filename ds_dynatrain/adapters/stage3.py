@@ -1,0 +1,140 @@
+"""ZeRO stage 3: every parameter cut over the ranks, the parts of a sub-group side by side in flat buffers.
+
+The tail of the last rank's part is padding with no meaning (`torch.empty` in DeepSpeed) and is never moved. In fp32 the
+weight and the master of a sub-group are one tensor. `grad_partitions_flat_buffer` is state: a parameter that got no
+gradient in a step is stepped with the one it got last (measured on 0.19.8).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload, ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
+from torch import nn
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, write_state
+from ds_dynatrain.adapters.state import Buffers, Found, Scalars
+from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId
+
+_MODULE_ATTRIBUTES = ("_original_parameters", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
+_MODULE_ATTRIBUTES += ("ds_grads_remaining", "ds_id", "ds_recompute_parameters", "_external_params")
+_MODULE_ATTRIBUTES += ("ds_inflight_param_registry", "all_parameters", "external_parameters")
+_PARAMETER_ATTRIBUTES = ("is_external_param", "nvme_swapper", "all_gather", "all_gather_coalesced", "partition", "item")
+_PARAMETER_ATTRIBUTES += ("reduce_gradients_at_owner", "partition_gradients", "aligned_size", "padding_size")
+_PARAMETER_ATTRIBUTES += ("partition_numel", "convert_to_zero_parameters", "_z3_optimizer", "grad_accum")
+_GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+class PartitionedStage:
+    """Stage 3; see the module."""
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        """Per sub-group: weight parts, master, moments and last gradients; frozen parts one by one."""
+        zero = engine.optimizer
+        rule = rule_of(engine.basic_optimizer)
+        number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
+        buffers: Buffers = {}
+        scalars = Scalars()
+        position = 0
+        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
+            name = BufferId("subgroup", index)
+            size = master.numel()
+            buffers[WEIGHT, name] = zero.fp16_partitioned_groups_flat[index].data
+            buffers[MASTER, name] = master.data
+            buffers[STALE_GRAD, name] = zero.grad_partitions_flat_buffer.narrow(0, position, size)
+            moments, steps = read_state(engine.basic_optimizer, master, rule)
+            for kind, moment in moments.items():
+                buffers[kind, name] = moment
+            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
+            for kind, value in steps.items():
+                scalars.values.setdefault(kind, {}).update(dict.fromkeys(members, value))
+            position += size
+        for index, parameter in model.frozen():
+            buffers[WEIGHT, BufferId("partition", index)] = parameter.ds_tensor.data
+        return buffers, scalars
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Parts at their own addresses: `ds_tensor` for weights, `grad_position` for masters and last gradients."""
+        zero = engine.optimizer
+        rows = []
+        for index, parameter in enumerate(model.parameters):
+            part = parameter.ds_tensor.numel()
+            start = engine.global_rank * part
+            numel = max(0, min(part, parameter.ds_numel - start))
+            if not numel:
+                continue
+            rows.append(Found(WEIGHT, index, start, numel, parameter.ds_tensor.data_ptr()))
+            if index < model.trainable:
+                group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+                master = zero.fp32_partitioned_groups_flat[group]
+                address = master.data_ptr() + offset * master.element_size()
+                rows.append(Found(MASTER, index, start, numel, address))
+                last = getattr(zero, _GRADIENT_PARTS)[parameter.ds_id]
+                rows.append(Found(STALE_GRAD, index, start, numel, last.data_ptr()))
+        return rows
+
+    def release(self, engine: Any, model: ModelMap) -> None:
+        """Hooks, patched containers and attributes off; parameters keep no data."""
+        engine.optimizer.destroy()
+        reset_counters()
+        for parameter in model.parameters:
+            parameter.grad = None
+            _forget(parameter)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        for module in engine.module.modules():
+            if isinstance(module._parameters, ZeROOrderedDict):
+                module._parameters = dict(module._parameters.items())
+            for name in _MODULE_ATTRIBUTES:
+                module.__dict__.pop(name, None)
+        if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
+            torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
+
+    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+        """Every flat buffer and every part's view becomes the given memory."""
+        zero = engine.optimizer
+        kinds = rule_of(engine.basic_optimizer).moments
+        number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
+        gradients = getattr(zero, _GRADIENT_PARTS)
+        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
+            name = BufferId("subgroup", index)
+            zero.fp16_partitioned_groups_flat[index].data = buffers[WEIGHT, name]
+            master.data = buffers[MASTER, name]
+            position = 0
+            for parameter in zero.fp16_groups[index]:
+                size = parameter.ds_tensor.ds_numel
+                parameter.ds_tensor.data = buffers[WEIGHT, name].narrow(0, position, size)
+                gradients[parameter.ds_id] = buffers[STALE_GRAD, name].narrow(0, position, size)
+                position += size
+            held = {kind: buffers[kind, name] for kind in kinds if (kind, name) in buffers}
+            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
+            steps = common_scalars(scalars, members, f"ZeRO-3 sub-group {index}") if held else {}
+            write_state(engine.basic_optimizer, master, held, steps)
+        zero.lp_param_buffer = whole(buffers, WEIGHT)
+        zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
+        for index, parameter in model.frozen():
+            parameter.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
+
+
+def whole(buffers: Buffers, kind: str) -> torch.Tensor:
+    """The one buffer that the sub-group buffers of a kind are consecutive slices of."""
+    first = buffers[kind, BufferId("subgroup", 0)]
+    size = sum(held.numel() for (name, place), held in buffers.items() if name == kind and place.place == "subgroup")
+    return first.as_strided((size,), (1,), first.storage_offset())
+
+
+def reset_counters() -> None:
+    """Start ZeRO-3's class-wide counters anew, so that ids agree between members with different pasts."""
+    FWD_MODULE_STACK.clear()
+    Init.param_id = 0
+    Init.num_persisted_parameters = Init.num_persisted_elements = 0
+    Init.apply_param_persistence = False
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def _forget(parameter: nn.Parameter) -> None:
+    for name in list(parameter.__dict__):
+        if name.startswith("ds_") or name in _PARAMETER_ATTRIBUTES:
+            delattr(parameter, name)

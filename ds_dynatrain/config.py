@@ -1,0 +1,212 @@
+"""The `dynatrain` block of a DeepSpeed configuration: its keys, their types and units, and what is wrong with a block.
+
+Nothing is converted and nothing is ignored: a misspelled key or a "2" for a 2 is an error that names the key. Keys of
+later versions are known here and refused by name, so that nobody relies on a setting that does nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+
+BLOCK = "dynatrain"
+LATER_KEYS = ("layouts", "fallback", "elastic")
+LATER_AXES = ("pipe", "expert", "tensor", "sequence")
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+"""What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
+
+Size = Annotated[int, Field(ge=1)]
+Stage = Annotated[int, Field(ge=0, le=3)]
+
+
+class _Block(BaseModel):
+    """Base of the blocks: values are frozen, types are exact, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class LayoutConfig(_Block):
+    """The layout to start with; it may use a part of the processes, and the others start idle."""
+
+    data: Size
+    zero_stage: Stage | None = None
+    """`None` stands for `zero_optimization.stage`; `DynatrainConfig.from_deepspeed` fills it in."""
+    pipe: Size = 1
+    expert: Size = 1
+    tensor: Size = 1
+    sequence: Size = 1
+
+
+class DataConfig(_Block):
+    """How samples are dealt."""
+
+    reshuffle: bool = False
+    """A new order in every epoch; `False` repeats one order, as stock DeepSpeed does."""
+
+
+class ReportConfig(_Block):
+    """Where switches are reported besides the log."""
+
+    jsonl: str | None = None
+    """A file that gets one line of JSON a switch."""
+
+
+class DynatrainConfig(_Block):
+    """The whole block. An empty block is valid and means all defaults."""
+
+    layout: LayoutConfig | None = None
+    """`None`: all processes train, at the stage of `zero_optimization`."""
+    safety: Literal["rollback", "lean"] = "rollback"
+    """Both sides of a switch are held until it is committed; "lean" is refused."""
+    memory_budget_bytes: Size = 1 << 30
+    """What a member may hold in flight beyond its source and its destination, in bytes."""
+    verify: Literal["full"] = "full"
+    timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """How long one member waits for another in a switch, in seconds."""
+    data: DataConfig = DataConfig()
+    report: ReportConfig = ReportConfig()
+
+    @classmethod
+    def from_deepspeed(cls, config: Config | None) -> DynatrainConfig | None:
+        """Return the block of a DeepSpeed configuration, or `None` where there is no block (or no configuration).
+
+        Raises `ConfigError` for a file that cannot be read, an unknown key or a wrong value, and `UnsupportedError`
+        for a key or value that a later version brings.
+        """
+        return None if config is None else split_config(config)[1]
+
+
+def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None]:
+    """Return DeepSpeed's own part of a configuration, as a new dictionary, and the `dynatrain` block if there is one.
+
+    Where the block's layout names no ZeRO stage it is that of `zero_optimization`; where it names another one, the
+    block counts and DeepSpeed's part is left as it stands. Raises what `DynatrainConfig.from_deepspeed` raises.
+    """
+    whole = read_config(config)
+    own = {key: value for key, value in whole.items() if key != BLOCK}
+    if BLOCK not in whole:
+        return own, None
+    block = _validated(whole[BLOCK])
+    _refuse_later_values(block)
+    if block.layout is None or block.layout.zero_stage is not None:
+        return own, block
+    layout = block.layout.model_copy(update={"zero_stage": _deepspeed_stage(own)})
+    return own, block.model_copy(update={"layout": layout})
+
+
+def read_config(config: Config) -> dict[str, Any]:
+    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, a key stands once.
+
+    Raises `ConfigError` where nothing can be read or a key stands twice.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    import hjson  # comes with DeepSpeed; not needed for a dictionary
+
+    name = os.fspath(config)
+    try:
+        if os.path.exists(name):
+            with open(name, encoding="utf-8") as file:
+                read = hjson.load(file, object_pairs_hook=_once)
+        else:
+            read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=_once)
+    except (OSError, UnicodeError, binascii.Error, hjson.HjsonDecodeError) as error:
+        raise ConfigError(f"configuration {name!r}: neither a readable file nor JSON in base64 ({error})") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"configuration {name!r}: expected an object of keys, got {_type_name(read)}")
+    return read
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dictionary of one JSON object, whose keys must differ."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"configuration: the key {key!r} stands twice in one object; remove one of them")
+        found[key] = value
+    return found
+
+
+def _deepspeed_stage(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of DeepSpeed's own part."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"{BLOCK}.layout.zero_stage: not given, and zero_optimization.stage is no stage to take instead "
+            f"({zero!r}); give 0, 1, 2 or 3 in one of the two"
+        )
+    return int(stage)
+
+
+def _validated(block: object) -> DynatrainConfig:
+    """Return the checked block; the first thing that is wrong with it is the error."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({_type_name(block)})")
+    later = [key for key in LATER_KEYS if key in block]
+    if later:
+        raise UnsupportedError(f"{BLOCK}.{later[0]}: comes in a later version; remove the key for now")
+    try:
+        return DynatrainConfig.model_validate(dict(block))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([BLOCK, *map(str, first["loc"])])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(_unknown_key(where, _keys_at(first["loc"][:-1]))) from error
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: this key is needed and is not there") from error
+        expected = first["msg"].replace("Input should be ", "").removeprefix("a valid ")
+        expected = "an object of keys" if first["type"].startswith("model") else expected
+        value = first["input"]
+        raise ConfigError(f"{where}: expected {expected}, got {value!r} ({_type_name(value)})") from error
+
+
+def _keys_at(path: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that are valid at a path inside the block."""
+    model: type[BaseModel] = DynatrainConfig
+    blocks: dict[str, type[BaseModel]] = {"layout": LayoutConfig, "data": DataConfig, "report": ReportConfig}
+    for key in path:
+        model = blocks[str(key)]
+    return list(model.model_fields)
+
+
+def _unknown_key(where: str, valid: list[str]) -> str:
+    """Return the message for a key that does not exist, with the one that was probably meant."""
+    key = where.rpartition(".")[2]
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{where}: unknown key; {hint}valid here: {', '.join(valid)}"
+
+
+def _refuse_later_values(block: DynatrainConfig) -> None:
+    """Raise `UnsupportedError` for a value that a later version brings."""
+    if block.safety == "lean":
+        raise UnsupportedError(
+            f'{BLOCK}.safety: "lean" needs a checkpoint that a later version brings; use "rollback" for now'
+        )
+    for axis in LATER_AXES:
+        size = getattr(block.layout, axis, 1)
+        if size != 1:
+            raise UnsupportedError(
+                f"{BLOCK}.layout.{axis}: {size} is refused for now, a switch knows the data axis and the ZeRO stage; "
+                f"use 1 or leave it out"
+            )
+
+
+def _type_name(value: object) -> str:
+    """Return what a reader of JSON calls the type of a value."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    if isinstance(value, Mapping):
+        return "object"
+    if isinstance(value, list | tuple):
+        return "list"
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,139 @@
+"""How the samples of one global batch are dealt to ranks and micro-batches, and what each micro-batch weighs.
+
+The global batch has the same size in every world. Sample position i of it goes to rank i % data, as torch's
+`DistributedSampler` deals them, and a rank cuts its samples into consecutive micro-batches, one per accumulation
+step. One (rank, accumulation step) is a *slot*. Where the sizes do not divide, slots hold unequal numbers of samples;
+the weight of a slot makes the accumulated gradient exactly that of the mean over all samples of the global batch:
+
+    gradient = 1/data * sum over ranks of (1/accumulation * sum over slots of weight * mean loss of the slot)
+             = 1/slots * sum over slots of (samples * slots / n) * (sum of the slot's losses / samples)
+             = 1/n * sum over samples of their losses
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_dynatrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One micro-batch of one rank.
+
+    `positions` are places in the global batch (0 to n-1), `samples` how many of them are the slot's own: all, or 0
+    where the slot has none and repeats the sample at position 0 so that its collectives match. Multiply the mean loss
+    by `weight`.
+    """
+
+    positions: tuple[int, ...]
+    samples: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """The sizes of one world: samples per global batch, most samples per micro-batch, data-parallel size.
+
+    Raises `DataError` if one of them is not a positive integer.
+    """
+
+    train_batch_size: int
+    micro_batch_limit: int
+    data: int
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "micro_batch_limit", "data"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise DataError(f"{name} must be a positive integer, not {value!r}")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per rank and global batch: ceil(train_batch_size / (data * micro_batch_limit))."""
+        return math.ceil(self.train_batch_size / (self.data * self.micro_batch_limit))
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches per global batch over all ranks: data * accumulation."""
+        return self.data * self.accumulation
+
+    def even(self, samples: int | None = None) -> bool:
+        """Whether all slots of a global batch of `samples` (default: a full one) have the same size, and weight 1."""
+        return (self.train_batch_size if samples is None else samples) % self.slots == 0
+
+    def deal(self, samples: int) -> SlotTable:
+        """The slots of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
+        if not 1 <= samples <= self.train_batch_size:
+            raise DataError(
+                f"a global batch of {samples} samples cannot be dealt: it must have 1 to train_batch_size = "
+                f"{self.train_batch_size} of them"
+            )
+        return SlotTable(self, samples)
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """All slots of one global batch of `samples` samples; rows are computed when asked for."""
+
+    batch: BatchArithmetic
+    samples: int
+
+    def rank(self, rank: int) -> tuple[Slot, ...]:
+        """The `accumulation` slots of one rank of the data axis, in the order in which they are trained."""
+        if not 0 <= rank < self.batch.data:
+            raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
+        mine = range(rank, self.samples, self.batch.data)
+        small, larger = divmod(len(mine), self.batch.accumulation)
+        starts = [index * small + min(index, larger) for index in range(self.batch.accumulation + 1)]
+        return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
+
+    def ranks(self) -> tuple[tuple[Slot, ...], ...]:
+        """The rows of all ranks: `ranks()[rank][accumulation step]`."""
+        return tuple(self.rank(rank) for rank in range(self.batch.data))
+
+    def _slot(self, positions: range) -> Slot:
+        if not positions:
+            return Slot((0,), 0, 0.0)
+        return Slot(tuple(positions), len(positions), len(positions) * self.batch.slots / self.samples)
+
+
+@dataclass(frozen=True)
+class Unevenness:
+    """The data-parallel sizes under which some slots of a full global batch are larger than others.
+
+    `nearest` is the batch size closest to the one asked about (the smaller of two) that is even under all sizes asked
+    about.
+    """
+
+    data: tuple[int, ...]
+    nearest: int
+
+
+def uneven(train_batch_size: int, micro_batch_limit: int, data_sizes: Iterable[int]) -> Unevenness:
+    """Which of `data_sizes` cut a full global batch unevenly, and the nearest batch size that none of them does.
+
+    A batch of lcm(data_sizes) * micro_batch_limit is always even, so the search takes at most micro_batch_limit
+    strides.
+    """
+    sizes = sorted(set(data_sizes))
+    if not sizes:
+        raise DataError("no data-parallel size was given to compare the batch size with")
+    bad = tuple(size for size in sizes if not BatchArithmetic(train_batch_size, micro_batch_limit, size).even())
+    if not bad:
+        return Unevenness((), train_batch_size)
+    stride = math.lcm(*sizes)
+    below, above = train_batch_size // stride * stride, (train_batch_size // stride + 1) * stride
+
+    def fits(candidate: int) -> bool:
+        return candidate > 0 and all(BatchArithmetic(candidate, micro_batch_limit, size).even() for size in sizes)
+
+    while below > 0 and not fits(below):
+        below -= stride
+    while not fits(above):
+        above += stride
+    near_below = below > 0 and train_batch_size - below <= above - train_batch_size
+    return Unevenness(bad, below if near_below else above)

@@ -1,0 +1,54 @@
+"""What a loader needs to know from whoever runs the training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ds_dynatrain.data.batch import BatchArithmetic, Slot
+
+if TYPE_CHECKING:
+    from ds_dynatrain.data.loader import TrainLoader
+
+
+class Host(Protocol):
+    """The present world as a loader sees it. Everything may change inside `before_batch`, and nowhere else.
+
+    On an idle member `rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world changes.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This member's index on the data axis, 0 to data - 1."""
+        ...
+
+    @property
+    def data(self) -> int:
+        """Size of the data axis."""
+        ...
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """How a global batch is dealt in the present world; its `data` equals the host's."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """The number of the world; a loader deals its batches anew when it has changed."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether this member holds no state now."""
+        ...
+
+    def before_batch(self, loader: TrainLoader) -> None:
+        """Called before the first micro-batch of a global batch that exists; a pending change takes effect here.
+
+        On an idle member it returns once the member works again and `loader.load_state_dict` has set the position. A
+        host that lets a member wait calls `loader.close()` first, so that no worker process waits with it.
+        """
+        ...
+
+    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+        """Told the slot of the micro-batch about to be returned, and whether it opens or closes its global batch."""
+        ...

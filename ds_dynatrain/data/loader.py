@@ -1,0 +1,290 @@
+"""The loader of training data: one object for a whole job, whose batches follow the world.
+
+A position is counted in global batches, and inside one in micro-batches. Which indices this rank reads, and what it has
+prefetched, belongs to a world: it hangs on the iterator and is made anew from the position when the generation has
+changed. Worker processes live as long as the iterator, as in stock torch; a change of world does not start them anew.
+The rules of `iter`:
+
+- A new `iter()` is a new pass: where stock torch would start from sample 0 again, so does this one, as the next
+  epoch. A pass is over when its last batch was dealt and `StopIteration` raised, or when its iterator was dropped by
+  a `break`.
+- After `load_state_dict` of a position inside a pass, the next `iter()` goes on from there. An iterator that already
+  exists goes on from there too.
+- A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
+- One iterator at a time: an older one raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ds_dynatrain.data.batch import BatchArithmetic, Slot
+from ds_dynatrain.data.cursor import Cursor
+from ds_dynatrain.data.host import Host
+from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.source import MapStyle, Source
+from ds_dynatrain.data.workers import apart, like_stock
+from ds_dynatrain.errors import DataError
+
+
+class TrainLoader:
+    """Batches of a training set, in the present world; `name` tells it from the other loaders of an engine.
+
+    Raises `DataError` if an epoch would have no global batch.
+    """
+
+    def __init__(self, source: Source, host: Host, name: str = "train") -> None:
+        self.name = name
+        self.source = source
+        self.order: EpochOrder = source.order(host.batch.train_batch_size)
+        """Which samples are in which global batch; the same in every world."""
+        self._host = host
+        self._at = Cursor()
+        self._micro = 0
+        self._resume = False
+        self._loads = 0
+        self._live: weakref.ref[_Pass] | None = None
+
+    @property
+    def dataset(self) -> MapStyle:
+        """The data set."""
+        return self.source.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples that a micro-batch holds."""
+        return self._host.batch.micro_batch_limit
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any] | None:
+        """The user's function that makes a batch of samples; None is torch's default."""
+        return self.source.collate_fn
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes on each member."""
+        return self.source.num_workers
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are copied to pinned memory."""
+        return self.source.pin_memory
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a short last global batch is dropped."""
+        return self.source.drop_last
+
+    @property
+    def sampler(self) -> EpochOrder:
+        """The order of the samples, in the place where a torch loader has its sampler."""
+        return self.order
+
+    @property
+    def cursor(self) -> Cursor:
+        """The first global batch not dealt in full; after a `break`, the first one of the next epoch."""
+        left = not self._begun and self._micro == 0 and self._at.step > 0
+        return self._at.next_epoch() if left else self._at
+
+    @property
+    def mid_window(self) -> bool:
+        """Whether a global batch was begun here and not dealt in full."""
+        return self._micro > 0
+
+    @property
+    def _begun(self) -> bool:
+        """Whether a pass is under way: its iterator lives, or is still to come after `load_state_dict`."""
+        return self._resume or (self._live is not None and self._live() is not None)
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch on each rank in the present world."""
+        return self.order.steps * self._host.batch.accumulation
+
+    def __iter__(self) -> Iterator[Any]:
+        """An iterator over what remains of the epoch; see the rules of this file.
+
+        Raises `DataError` if a global batch was begun and not dealt in full.
+        """
+        if self._micro:
+            raise DataError(
+                f"loader {self.name!r}: iter() in the middle of global batch {self._at.step}, epoch {self._at.epoch}: "
+                f"{self._micro} of {self._host.batch.accumulation} micro-batches are dealt; leave the loop only after "
+                "a complete accumulation window (engine.is_gradient_accumulation_boundary())"
+            )
+        stream = None
+        if not self._resume:
+            stream = None if self._host.idle else like_stock()
+            self._at = self._at.next_epoch() if self._at.step else self._at
+        fresh = _Pass(self, self._host, stream)
+        self._live = weakref.ref(fresh)
+        return fresh
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the order that it counts in: plain integers and booleans, the same on every rank.
+
+        In the middle of a global batch it is the start of that batch.
+        """
+        cursor = self.cursor
+        begun = (self._begun or self.mid_window) and cursor == self._at
+        return {"cursor": cursor.to_dict(), "begun": begun, "order": asdict(self.order)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the position of `state`; what an iterator has prefetched is thrown away.
+
+        Raises `DataError` if it was counted in another order: another data set length, batch size, seed, shuffle or
+        drop_last.
+        """
+        mine, theirs = asdict(self.order), dict(state["order"])
+        differing = [name for name in mine if mine[name] != theirs.get(name)]
+        if differing:
+            pairs = ", ".join(f"{name} {theirs.get(name)!r} there and {mine[name]!r} here" for name in differing)
+            raise DataError(
+                f"loader {self.name!r}: the position cannot be taken over, it was counted in another order: {pairs}; "
+                "use the same data set and batch size, or start the epoch anew"
+            )
+        cursor = Cursor.from_dict(state["cursor"])
+        if cursor.step > self.order.steps:
+            raise DataError(f"loader {self.name!r}: {cursor} is behind the end of an epoch of {self.order.steps} steps")
+        self._at, self._micro, self._resume = cursor, 0, bool(state["begun"])
+        self._loads += 1
+
+    def close(self) -> None:
+        """End the worker processes and drop what they have fetched; the position stays, and `next` starts anew."""
+        live = self._live() if self._live is not None else None
+        if live is not None:
+            live.close()
+
+
+class _Pass(Iterator[Any]):
+    """The iterator of a `TrainLoader`; it holds whatever belongs to the present world."""
+
+    def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None) -> None:
+        self._loader = loader
+        self._host = host
+        self._stream = stream
+        self._key = (host.generation, loader._loads)
+        self._rows: dict[int, tuple[Slot, ...]] = {}
+        self._window: tuple[Slot, ...] = ()
+        self._torch: DataLoader[Any] | None = None
+        self._fetch: Iterator[Any] | None = None
+        self._over = False
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._over:
+            raise StopIteration
+        if loader._live is None or loader._live() is not self:
+            raise DataError(f"loader {loader.name!r}: this iterator has been replaced by a later iter()")
+        if not loader.mid_window:
+            self._open_window()
+        first, last = loader._micro == 0, loader._micro + 1 == len(self._window)
+        batch = self._take(first, last)
+        loader._resume = False
+        loader._micro = 0 if last else loader._micro + 1
+        loader._at = loader._at.advance() if last else loader._at
+        return batch
+
+    def close(self) -> None:
+        """Drop the torch loader; its worker processes end with its last reference."""
+        self._fetch = self._torch = None
+
+    def _open_window(self) -> None:
+        """Stand at a global batch in the present world, or end the pass; only a working member can judge which."""
+        loader = self._loader
+        if not self._host.idle:
+            self._end_if_over()
+        self._host.before_batch(loader)
+        self._end_if_over()
+        key = (self._host.generation, loader._loads)
+        if key != self._key:
+            self._fetch, self._rows, self._key = None, {}, key
+        self._check_batch_size()
+        samples = loader.order.samples(loader._at.step)
+        if samples not in self._rows:
+            self._rows[samples] = self._host.batch.deal(samples).rank(self._host.rank)
+        self._window = self._rows[samples]
+
+    def _check_batch_size(self) -> None:
+        now, then = self._host.batch.train_batch_size, self._loader.order.train_batch_size
+        if now != then:
+            raise DataError(
+                f"loader {self._loader.name!r}: train_batch_size became {now}, and its epochs are cut by {then}; "
+                "it cannot change under a live switch, make a new engine"
+            )
+
+    def _end_if_over(self) -> None:
+        loader = self._loader
+        if loader._at.step < loader.order.steps:
+            return
+        self.close()
+        self._over = True
+        loader._at, loader._resume, loader._live = loader._at.next_epoch(), False, None
+        raise StopIteration
+
+    def _take(self, first: bool, last: bool) -> Any:
+        """The next micro-batch, its slot announced; after an error the next call reads it again."""
+        loader, host = self._loader, self._host
+        if host.generation != self._key[0]:
+            raise DataError(
+                f"loader {loader.name!r}: generation {self._key[0]} became {host.generation} in the middle of a "
+                "global batch; load_state_dict first, which goes back to its start"
+            )
+        try:
+            if self._fetch is None:
+                self._fetch = self._start()
+            batch = next(self._fetch)
+            host.deal(self._window[loader._micro], first, last)
+        except StopIteration as error:
+            self.close()
+            raise DataError(f"loader {loader.name!r}: the data set raised StopIteration") from error
+        except BaseException:
+            self.close()
+            raise
+        return batch
+
+    def _start(self) -> Iterator[Any]:
+        """This rank's remaining micro-batches of the epoch, from the torch loader that is there or a new one."""
+        loader, host = self._loader, self._host
+        if self._torch is None:
+            stream, self._stream = self._stream, None
+            if stream is None:
+                at = loader._at
+                stream = apart(loader.order.seed, at.epoch, at.step, loader._micro, host.generation, host.rank)
+            self._torch = loader.source.fetch(_Remaining(loader, host), stream, persistent=True)
+        return iter(self._torch)
+
+
+class _Remaining:
+    """The lists of indices that one rank reads from the loader's position to the end of the epoch.
+
+    Position, rank and world are those at the time of `iter()`, which a torch loader calls whenever it starts over.
+    """
+
+    def __init__(self, loader: TrainLoader, host: Host) -> None:
+        self._loader = loader
+        self._host = host
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader, host = self._loader, self._host
+        rest = _rank_indices(loader.order, loader._at, host.batch, host.rank)
+        return itertools.islice(rest, loader._micro, None)
+
+
+def _rank_indices(order: EpochOrder, start: Cursor, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
+    """The data set's indices of one rank's micro-batches, from global batch `start` to the end of its epoch."""
+    permutation = order.permutation(start.epoch)
+    rows: dict[int, list[torch.Tensor]] = {}
+    for step in range(start.step, order.steps):
+        samples = order.samples(step)
+        if samples not in rows:
+            rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]
+        chosen = permutation[step * order.train_batch_size :]
+        for positions in rows[samples]:
+            yield chosen[positions].tolist()

@@ -1,0 +1,76 @@
+"""The order of the samples of an epoch, and how it is cut into global batches.
+
+The permutation is the one that stock DeepSpeed's loader trains in: torch's `DistributedSampler(seed=0,
+shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same one unless `reshuffle` is set.
+Unlike there, the end of an epoch is not padded with repeated samples: a last batch that is short is a step of its
+own, or dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_dynatrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """What decides which samples are in which global batch: nothing in it depends on the world.
+
+    Raises `DataError` where an epoch would have no global batch at all.
+    """
+
+    length: int
+    train_batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+    reshuffle: bool = False
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise DataError("the data set is empty (length 0): there is no sample to train on")
+        if self.train_batch_size < 1:
+            raise DataError(f"train_batch_size must be at least 1, not {self.train_batch_size}")
+        if not self.steps:
+            raise DataError(
+                f"no global batch is left of {self.length} samples: train_batch_size is {self.train_batch_size} and "
+                "drop_last drops a short batch; use a smaller train_batch_size, or dataloader_drop_last = false"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Global batches per epoch."""
+        full, rest = divmod(self.length, self.train_batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def __len__(self) -> int:
+        """Samples per epoch, those that `drop_last` drops not counted."""
+        return min(self.length, self.steps * self.train_batch_size)
+
+    def samples(self, step: int) -> int:
+        """Samples in global batch `step` of an epoch; `DataError` if the epoch has no such step."""
+        if not 0 <= step < self.steps:
+            raise DataError(f"step {step} is outside an epoch of {self.steps} global batches")
+        return min(self.train_batch_size, self.length - step * self.train_batch_size)
+
+    @property
+    def short(self) -> int:
+        """Samples in the short last batch of an epoch, 0 where all its batches are full."""
+        last = self.samples(self.steps - 1)
+        return last if last < self.train_batch_size else 0
+
+    def permutation(self, epoch: int) -> torch.Tensor:
+        """The data set's indices in training order, an int64 tensor of shape (length,) on the CPU."""
+        if not self.shuffle:
+            return torch.arange(self.length, dtype=torch.int64, device="cpu")
+        generator = torch.Generator(device="cpu")
+        generator.manual_seed(self.seed + (epoch if self.reshuffle else 0))
+        return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
+
+    def batch(self, epoch: int, step: int) -> torch.Tensor:
+        """The data set's indices of one global batch, by position; an int64 tensor of shape (samples(step),)."""
+        start = step * self.train_batch_size
+        return self.permutation(epoch)[start : start + self.samples(step)]

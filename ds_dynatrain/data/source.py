@@ -1,0 +1,174 @@
+"""What a loader reads from: a map-style data set and how its samples are fetched, whichever way the user gave them.
+
+A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
+over ranks do not count. What cannot be re-sampled by global index is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.workers import WorkerStart
+from ds_dynatrain.errors import DataError
+
+STOCK_WORKERS = 2
+"""Worker processes per loader where none are asked for: DeepSpeed's own number."""
+
+MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loader of your own"
+SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A data set that can be read by index."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The order that a torch `DataLoader` would have used."""
+
+    shuffle: bool
+    seed: int = 0
+    reshuffle: bool = False
+    drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set with everything that decides its order and how its samples are fetched; built by `Source.build`.
+
+    `batch_size` is the one of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
+    """
+
+    dataset: MapStyle
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = STOCK_WORKERS
+    shuffle: bool = True
+    seed: int = 0
+    reshuffle: bool = False
+    drop_last: bool = False
+    pin_memory: bool = False
+    batch_size: int | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+    prefetch_factor: int | None = None
+    timeout: float = 0.0
+    multiprocessing_context: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
+            raise DataError(f"num_workers must be an integer from 0 up, not {self.num_workers!r}")
+
+    @classmethod
+    def build(
+        cls,
+        data: object,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        reshuffle: bool | None = None,
+        drop_last: bool | None = None,
+        pin_memory: bool | None = None,
+    ) -> Source:
+        """A source from a map-style data set or a torch `DataLoader` over one.
+
+        An argument that is None takes what the `DataLoader` says, and without one what stock DeepSpeed does: two
+        workers, shuffled with seed 0, the same permutation in every epoch, memory pinned where there is an
+        accelerator. Raises `DataError` for an iterable dataset, a batch sampler, a sampler whose order is its own, or
+        no data set at all.
+        """
+        loader = data if isinstance(data, DataLoader) else None
+        dataset = _map_style(data if loader is None else loader.dataset)
+        found = Sampling(shuffle=True) if loader is None else _sampling(loader, len(dataset))
+        return cls(
+            dataset=dataset,
+            collate_fn=_given(collate_fn, loader.collate_fn if loader else None),
+            num_workers=_given(num_workers, loader.num_workers if loader else STOCK_WORKERS),
+            shuffle=_given(shuffle, found.shuffle),
+            seed=_given(seed, found.seed),
+            reshuffle=_given(reshuffle, found.reshuffle),
+            drop_last=_given(drop_last, found.drop_last),
+            pin_memory=_given(pin_memory, loader.pin_memory if loader else torch.accelerator.is_available()),
+            batch_size=loader.batch_size if loader else None,
+            worker_init_fn=loader.worker_init_fn if loader else None,
+            prefetch_factor=loader.prefetch_factor if loader else None,
+            timeout=loader.timeout if loader else 0.0,
+            multiprocessing_context=loader.multiprocessing_context if loader else None,
+        )
+
+    def order(self, train_batch_size: int) -> EpochOrder:
+        """The order of an epoch in global batches of `train_batch_size`."""
+        length = len(self.dataset)
+        return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last)
+
+    def fetch(
+        self, indices: Iterable[list[int]], generator: torch.Generator | None, persistent: bool = False
+    ) -> DataLoader[Any]:
+        """A torch `DataLoader` that yields one collated batch for each list of indices.
+
+        `generator` is where it draws its workers' base seed from; None is torch's default generator, as in stock torch.
+        With `persistent` its workers live as long as it does, else as long as one iterator of it.
+        """
+        context = self.multiprocessing_context or torch.multiprocessing.get_context()
+        direct = self.num_workers > 0 and context.get_start_method() != "forkserver"
+        return DataLoader(
+            cast("Dataset[Any]", self.dataset),
+            batch_sampler=indices,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout if self.num_workers else 0.0,
+            worker_init_fn=WorkerStart(self.worker_init_fn, os.getpid() if direct else None),
+            multiprocessing_context=self.multiprocessing_context if self.num_workers else None,
+            generator=generator,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            persistent_workers=persistent and self.num_workers > 0,
+        )
+
+
+def _given(argument: Any, otherwise: Any) -> Any:
+    return otherwise if argument is None else argument
+
+
+def _map_style(dataset: object) -> MapStyle:
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is an iterable dataset: its samples have no index, so they cannot be dealt "
+            f"again when the world changes; {MAP_STYLE}"
+        )
+    if not isinstance(dataset, MapStyle):
+        missing = [name for name in ("__getitem__", "__len__") if not hasattr(dataset, name)]
+        kind = "an iterable dataset" if hasattr(dataset, "__iter__") else "no data set"
+        raise DataError(f"{type(dataset).__name__} is {kind} (it has no {' and no '.join(missing)}); {MAP_STYLE}")
+    return dataset
+
+
+def _sampling(loader: DataLoader[Any], length: int) -> Sampling:
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        name = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
+        raise DataError(f"the DataLoader has a batch sampler of its own ({name}), fixed to one world; {SAMPLERS}")
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return Sampling(shuffle=False, drop_last=loader.drop_last)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
+        seed = sampler.generator.initial_seed() if sampler.generator is not None else 0
+        return Sampling(shuffle=True, seed=seed, reshuffle=True, drop_last=loader.drop_last)
+    if type(sampler) is DistributedSampler and len(sampler.dataset) == length:  # type: ignore[arg-type]
+        return Sampling(sampler.shuffle, sampler.seed, drop_last=loader.drop_last or sampler.drop_last)
+    raise DataError(
+        f"the DataLoader has a sampler of its own ({type(sampler).__name__}), whose order cannot be dealt by "
+        f"global index; {SAMPLERS}"
+    )

@@ -1,0 +1,64 @@
+"""Loader processes: they end with the process that started them, and their random streams are chosen here.
+
+torch's `DataLoader` draws one number, the base seed of its workers, whenever it starts to iterate. A loader that
+starts anew because the world changed must not draw it from the user's random stream, which plain DeepSpeed would have
+left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+PR_SET_PDEATHSIG = 1
+"""The number of the request in <sys/prctl.h>: a signal for this process when the thread that started it ends."""
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """The `worker_init_fn` of every loader: ties the worker's life to its parent's, then runs the user's function.
+
+    A worker inherits the sockets of its parent. If it outlived a parent that was killed, the parent's peers would see
+    its connections open and notice the death only seconds later. Linux only; elsewhere torch's own watchdog ends the
+    worker.
+    """
+
+    then: Callable[[int], None] | None = None
+    parent: int | None = None
+    """Process id of the parent; None where a worker is started by another process than its parent (forkserver)."""
+
+    def __call__(self, worker: int) -> None:
+        """Run in the worker process with its number, from 0."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if self.parent is not None and os.getppid() != self.parent:
+                os._exit(1)  # the parent died before the line above
+        if self.then is not None:
+            self.then(worker)
+
+
+def like_stock() -> torch.Generator:
+    """A generator that draws what torch's default one would draw next, which then makes that one draw.
+
+    So a pass over the data moves the user's random stream exactly as a stock `DataLoader` does when it starts to
+    iterate.
+    """
+    generator = torch.Generator(device="cpu")
+    generator.set_state(torch.get_rng_state())
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+    return generator
+
+
+def apart(*place: int) -> torch.Generator:
+    """A generator for a place in training (seed, epoch, step, ...), without a draw from anybody's random stream."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    return generator

@@ -1,0 +1,151 @@
+"""How members come to one decision: to switch at all, and at which step.
+
+Every working member posts its wish and reads all others'; all judge the same records by the same rule, and the judgement
+itself is written once (`decide`), so that a member that was late reads what the others decided.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.errors import MemberMissing, SwitchRefused
+from ds_dynatrain.space import Layout
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A switch that all working members agreed to: the same record on every member.
+
+    generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps after
+    which it takes effect, None for the first boundary at which all are prepared.
+    """
+
+    generation: int
+    source_layout: Layout
+    source_members: tuple[int, ...]
+    layout: Layout
+    members: tuple[int, ...]
+    at: int | None
+    asked_at: int
+
+    @property
+    def union(self) -> tuple[int, ...]:
+        """Every member with a part in it, ascending."""
+        return tuple(sorted({*self.source_members, *self.members}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        record = asdict(self)
+        record["source_layout"], record["layout"] = self.source_layout.to_dict(), self.layout.to_dict()
+        return record
+
+    @staticmethod
+    def from_json(record: dict[str, Any]) -> Proposal:
+        """The inverse of `to_json`."""
+        layouts = {name: Layout.from_dict(record[name]) for name in ("source_layout", "layout")}
+        members = {name: tuple(record[name]) for name in ("source_members", "members")}
+        rest = {name: record[name] for name in ("generation", "at", "asked_at")}
+        return Proposal(**layouts, **members, **rest)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one working member asks for, or why it cannot."""
+
+    layout: dict[str, int]
+    at: int | None
+    step: int
+    refusal: tuple[str, str] | None = None
+
+    def differs_from(self, other: Wish) -> bool:
+        """Whether two members wish for different things."""
+        return (self.layout, self.at, self.step) != (other.layout, other.at, other.step)
+
+
+def agree(control: Control, number: int, wish: Wish, working: tuple[int, ...], proposal: Proposal) -> Proposal:
+    """`proposal` if every working member's wish is the same and none refuses; the same answer on all of them.
+
+    number: how many switches were asked for before. SwitchRefused: a member refuses, wishes differ, or a member did not
+    ask within the time-out.
+    """
+    key = f"wish/{number}"
+    control.post(f"{key}/{control.member}", asdict(wish))
+    try:
+        records = control.gather(key, working, f"switch to {proposal.layout}: every working member has to ask for it")
+    except MemberMissing as missing:
+        refusal = [str(missing), "call engine.switch on every working member, at the same step"]
+        verdict = control.decide(f"{key}/verdict", {"refusal": refusal})
+    else:
+        verdict = control.decide(f"{key}/verdict", _judge(records, proposal))
+    if "refusal" in verdict:
+        raise SwitchRefused(*verdict["refusal"])
+    agreed = Proposal.from_json(verdict["proposal"])
+    control.decide(f"proposal/{agreed.generation}", agreed.to_json())
+    return agreed
+
+
+def _judge(records: dict[int, Any], proposal: Proposal) -> dict[str, Any]:
+    wishes = {member: Wish(**{**record, "refusal": record["refusal"]}) for member, record in records.items()}
+    for member, wish in sorted(wishes.items()):
+        if wish.refusal is not None:
+            return {"refusal": [f"member {member}: {wish.refusal[0]}", wish.refusal[1]]}
+    first, *others = sorted(wishes)
+    for member in others:
+        if wishes[member].differs_from(wishes[first]):
+            return {
+                "refusal": [
+                    f"members wish for different switches: member {first} for {_words(wishes[first])}, member {member} "
+                    f"for {_words(wishes[member])}",
+                    "make the decision depend on engine.global_steps and on values that are equal on all ranks",
+                ]
+            }
+    return {"proposal": proposal.to_json()}
+
+
+def _words(wish: Wish) -> str:
+    when = "" if wish.at is None else f" at step {wish.at}"
+    return f"{Layout.from_dict(wish.layout)}{when} (asked at step {wish.step})"
+
+
+def meeting_step(control: Control, proposal: Proposal, rank: int, step: int) -> int | None:
+    """The step at which the members meet, None while that is open.
+
+    Rank 0 sets it to its next step once all are prepared. No member can have passed that one: every step needs rank 0's
+    gradients, and each member reads the board again at every boundary.
+    """
+    if proposal.at is not None:
+        return proposal.at
+    key = f"meet/{proposal.generation}"
+    if rank == 0 and control.all_posted(f"prepared/{proposal.generation}", proposal.union):
+        return int(control.decide(key, step + 1))
+    decided = control.read(key)
+    return None if decided is None else int(decided)
+
+
+def wait_for_rank_0(control: Control, proposal: Proposal) -> bool:
+    """On a member that does not work: whether rank 0 stands at the meeting (polled, no wait)."""
+    return control.all_posted(f"stand/{proposal.generation}", proposal.source_members[:1])
+
+
+def stand(control: Control, proposal: Proposal, step: int, place: str) -> None:
+    """Be at the meeting, and see that all others are, at the same step and in the same loader.
+
+    MemberMissing for those that do not come in time, SwitchRefused where they stand elsewhere.
+    """
+    key = f"stand/{proposal.generation}"
+    working = control.member in proposal.source_members
+    control.post(f"{key}/{control.member}", {"step": step if working else None, "place": place})
+    deadline = time.monotonic() + control.timeout_seconds
+    records = control.gather(key, proposal.union, f"meeting of switch {proposal.generation}", deadline)
+    expected = records[proposal.source_members[0]]
+    for member, record in sorted(records.items()):
+        if record["place"] != expected["place"]:
+            raise SwitchRefused(
+                f"member {member} waits in {record['place']!r} and rank 0 stands in {expected['place']!r}",
+                "use one train loader at the step of a switch on all members",
+            )
+        if member in proposal.source_members and record["step"] != expected["step"]:
+            raise SwitchRefused(f"member {member} stands at step {record['step']}, rank 0 at step {expected['step']}")

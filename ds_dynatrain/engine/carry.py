@@ -1,0 +1,87 @@
+"""The carry: everything of a training that is not a tensor element, and how a member takes it over.
+
+*Shared* carry is equal on all working members and is compared before a commit: counters, hyper-parameters of all
+parameter groups, optimizer scalars, the scheduler, the loaders' positions. The *rest* (module buffers, the user's own
+objects, the last gradient norm) may differ between members; one that starts to work takes rank 0's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_dynatrain.adapters.state import Scalars
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
+    """What must be equal on all working members, as values that `encoding.encode` takes."""
+    steps = max(int(engine.gradient_accumulation_steps()), 1)
+    return {
+        "counters": {name: int(getattr(engine, name)) for name in COUNTERS},
+        "windows": int(engine.micro_steps) // steps,
+        "epoch": engine.job_epoch,
+        "groups": [_hyper_parameters(group) for group in engine.basic_optimizer.param_groups],
+        "scalars": {name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()},
+        "scheduler": _scheduler_state(engine.lr_scheduler),
+        "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
+    }
+
+
+def rest_carry(engine: DynatrainEngine) -> dict[str, Any]:
+    """What a member that starts to work takes from rank 0 besides."""
+    norm = engine.get_global_grad_norm()
+    return {
+        "grad_norm": float(norm) if norm is not None else None,
+        "training": bool(engine.module.training),
+        "buffers": {name: held.detach() for name, held in engine.module.named_buffers()},
+        "objects": {name: held.state_dict() for name, held in engine.carried.items()},
+    }
+
+
+def scalars_of(shared: dict[str, Any]) -> Scalars:
+    """The optimizer scalars of a shared carry."""
+    return Scalars({name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()})
+
+
+def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
+    """Counters of a working member in the new world: micro-steps start anew on a multiple of the accumulation."""
+    for name in COUNTERS:
+        setattr(engine, name, shared["counters"][name])
+    engine.micro_steps = shared["windows"] * int(engine.gradient_accumulation_steps())
+
+
+def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Everything, on a member that starts to work; its optimizer is attached already."""
+    settle_counters(engine, shared)
+    engine.job_epoch = shared["epoch"]
+    for group, values in zip(engine.basic_optimizer.param_groups, shared["groups"], strict=True):
+        group.update(values)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(shared["scheduler"])
+        if hasattr(engine.lr_scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
+            engine.lr_scheduler._last_lr = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    for name, state in shared["loaders"].items():
+        if name in engine.train_loaders:
+            engine.train_loaders[name].load_state_dict(state)
+    engine.set_global_grad_norm(rest["grad_norm"])
+    engine.module.train(rest["training"])
+    buffers = dict(engine.module.named_buffers())
+    with torch.no_grad():
+        for name, value in rest["buffers"].items():
+            buffers[name].copy_(value)
+    for name, state in rest["objects"].items():
+        engine.carried[name].load_state_dict(state)
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    return None if scheduler is None else scheduler.state_dict()

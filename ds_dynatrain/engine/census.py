@@ -1,0 +1,53 @@
+"""Predicted = actual: where the layout says that elements lie, against where DeepSpeed says that it keeps them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.errors import CensusError
+from ds_dynatrain.space import VirtualParameterSpace
+
+if TYPE_CHECKING:
+    from ds_dynatrain.adapters.host import HostEngine
+
+Row = tuple[str, int, int, int, int]
+
+
+def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
+    """(kind, tensor number, first row-major index, elements, address) of everything a rank holds by its layout.
+
+    CensusError if the layout names a buffer that is not there.
+    """
+    rows: set[Row] = set()
+    for kind in sorted(kinds):
+        numbers, pieces = vps.split_by_tensor(vps.holding(vps.layout, rank, kind))
+        for number, piece in zip(numbers.tolist(), pieces, strict=True):
+            held = buffers.get((kind, piece.buffer))
+            if held is None:
+                raise CensusError(f"rank {rank}: the layout keeps {kind} in {piece.buffer}, and there is no such buffer")
+            if piece.offset + piece.stop - piece.start > held.numel():
+                raise CensusError(
+                    f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at {piece.offset + piece.stop - piece.start} "
+                    f"of a buffer of {held.numel()} elements"
+                )
+            address = held.data_ptr() + piece.offset * held.element_size()
+            first = piece.start - int(vps.bases[number])
+            rows.add((kind, number, first, piece.stop - piece.start, address))
+    return rows
+
+
+def check_census(engine: HostEngine, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
+    """CensusError, with the tensor and both places, unless every element lies where the layout says."""
+    found = {tuple(row) for row in engine.state_census() if row.numel}
+    expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
+    if found == expected:
+        return
+    extra, missing = sorted(found - expected), sorted(expected - found)
+    kind, number, *_ = (extra or missing)[0]
+    raise CensusError(
+        f"{when}, rank {rank}, {vps.layout}: {kind} of {vps.tensors[number].name!r} is predicted at "
+        f"{[row[2:] for row in missing if row[:2] == (kind, number)]} and found at "
+        f"{[row[2:] for row in extra if row[:2] == (kind, number)]} (first index, elements, address); "
+        f"{len(extra)} rows differ. This DeepSpeed lays its state out in another way"
+    )

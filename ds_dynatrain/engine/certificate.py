@@ -1,0 +1,164 @@
+"""The certificate: what every member reports of its state before and after, and what must be equal for a commit.
+
+Per state kind a member reports one 64-bit digest per logical tensor over the pieces it holds. Of a partitioned kind the
+members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole. Every
+member reads all reports and comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.transfer import digest_pieces
+
+Digests = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class SideDigests:
+    """One member's digests of one side: kind -> one number per logical tensor."""
+
+    of: Mapping[str, Digests]
+
+    def to_json(self) -> dict[str, str]:
+        """Plain JSON."""
+        return {kind: base64.b64encode(values.tobytes()).decode() for kind, values in self.of.items()}
+
+    @staticmethod
+    def from_json(record: Mapping[str, str]) -> SideDigests:
+        """The inverse of `to_json`."""
+        return SideDigests({kind: np.frombuffer(base64.b64decode(text), np.uint64) for kind, text in record.items()})
+
+
+def side_digests(
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    rank: int,
+    buffers: Buffers,
+    kinds: tuple[str, ...],
+    kept: set[tuple[str, BufferId]],
+    known: Mapping[str, Digests] | None = None,
+) -> tuple[SideDigests, dict[str, Digests]]:
+    """(digests of a side, their share that lies in `kept` buffers).
+
+    known: the share of the kept buffers, where it was computed before the moves; it is then not computed again.
+    Kinds that are the same memory are read once.
+    """
+    found: dict[str, Digests] = {}
+    share: dict[str, Digests] = {}
+    for kind in sorted(kinds, key=lambda name: name == WEIGHT):  # the weight last: it may be the master's memory
+        pieces = vps.holding(layout, rank, kind)
+        names = [pieces.buffers[index] for index in np.unique(pieces.buffer).tolist()]
+        twin = kind == WEIGHT and MASTER in found and _same_memory(buffers, names)
+        read = [name for name in names if not (twin and (MASTER, name) in buffers)]
+        stay = [name for name in read if (kind, name) in kept]
+        if known is not None and kind in known:
+            share[kind] = known[kind]
+        else:
+            share[kind] = digest_pieces(_only(pieces, stay), _of(buffers, kind), vps.bases)
+            share[kind] = share[kind] + (share[MASTER] if twin else np.uint64(0))
+        moved = digest_pieces(_only(pieces, [name for name in read if name not in stay]), _of(buffers, kind), vps.bases)
+        found[kind] = share[kind] + moved + (found[MASTER] - share[MASTER] if twin else np.uint64(0))
+    return SideDigests(found), share
+
+
+def verdict(
+    vps: VirtualParameterSpace,
+    source: Layout,
+    target: Layout,
+    reports: Mapping[int, Mapping[str, Any]],
+    source_members: tuple[int, ...],
+    target_members: tuple[int, ...],
+) -> str:
+    """One digest over the whole state, equal on both sides.
+
+    reports: of every member, with "source" and "target" digests and "carry" fingerprints. CertificateError names the
+    tensor, kind and member (a replica that differs), or the members whose carry differs.
+    """
+    _check_carry(reports, source_members, target_members)
+    before = _whole(vps, source, {member: reports[member]["source"] for member in source_members}, "source")
+    after = _whole(vps, target, {member: reports[member]["target"] for member in target_members}, "target")
+    summary = hashlib.blake2b(digest_size=16)
+    for kind in sorted(before):
+        if kind not in after:
+            if kind == STALE_GRAD:
+                continue
+            raise CertificateError(f"state kind {kind!r} was there before the switch and is not after it")
+        different = np.flatnonzero(before[kind] != after[kind])
+        if len(different):
+            name = vps.tensors[int(different[0])].name
+            raise CertificateError(
+                f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
+                "differ in this kind)"
+            )
+        summary.update(kind.encode())
+        summary.update(before[kind].tobytes())
+    extra = sorted(set(after) - set(before) - {STALE_GRAD})
+    if extra:
+        raise CertificateError(f"state kinds {extra} appeared in the switch")
+    return summary.hexdigest()
+
+
+def _whole(
+    vps: VirtualParameterSpace, layout: Layout, records: Mapping[int, Mapping[str, str]], side: str
+) -> dict[str, Digests]:
+    """Kind -> digests of whole tensors; replicas must agree."""
+    sides = {member: SideDigests.from_json(record) for member, record in records.items()}
+    first_member, first = next(iter(sides.items()))
+    whole: dict[str, Digests] = {}
+    for kind, values in first.of.items():
+        if not all(kind in other.of for other in sides.values()):
+            raise CertificateError(f"{side}: member {first_member} holds state kind {kind!r} and another does not")
+        if not vps.is_replicated(layout, kind):
+            whole[kind] = np.sum([other.of[kind] for other in sides.values()], axis=0, dtype=np.uint64)
+            continue
+        for member, other in sides.items():
+            different = np.flatnonzero(other.of[kind] != values)
+            if len(different):
+                name = vps.tensors[int(different[0])].name
+                raise CertificateError(
+                    f"{side}: {kind} of {name!r} differs between the replicas of members {first_member} and {member}"
+                )
+        whole[kind] = values
+    return whole
+
+
+def _check_carry(
+    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
+) -> None:
+    expected = reports[source_members[0]]["carry_before"]
+    for when, members in (("before", source_members), ("after", target_members)):
+        for member in members:
+            mine = reports[member][f"carry_{when}"]
+            parts = sorted(part for part in expected if mine.get(part) != expected[part])
+            if parts:
+                raise CertificateError(
+                    f"carry of member {member} {when} the moves differs from rank 0's before them in: {', '.join(parts)}"
+                )
+
+
+def _same_memory(buffers: Buffers, names: list[BufferId]) -> bool:
+    paired = [(buffers[WEIGHT, name], buffers[MASTER, name]) for name in names if (MASTER, name) in buffers]
+    return bool(paired) and all(weight.data_ptr() == master.data_ptr() for weight, master in paired)
+
+
+def _of(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
+    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
+
+
+def _only(pieces: Pieces, names: list[BufferId]) -> Pieces:
+    """The pieces in the named buffers, with a table of just these."""
+    number = {name: index for index, name in enumerate(names)}
+    code = np.array([number.get(name, -1) for name in pieces.buffers] or [-1], dtype=np.int64)[pieces.buffer]
+    rows = code >= 0
+    return Pieces(pieces.start[rows], pieces.stop[rows], code[rows], pieces.offset[rows], tuple(names))

@@ -1,0 +1,92 @@
+"""The members' common notice board: small JSON records in the launcher's key-value store.
+
+Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
+are written once and never used again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as td
+
+from ds_dynatrain.errors import MemberMissing
+
+SHORTEST_POLL_SECONDS = 0.0003
+LONGEST_POLL_SECONDS = 0.005
+
+
+class Control:
+    """One member's access to the notice board; a thread of its own needs a `clone`."""
+
+    def __init__(self, store: td.Store, prefix: str, member: int, timeout_seconds: float) -> None:
+        self._base = store
+        self._prefix = prefix
+        self._store = td.PrefixStore(prefix, store)
+        self.member = member
+        self.timeout_seconds = timeout_seconds
+
+    @property
+    def store(self) -> td.Store:
+        """The store under this board's prefix, for building process groups."""
+        return self._store
+
+    def clone(self) -> Control:
+        """The same board over a connection of its own."""
+        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds)
+
+    def post(self, key: str, value: Any) -> None:
+        """Write `value` (plain JSON) under `key`."""
+        self._store.set(key, json.dumps(value))
+
+    def read(self, key: str) -> Any | None:
+        """The value under `key`, or None if nobody has posted it yet."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def decide(self, key: str, value: Any) -> Any:
+        """Post `value` unless somebody was first; the value that counts, the same for all."""
+        return json.loads(self._store.compare_set(key, "", json.dumps(value)))
+
+    def count(self, key: str) -> int:
+        """Number of this call among all members' calls for `key`, from 1."""
+        return int(self._store.add(key, 1))
+
+    def erase(self, key: str) -> None:
+        """Take a key away; harmless if there is none."""
+        self._store.delete_key(key)
+
+    def all_posted(self, key: str, members: Iterable[int]) -> bool:
+        """Whether `key/member` is there for every member."""
+        return bool(self._store.check([f"{key}/{member}" for member in members]))
+
+    def gather(
+        self,
+        key: str,
+        members: Iterable[int],
+        what: str,
+        deadline: float | None = None,
+        stop: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
+        """The records `key/member` of all members, as soon as all are there.
+
+        deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it may
+        raise. MemberMissing, naming the members and `what` was awaited, when the deadline passes.
+        """
+        names = {member: f"{key}/{member}" for member in members}
+        begin = time.monotonic()
+        end = begin + self.timeout_seconds if deadline is None else deadline
+        pause = SHORTEST_POLL_SECONDS
+        while not self._store.check(list(names.values())):
+            if time.monotonic() > end:
+                missing = [member for member, name in names.items() if not self._store.check([name])]
+                if missing:
+                    raise MemberMissing(what, missing, time.monotonic() - begin)
+            if stop is not None:
+                stop()
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        values = self._store.multi_get(list(names.values()))
+        return {member: json.loads(value) for member, value in zip(names, values, strict=True)}

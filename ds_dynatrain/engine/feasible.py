@@ -1,0 +1,110 @@
+"""Can a switch be done at all? Every check here is arithmetic on data that all members share, or is posted by each."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ds_dynatrain.data import BatchArithmetic, uneven
+from ds_dynatrain.errors import LayoutError, SwitchRefused
+from ds_dynatrain.space import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+AXES_TO_COME = ("pipe", "expert", "tensor", "sequence")
+
+
+def refuse_axes(layout: Layout) -> None:
+    """SwitchRefused for an axis that cannot change yet."""
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis in AXES_TO_COME and size != 1]
+    if wide:
+        raise SwitchRefused(f"{', '.join(wide)}: only data and zero_stage can change for now", "leave the others at 1")
+
+
+def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
+    """The layout that a call of `switch` or `plan` means; SwitchRefused if there is no such layout."""
+    if layout is not None and changes:
+        raise SwitchRefused("both a layout and changes to the present one were given", "give one of the two")
+    if layout is None and not changes:
+        raise SwitchRefused("no layout was given", "pass Layout(data=..., zero_stage=...) or data=..., zero_stage=...")
+    try:
+        target = present.replace(**changes) if layout is None else layout
+    except LayoutError as error:
+        raise SwitchRefused(str(error), "axes that can change: data, zero_stage") from error
+    refuse_axes(target)
+    return target
+
+
+def check_size(target: Layout, processes: int) -> None:
+    """SwitchRefused if the launch has too few processes."""
+    if target.world_size > processes:
+        raise SwitchRefused(
+            f"{target} needs {target.world_size} members and this launch has {processes} processes",
+            f"nearest: {target.replace(data=processes)}",
+        )
+
+
+def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> None:
+    """SwitchRefused where the global batch cannot be dealt to `target` with the same result."""
+    size = batch.train_batch_size
+    if target.data > size:
+        raise SwitchRefused(
+            f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have a sample",
+            f"nearest: {target.replace(data=size)}",
+        )
+    normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    found = uneven(size, batch.micro_batch_limit, [target.data])
+    if normed and found.data:
+        raise SwitchRefused(
+            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and {normed[0]!r} is a "
+            "BatchNorm: its statistics would weigh samples unequally",
+            f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
+        )
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the system has, its control group grants, and its limits allow."""
+    found = [_meminfo("MemAvailable")]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            found.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group of version 2
+        pass
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        found.append(soft - pages * resource.getpagesize())
+    return max(0, min(found))
+
+
+def check_memory(engine: DynatrainEngine, needs: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+    """SwitchRefused if what the members of this node need to take in addition is more than this process may have.
+
+    needs: bytes that each member allocates for the switch; those of one node share its memory.
+    """
+    member = engine.control.member
+    together = sum(need for other, need in needs.items() if nodes[other] == nodes[member])
+    free = available_bytes()
+    if max(together, needs.get(member, 0)) > free:
+        raise SwitchRefused(
+            f"the members on node {nodes[member]!r} need {together} bytes for the new state and staging (member {member} "
+            f"{needs.get(member, 0)}), and {free} are available",
+            "choose a layout with more ranks or a higher ZeRO stage, or lower dynatrain.memory_budget_bytes",
+        )
+
+
+def _meminfo(key: str) -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62  # no such figure on this system: nothing to refuse by

@@ -1,0 +1,221 @@
+"""`initialize`: DeepSpeed's call with the same arguments and the same four results, and an engine that can switch."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.names import check_names
+from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.start import engine_around, model_is_float
+from ds_dynatrain.adapters.support import refuse_unsupported
+from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, install, installed, launch_store, stand_in_world
+from ds_dynatrain.config import Config, DynatrainConfig, split_config
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.engine import DynatrainEngine, OnIdle
+from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
+
+Results = tuple[Any, Any, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+    on_idle: OnIdle | None = None,
+) -> Results:
+    """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
+
+    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process of the
+    launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
+
+    on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
+
+    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature that a
+    switch would get wrong.
+    """
+    config = _one_config(args, config, config_params)
+    own, settings = split_config(config) if config is not None else ({}, None)
+    if settings is None:
+        without_compiler()
+        plain: Results = deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port or 29500,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+        )
+        return plain
+    if model is None:
+        raise ConfigError("initialize needs a model")
+    if mesh_param is not None:
+        raise UnsupportedError("mesh_param: only the data axis can change yet; remove the dynatrain block")
+    refuse_unsupported(own, model, optimizer, mpu)
+    check_names()
+    without_compiler()
+    deepspeed.init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
+    arguments = {
+        "args": args,
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "lr_scheduler": lr_scheduler,
+        "collate_fn": collate_fn,
+    }
+    engine = _build(own, settings, arguments, on_idle)
+    loader = None
+    if training_data is not None:
+        loader = engine.loader(training_data, collate_fn=collate_fn)
+    forwarder = OptimizerForwarder(engine)
+    return engine, forwarder, loader, engine.lr_scheduler
+
+
+def _build(
+    own: dict[str, Any], settings: DynatrainConfig, arguments: dict[str, Any], on_idle: OnIdle | None
+) -> DynatrainEngine:
+    """The engine on a working or on an idle member."""
+    launch = LaunchWorld.current()
+    layout = _first_layout(own, settings, launch.size)
+    own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
+    batch_sizes = BatchSizes.of(own, layout.data)
+    claims, control = _open_board(launch, settings.timeout_seconds)
+    records = _introduce(control, launch, arguments["model"])
+    members = tuple(range(layout.data))
+    job_seed = int(records[0]["seed"])
+    nodes = {member: record["node"] for member, record in records.items()}
+    working = launch.member in members
+    shared: dict[str, Any] = {
+        "settings": settings,
+        "user_config": own,
+        "batch_sizes": batch_sizes,
+        "layout": layout,
+        "members": members,
+        "launch": launch,
+        "control": control,
+        "claims": claims,
+        "nodes": nodes,
+        "job_seed": job_seed,
+        "on_idle": on_idle,
+    }
+    if working:
+        store = control.clone().store
+        world = build_world(store, 1, launch.member, members, members, settings.timeout_seconds)
+        install(world)
+        engine = engine_around(DynatrainEngine, world=world, **shared, **arguments)
+    else:
+        with installed(stand_in_world(launch.member, launch.size), launch):
+            engine = engine_around(DynatrainEngine, world=None, **shared, **arguments)
+        engine.empty_parameters()
+    engine.open_for_work(_space(engine, layout, members))
+    atexit.register(_close, weakref.ref(engine))
+    return engine
+
+
+def _close(reference: weakref.ref[DynatrainEngine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()
+
+
+def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
+    """Register every logical tensor; thresholds come from DeepSpeed's own reading of the configuration."""
+    zero = engine._config.zero_config
+    rules = ZeroRules(sub_group_size=int(zero.sub_group_size), persistence_threshold=0)
+    kinds = standard_kinds("fp32" if model_is_float(engine.model_map) else "bf16", stale_grad=True)
+    return VirtualParameterSpace(engine.model_map.tensors, rules, kinds, layout, members, plan_switch)
+
+
+def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int) -> Layout:
+    block = settings.layout
+    if block is None:
+        stage = (own.get("zero_optimization") or {}).get("stage", 0)
+        return Layout(data=processes, zero_stage=stage)
+    if block.data > processes:
+        raise ConfigError(
+            f"dynatrain.layout.data is {block.data} and this launch has {processes} processes; start more, or lower it"
+        )
+    return Layout(data=block.data, zero_stage=block.zero_stage or 0)
+
+
+def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
+    """(the notice board of all engines, that of this one); UnsupportedError if this process has an open engine already."""
+    store = launch_store()
+    claims = Control(store, "dynatrain", launch.member, seconds)
+    if claims.read(f"open/{launch.member}") is not None:
+        raise UnsupportedError(
+            "this process has an engine with a dynatrain block already (an actor and a critic, say): two worlds in one "
+            "process are not supported yet; give the second one no dynatrain block, or call destroy() on the first"
+        )
+    claims.post(f"open/{launch.member}", True)
+    return claims, Control(store, f"dynatrain/{claims.count(f'engines/{launch.member}')}", launch.member, seconds)
+
+
+def _introduce(control: Control, launch: LaunchWorld, model: nn.Module) -> dict[int, dict[str, Any]]:
+    """Tell the others about this member, and see that all have the same model.
+
+    ConfigError, on all of them, names the first parameter that differs.
+    """
+    rows = [[name, list(parameter.shape), str(parameter.dtype)] for name, parameter in model.named_parameters()]
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+    record = {"node": platform.node(), "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    control.post(f"member/{control.member}", record)
+    records = control.gather("member", range(launch.size), "initialize on every process of the launch")
+    for member, other in sorted(records.items()):
+        if other["model"] != records[0]["model"]:
+            raise ConfigError(_difference(records[0]["parameters"], other["parameters"], member))
+    return records
+
+
+def _difference(first: list[Any], other: list[Any], member: int) -> str:
+    for place in range(max(len(first), len(other))):
+        mine = first[place] if place < len(first) else None
+        theirs = other[place] if place < len(other) else None
+        if mine != theirs:
+            return (
+                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type): build the "
+                "same model on every process"
+            )
+    return f"the model of member {member} differs from that of member 0"
+
+
+def _one_config(args: Any, config: Config | None, config_params: Config | None) -> Config | None:
+    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
+    if len(given) > 1:
+        raise ConfigError("two DeepSpeed configurations were given (config, config_params, args.deepspeed_config): give one")
+    return given[0] if given else None
+
+
+def without_compiler() -> None:
+    """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,84 @@
+"""Is a member still there? Each one's thread counts up a number on the notice board; nobody compares clocks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.errors import MemberMissing
+
+BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """A daemon thread that says "alive" once a second until `stop`."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control.clone()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for the thread."""
+        self._stop.set()
+        self._thread.join(timeout=2 * BEAT_SECONDS)
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(BEAT_SECONDS):
+            beat += 1
+            try:
+                self._control.post(f"alive/{self._control.member}", beat)
+            except RuntimeError:  # the store is gone: the job is ending
+                return
+
+
+@dataclass
+class Watch:
+    """Looks after others' heartbeats from a member that has nothing to do."""
+
+    control: Control
+    seen: dict[int, tuple[object, float]] = field(default_factory=dict)
+    checked: float = 0.0
+
+    def look(self, members: Iterable[int]) -> bool:
+        """Whether all `members` have ended their scripts; cheap to call often.
+
+        MemberMissing for one whose heartbeat stood still for the time-out, or whose script ended with an error.
+        """
+        now = time.monotonic()
+        if now - self.checked < BEAT_SECONDS / 4:
+            return False
+        self.checked = now
+        ends = {member: self.control.read(f"ended/{member}") for member in members}
+        failed = [member for member, end in ends.items() if end == "error"]
+        if failed:
+            raise MemberMissing("waiting for work: a script ended with an error", failed, 0.0)
+        if all(end is not None for end in ends.values()):
+            return True
+        silent = [member for member, end in ends.items() if end is None and self._is_silent(member, now)]
+        if silent:
+            raise MemberMissing("waiting for work: no heartbeat", silent, self.control.timeout_seconds)
+        return False
+
+    def _is_silent(self, member: int, now: float) -> bool:
+        beat = self.control.read(f"alive/{member}")
+        known, since = self.seen.get(member, (None, now))
+        if member not in self.seen or beat != known:
+            self.seen[member] = (beat, now)
+            return False
+        return now - since > self.control.timeout_seconds
+
+
+def post_end(control: Control) -> None:
+    """Say that this member's script is through, and whether it ended in an uncaught exception."""
+    failed = getattr(sys, "last_value", None) is not None
+    control.post(f"ended/{control.member}", "error" if failed else "done")

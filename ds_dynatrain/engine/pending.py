@@ -1,0 +1,44 @@
+"""What `engine.switch` and `engine.plan` hand to a user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.space import Layout
+
+
+@dataclass
+class PendingSwitch:
+    """A switch that was agreed to and has not happened yet, or has: then `event` tells how it went.
+
+    at: the step that was asked for, or None: the first boundary at which all members are prepared.
+    """
+
+    layout: Layout
+    generation: int
+    at: int | None
+    event: SwitchEvent | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, one way or the other."""
+        return self.event is not None
+
+
+@dataclass(frozen=True)
+class SwitchEstimate:
+    """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
+
+    bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
+    seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank.
+    """
+
+    layout: Layout
+    members: tuple[int, ...] = ()
+    bytes_sent: int = 0
+    peak_memory_bytes: int = 0
+    seconds: float = 0.0
+    bytes_per_second: float = 0.0
+    refusal: str = ""
+    way_out: str = ""

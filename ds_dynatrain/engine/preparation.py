@@ -1,0 +1,112 @@
+"""What is made ready while training still runs: groups of the next world, the plan, and touched memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.memory import provide, reusable
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.worlds import World, build_world, drop
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.plan import MemberPlan, SwitchPlan, plan_switch
+from ds_dynatrain.space import BufferId, VirtualParameterSpace
+from ds_dynatrain.transfer import allocate, prefault
+
+
+@dataclass
+class Preparation:
+    """One member's side of a switch to come. `start` runs it in a thread; `finished` says whether that is through."""
+
+    proposal: Proposal
+    control: Control
+    vps: VirtualParameterSpace
+    live: Buffers
+    types: Mapping[str, torch.dtype]
+    world: World | None = None
+    buffers: Buffers = field(default_factory=dict)
+    kept: set[tuple[str, BufferId]] = field(default_factory=set)
+    plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
+    mine: dict[tuple[str, ...], MemberPlan] = field(default_factory=dict)
+    error: BaseException | None = None
+    seconds: float = 0.0
+    _thread: threading.Thread | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def target_rank(self) -> int | None:
+        """This member's rank in the world to be."""
+        member = self.control.member
+        return self.proposal.members.index(member) if member in self.proposal.members else None
+
+    def start(self) -> None:
+        """Begin in the background, and post `prepared` when done, with the error if there was one."""
+        self._thread = threading.Thread(target=self._run, name=f"dynatrain-prepare-{self.proposal.generation}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread; its error, if any, is raised here."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def plan(self, kinds: tuple[str, ...]) -> tuple[SwitchPlan, MemberPlan]:
+        """The plan for the state kinds that are there now (no moments before the first step), and this member's part."""
+        if kinds not in self.plans:
+            self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
+            self.mine[kinds] = self.plans[kinds].for_member(self.control.member)
+        return self.plans[kinds], self.mine[kinds]
+
+    def abandon(self) -> None:
+        """Let go of groups and memory of a switch that does not come about."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self.world is not None:
+            drop(self.world)
+            self.world = None
+        self.buffers = {}
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        record: dict[str, Any] = {"error": None}
+        try:
+            self.plan(self.vps.present_kinds())
+            self._reserve()
+            board = self.control.clone()
+            self.world = build_world(
+                board.store,
+                self.proposal.generation,
+                board.member,
+                self.proposal.members,
+                self.proposal.source_members,
+                board.timeout_seconds,
+            )
+        except Exception as error:
+            self.error = error
+            record["error"] = f"{type(error).__name__}: {error}"
+        self.seconds = time.monotonic() - begin
+        self.control.clone().post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
+
+    def _reserve(self) -> None:
+        if self.target_rank is None:
+            return
+        member, vps = self.control.member, self.vps
+        rank = vps.members.index(member) if member in vps.members else None
+        self.kept = reusable(vps, rank, self.proposal.layout, self.target_rank, self.live)
+        self.buffers = provide(vps, self.proposal.layout, self.types, self.kept, self.live, self._touched)
+        self.live = {}
+
+    def _touched(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = allocate(numel, dtype)
+        if tensor.untyped_storage().nbytes() < 1 << 22:
+            return tensor.zero_()
+        prefault(tensor, stop=self._stop)
+        return tensor

@@ -1,0 +1,374 @@
+"""One switch on one member: meet, drain, rebuild, move, verify, commit, or roll back.
+
+Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written once, by
+whoever comes first, and each member reads what was written before it acts. Source buffers are held until every member
+has acknowledged the record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_dynatrain.adapters.memory import provide, reusable
+from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
+from ds_dynatrain.engine import agreement, streams
+from ds_dynatrain.engine.carry import rest_carry, scalars_of, settle_counters, shared_carry, take_over
+from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests, verdict
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
+from ds_dynatrain.plan import MemberPlan, SwitchPlan
+from ds_dynatrain.transfer import GroupTransport, TransferStats, execute
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+CARRY_TAG = 2
+
+
+@dataclass
+class Outcome:
+    """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes."""
+
+    committed: bool = False
+    reason: str = ""
+    digest: str = ""
+    stats: TransferStats | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    members: dict[int, dict[str, Any]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Transaction:
+    """See the module; `run` is called once, by every member of either world, at a boundary."""
+
+    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+        self.engine = engine
+        self.preparation = preparation
+        self.proposal = preparation.proposal
+        self.control: Control = engine.control
+        self.place = place
+        self.outcome = Outcome()
+        self.source_rank = self._rank_in(self.proposal.source_members)
+        self.target_rank = preparation.target_rank
+        self.source: Buffers = {}
+        self.target: Buffers = {}
+        self.scalars = Scalars()
+        self.before: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {}
+        self.rest: dict[str, Any] = {}
+        self.kinds: tuple[str, ...] = ()
+        self.own_streams = streams.capture()
+        self.new_streams: streams.Streams | None = None
+        self.source_digests: SideDigests | None = None
+        self.kept_share: dict[str, Digests] = {}
+        self.old_world: World | None = engine.world
+        self.old_config = (engine.config, engine._config)
+        self.is_detached = self.is_installed = self.has_reported = False
+
+    # ---- the protocol --------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Take part in the switch; returns on every member with the same `committed`."""
+        interrupt: BaseException | None = None
+        try:
+            with self._phase("meet"):
+                self._meet()
+            with self._phase("drain"):
+                self._drain()
+            with self._phase("digest"):
+                self._digest_source()
+            with self._phase("rebuild"):
+                self._rebuild()
+            with self._phase("move"):
+                self._move()
+            with self._phase("carry"):
+                self._carry()
+            with self._phase("verify"):
+                self.outcome.digest = self._verify()
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
+            self._report({"failed": f"member {self.control.member}: {type(error).__name__}: {error}"})
+            decision = self._decide({"commit": False, "reason": f"{type(error).__name__}: {error}"})
+        else:
+            decision = self._decide({"commit": True, "reason": ""})
+        self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
+        with self._phase("commit" if decision["commit"] else "roll back"):
+            self._commit() if decision["commit"] else self._roll_back()
+        if interrupt is not None:
+            raise interrupt
+        return self.outcome
+
+    def _decide(self, wish: dict[str, Any]) -> dict[str, Any]:
+        record: dict[str, Any] = self.control.decide(f"record/{self.proposal.generation}", wish)
+        return record
+
+    def _stop_if_decided(self) -> None:
+        """While waiting for others: leave as soon as one of them has given up."""
+        record = self.control.read(f"record/{self.proposal.generation}")
+        if record is not None and not record["commit"]:
+            raise SwitchFailed(record["reason"])
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if not self.has_reported:
+            self.has_reported = True
+            self.control.post(f"report/{self.proposal.generation}/{self.control.member}", record)
+
+    # ---- before the commit ---------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        generation = self.proposal.generation
+        prepared = self.control.gather(
+            f"prepared/{generation}", self.proposal.union, "preparing the switch", stop=self._stop_if_decided
+        )
+        failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
+        if failed:
+            raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
+        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place)
+        self.preparation.join()
+
+    def _drain(self) -> None:
+        """No collective is under way and no window is open; what there is to give away is named and posted."""
+        engine, generation = self.engine, self.proposal.generation
+        if self.source_rank is not None:
+            steps = int(engine.gradient_accumulation_steps())
+            if engine.micro_steps % steps:
+                raise SwitchFailed(f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches")
+            engine.settle_parameters()
+            self.source, self.scalars = engine.state_buffers()
+            check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
+            self.before = shared_carry(engine, self.scalars)
+            self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
+        if self.source_rank == 0:
+            self.rest = rest_carry(engine)
+            kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
+            record = {"shared": encode(self.before, []), "rest": encode(self.rest, []), "kinds": kinds}
+            self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
+
+    def _digest_source(self) -> None:
+        first = self.proposal.source_members[0]
+        record = self._await(f"carry/{self.proposal.generation}", (first,), "the carry of rank 0")[first]
+        self.shared, self.rest_record = decode(record["shared"], []), record["rest"]
+        self.kinds = tuple(record["kinds"])
+        self._settle_target()
+        if self.source_rank is not None:
+            self.source_digests, self.kept_share = side_digests(
+                self.engine.vps, self.proposal.source_layout, self.source_rank, self.source, self.kinds, self.preparation.kept
+            )
+
+    def _settle_target(self) -> None:
+        """The prepared buffers, anew where the live ones are no longer those that were to be kept."""
+        preparation = self.preparation
+        if self.target_rank is None:
+            return
+        layout, vps = self.proposal.layout, preparation.vps
+        stale = [
+            key
+            for key in preparation.kept
+            if key not in self.source or self.source[key].data_ptr() != preparation.buffers[key].data_ptr()
+        ]
+        if stale:
+            preparation.kept = reusable(vps, self.source_rank, layout, self.target_rank, self.source)
+            preparation.buffers = provide(vps, layout, preparation.types, preparation.kept, self.source, _zeros)
+        absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
+        self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
+
+    def _rebuild(self) -> None:
+        """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
+        if self.source_rank is not None:
+            self.is_detached = True
+            self.engine.detach()
+        if self.target_rank is not None and self.preparation.world is not None:
+            self.is_installed = True
+            install(self.preparation.world)
+            scalars = self.scalars if self.source_rank is not None else scalars_of(self.shared)
+            config = self.engine.config_for(self.proposal.layout)
+            self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
+
+    def _move(self) -> None:
+        world = self.preparation.world
+        if world is None or world.transfer is None:
+            raise SwitchFailed("the groups of the next world are not there")
+        plan = self._plans()[1]
+        transport = GroupTransport(world.transfer, world.transfer_members)
+        self.outcome.stats = self._execute(plan, transport)
+        self._send_rest(transport)
+
+    def _execute(self, plan: MemberPlan, transport: GroupTransport) -> TransferStats:
+        engine = self.engine
+        return execute(
+            plan, self.source, self.target, transport, self.control.timeout_seconds, engine.settings.memory_budget_bytes
+        )
+
+    def _send_rest(self, transport: GroupTransport) -> None:
+        """Tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work."""
+        deadline = time.monotonic() + self.control.timeout_seconds
+        newcomers = [member for member in self.proposal.members if member not in self.proposal.source_members]
+        if self.source_rank == 0:
+            tensors: list[torch.Tensor] = []
+            encode(self.rest, tensors)
+            flat = [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]
+            for handle in [transport.send(part, member, CARRY_TAG) for member in newcomers for part in flat]:
+                handle.wait(deadline)
+        elif self.control.member in newcomers:
+            tensors = blank_tensors(self.rest_record)
+            flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
+            for handle in [transport.receive(part, self.proposal.source_members[0], CARRY_TAG) for part in flat]:
+                handle.wait(deadline)
+            self.rest = decode(self.rest_record, tensors)
+
+    def _carry(self) -> None:
+        if self.target_rank is None:
+            return
+        if self.source_rank is None:
+            take_over(self.engine, self.shared, self.rest)
+        else:
+            settle_counters(self.engine, self.shared)
+        generation = self.proposal.generation
+        if self.target_rank < len(self.proposal.source_members):
+            key = f"stream/{generation}"
+            self.new_streams = self._await(key, (self.target_rank,), "the random streams of a rank")[self.target_rank]
+        else:
+            self.new_streams = streams.seeded(self.engine.job_seed, self.target_rank, generation)
+        streams.restore(self.new_streams)
+
+    def _verify(self) -> str:
+        """Report, read all reports, and judge them; the digest of the whole state if all is well."""
+        record: dict[str, Any] = {}
+        if self.source_rank is not None and self.source_digests is not None:
+            record["source"] = self.source_digests.to_json()
+            record["carry_before"] = _fingerprints(self.before)
+        if self.target_rank is not None:
+            record.update(self._report_target(self.target_rank))
+        self._report(record)
+        reports = self._await(f"report/{self.proposal.generation}", self.proposal.union, "the certificate")
+        failed = [report["failed"] for report in reports.values() if "failed" in report]
+        if failed:
+            raise SwitchFailed(failed[0])
+        vps = self.preparation.vps
+        layouts = self.proposal.source_layout, self.proposal.layout
+        return verdict(vps, *layouts, reports, self.proposal.source_members, self.proposal.members)
+
+    def _report_target(self, rank: int) -> dict[str, Any]:
+        layout = self.proposal.layout
+        vps = self.preparation.vps.with_layout(layout, self.proposal.members)
+        held, scalars = self.engine.state_buffers()
+        check_census(self.engine, vps, rank, held, "after the moves")
+        kinds = tuple(kind for kind in self.kinds if kind in vps.present_kinds())
+        gone = [key for key in self.target if key[0] in kinds and key not in held]
+        if gone:
+            raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
+        digests, _ = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, self.kept_share)
+        if streams.capture() != self.new_streams:
+            raise CertificateError(f"random streams of rank {rank} are not those that its place on the data axis has")
+        return {"target": digests.to_json(), "carry_after": _fingerprints(shared_carry(self.engine, scalars))}
+
+    # ---- at and after the commit ---------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """All have the record; let go of the old world once all have said so."""
+        engine, proposal = self.engine, self.proposal
+        engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
+        key = f"acknowledged/{proposal.generation}"
+        self._measure()
+        self.control.post(f"{key}/{self.control.member}", self._measurements())
+        try:
+            self.outcome.members = self.control.gather(key, proposal.union, "acknowledging the commit")
+        except MemberMissing as missing:  # it is committed all the same: nobody may go back
+            self.outcome.warnings.append(str(missing))
+        self.source = {}
+        self.target = {}
+        self.preparation.buffers = {}
+        if self.old_world is not None:
+            drop(self.old_world)
+        if self.target_rank is None:
+            engine.empty_parameters()
+            engine.launch.install()
+            if self.preparation.world is not None:
+                drop(self.preparation.world)
+        elif self.preparation.world is not None:
+            self.preparation.world.retire_transfer()
+
+    def _roll_back(self) -> None:
+        """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
+        engine, world = self.engine, self.old_world
+        if self.is_installed:
+            engine.detach()
+        if self.is_detached and world is not None:
+            reinstall(world)
+            engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
+            engine.restore_carry(self.before)
+        elif self.is_installed:
+            engine.empty_parameters()
+            engine.launch.install()
+        streams.restore(self.own_streams)
+        self._measure()
+        self.source = {}
+        self.target = {}
+        self.preparation.abandon()
+
+    # ---- small things --------------------------------------------------------------------------------------------
+
+    def _plans(self) -> tuple[SwitchPlan, MemberPlan]:
+        return self.preparation.plan(self.kinds)
+
+    def _rank_in(self, members: tuple[int, ...]) -> int | None:
+        return members.index(self.engine.control.member) if self.engine.control.member in members else None
+
+    def _await(self, key: str, members: tuple[int, ...], what: str) -> dict[int, Any]:
+        return self.control.gather(key, members, what, stop=self._stop_if_decided)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.outcome.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+
+    def _measure(self) -> None:
+        """State held at once on this member: source, what the target adds to it, and staging."""
+        held = {_memory(buffer) for buffer in (*self.source.values(), *self.target.values())}
+        staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
+        self.outcome.peak_memory = _union_bytes(held) + staging
+
+    def _measurements(self) -> dict[str, Any]:
+        stats = self.outcome.stats
+        return {
+            "kept": stats.bytes_in_place if stats else 0,
+            "local": stats.bytes_local if stats else 0,
+            "sent": stats.bytes_sent if stats else 0,
+            "phases_ms": self.outcome.phases_ms,
+            "peak_memory": self.outcome.peak_memory,
+        }
+
+
+def _fingerprints(shared: dict[str, Any]) -> dict[str, str]:
+    return {part: fingerprint(value) for part, value in shared.items()}
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+def _memory(buffer: torch.Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
+
+
+def _union_bytes(runs: set[tuple[int, int]]) -> int:
+    """Bytes covered by address runs that may overlap."""
+    total, end = 0, 0
+    for start, stop in sorted(runs):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

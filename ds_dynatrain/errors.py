@@ -1,0 +1,62 @@
+"""The exceptions of ds_dynatrain: one tree, each with what failed and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class DynatrainError(Exception):
+    """Base of every exception that ds_dynatrain raises on purpose."""
+
+
+class ConfigError(DynatrainError):
+    """The `dynatrain` block or a call's arguments cannot be used as they stand."""
+
+
+class UnsupportedError(ConfigError):
+    """A feature of DeepSpeed, torch or the model that a live switch would get wrong today; refused by name."""
+
+
+class LayoutError(DynatrainError):
+    """A layout is impossible in itself or for this world; the message carries the arithmetic."""
+
+
+class DataError(DynatrainError):
+    """A data set, sampler or batch size cannot be dealt exactly over the layouts asked for."""
+
+
+class SwitchRefused(DynatrainError):  # noqa: N818 - a refusal is an answer, not a failure
+    """A switch was asked for and cannot be done; nothing has changed.
+
+    `reason` says why with the numbers that failed, `way_out` what to do instead (the nearest valid layout, a setting).
+    """
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        super().__init__(f"{reason}; {way_out}" if way_out else reason)
+        self.reason = reason
+        self.way_out = way_out
+
+
+class SwitchFailed(DynatrainError):  # noqa: N818
+    """A switch failed before its commit and is rolled back; the cause is chained."""
+
+
+class CensusError(SwitchFailed):
+    """The live buffers of DeepSpeed are not where the layout says; names the tensor, state kind and numbers."""
+
+
+class CertificateError(SwitchFailed):
+    """A digest, a replica or the carry differs between the two sides of a switch; names tensor and state kind."""
+
+
+class TransferError(SwitchFailed):
+    """A send, a receive or a wait failed; names the peer."""
+
+
+class MemberMissing(TransferError):
+    """A wait ran out of time; `members` are the ones that did not answer."""
+
+    def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:
+        self.members = tuple(sorted(members))
+        names = ", ".join(str(member) for member in self.members)
+        super().__init__(f"{what}: no answer from member {names} within {seconds:g} s")

@@ -1,0 +1,31 @@
+"""The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
+
+`slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
+each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into
+`Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it. `cost` estimates memory and
+time; `minimum` counts, by another way, the fewest bytes possible. Nothing here talks to anyone: two layouts and two
+lists of members are all it knows.
+"""
+
+from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
+from ds_dynatrain.plan.minimum import bytes_minimum
+from ds_dynatrain.plan.moves import Move, Moves
+from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
+from ds_dynatrain.plan.rounds import rounds
+from ds_dynatrain.plan.slots import assign_slots, slot_costs
+
+__all__ = [
+    "Cost",
+    "Exchange",
+    "MemberPlan",
+    "Move",
+    "Moves",
+    "SwitchPlan",
+    "assign_slots",
+    "bytes_minimum",
+    "estimate",
+    "plan_switch",
+    "rounds",
+    "slot_costs",
+    "state_bytes",
+]

@@ -1,0 +1,182 @@
+"""Moves: copies of runs of coordinates from one member's buffers into another's, as a struct of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space import BufferId, Kind
+from ds_dynatrain.space.tensor import Ints
+
+COLUMNS = (
+    "kind",
+    "start",
+    "stop",
+    "source",
+    "target",
+    "source_kind",
+    "source_buffer",
+    "source_offset",
+    "target_buffer",
+    "target_offset",
+)
+
+
+class Move(NamedTuple):
+    """One run [start, stop) of `kind` from member `source` to member `target`; offsets in elements."""
+
+    kind: str
+    start: int
+    stop: int
+    source: int
+    target: int
+    source_kind: str
+    source_buffer: BufferId
+    source_offset: int
+    target_buffer: BufferId
+    target_offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Runs to copy, as int64 arrays of one length.
+
+    kind, source_kind: index into `kinds`. start, stop: coordinates. source, target: members. source_buffer,
+    target_buffer: index into `source_buffers`, `target_buffers`; source_offset, target_offset: elements into them.
+    The bytes that move are those of `source_kind`; they differ from `kind` in size only where a weight is cast from
+    its master.
+    """
+
+    kind: Ints
+    start: Ints
+    stop: Ints
+    source: Ints
+    target: Ints
+    source_kind: Ints
+    source_buffer: Ints
+    source_offset: Ints
+    target_buffer: Ints
+    target_offset: Ints
+    kinds: tuple[Kind, ...]
+    source_buffers: tuple[BufferId, ...]
+    target_buffers: tuple[BufferId, ...]
+
+    @classmethod
+    def empty(
+        cls, kinds: tuple[Kind, ...], source_buffers: tuple[BufferId, ...], target_buffers: tuple[BufferId, ...]
+    ) -> Moves:
+        """No move."""
+        columns = {name: np.empty(0, np.int64) for name in COLUMNS}
+        return cls(kinds=kinds, source_buffers=source_buffers, target_buffers=target_buffers, **columns)
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[Moves], default: Moves) -> Moves:
+        """Moves one after another; all share the tables of `default`, which is the answer for no parts."""
+        filled = [part for part in parts if len(part)]
+        if not filled:
+            return default
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in filled]) for name in COLUMNS}
+        return replace(default, **columns)
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self.start)
+
+    def __iter__(self) -> Iterator[Move]:
+        """The runs one by one, with names in place of numbers."""
+        for row in zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True):
+            move = Move(*row)
+            yield move._replace(
+                kind=self.kinds[row[0]].name,
+                source_kind=self.kinds[row[5]].name,
+                source_buffer=self.source_buffers[row[6]],
+                target_buffer=self.target_buffers[row[8]],
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int((self.stop - self.start).sum())
+
+    @property
+    def itemsize(self) -> Ints:
+        """Bytes of an element of each run, as it is read."""
+        return np.array([kind.itemsize for kind in self.kinds], dtype=np.int64)[self.source_kind]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs, as they are read."""
+        return int(((self.stop - self.start) * self.itemsize).sum())
+
+    def select(self, rows: Ints | slice) -> Moves:
+        """The moves at a slice or array of row numbers."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def cut(self, row: Ints, start: Ints, stop: Ints) -> Moves:
+        """The parts [start[i], stop[i]) of the moves row[i], with the offsets of the parts."""
+        chosen = self.select(row)
+        step = start - chosen.start
+        return replace(
+            chosen,
+            start=start,
+            stop=stop,
+            source_offset=chosen.source_offset + step,
+            target_offset=chosen.target_offset + step,
+        )
+
+    def canonical(self) -> Moves:
+        """The same elements sorted by (target, source, kind, target buffer, start), in the fewest runs.
+
+        Runs that are neighbors on the line and in both buffers become one. Two members that reach the same elements by
+        different ways get the same arrays: a sender's list equals its receiver's.
+        """
+        if not len(self):
+            return self
+        moves = self.select(np.lexsort((self.start, self.target_buffer, self.kind, self.source, self.target)))
+        step = np.diff(moves.start)
+        joined = moves.start[1:] == moves.stop[:-1]
+        for name in ("kind", "source", "target", "source_kind", "source_buffer", "target_buffer"):
+            joined &= np.diff(getattr(moves, name)) == 0
+        for name in ("source_offset", "target_offset"):
+            joined &= np.diff(getattr(moves, name)) == step
+        first = np.flatnonzero(np.append(True, ~joined))
+        last = np.append(first[1:], len(moves)) - 1
+        return moves.cut(first, moves.start[first], moves.stop[last])
+
+    def in_place(self) -> Ints:
+        """Row numbers of the moves whose name of kind, buffer and offset is equal on both sides."""
+        code = {buffer: number for number, buffer in enumerate(self.target_buffers)}
+        same = np.array([code.get(buffer, -1) for buffer in self.source_buffers] or [-1], dtype=np.int64)
+        alike = (same[self.source_buffer] == self.target_buffer) & (self.source_offset == self.target_offset)
+        return np.flatnonzero(alike & (self.source_kind == self.kind) & (self.source == self.target))
+
+    def chunks(self, budget_bytes: int) -> Iterator[Moves]:
+        """The moves in order, cut so that no part exceeds `budget_bytes`; ConfigError if not one element fits."""
+        if not len(self):
+            return
+        itemsize = self.itemsize
+        if budget_bytes < int(itemsize.max()):
+            raise ConfigError(
+                f"a budget of {budget_bytes} bytes does not hold one element of {int(itemsize.max())} bytes"
+            )
+        row, left = 0, budget_bytes
+        at = int(self.start[0])
+        batch: list[tuple[int, int, int]] = []
+        while row < len(self):
+            stop, size = int(self.stop[row]), int(itemsize[row])
+            take = min(stop - at, left // size)
+            if take:
+                batch.append((row, at, at + take))
+                at, left = at + take, left - take * size
+            if at == stop:
+                row += 1
+                at = int(self.start[row]) if row < len(self) else 0
+            else:
+                yield self.cut(*np.array(batch, dtype=np.int64).T)
+                batch, left = [], budget_bytes
+        if batch:
+            yield self.cut(*np.array(batch, dtype=np.int64).T)

@@ -1,0 +1,105 @@
+"""The two sides of a switch, and what each member of the target lacks, found by set operations on runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_dynatrain.errors import LayoutError, SwitchRefused
+from ds_dynatrain.space import Kind, Layout, Pieces, Sharding, VirtualParameterSpace, interval
+from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.vps import check_members
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """Source (the space's present layout and members) and target of a switch.
+
+    kinds: the kinds that are present at the source and move; every other one is absent on both sides.
+    """
+
+    vps: VirtualParameterSpace
+    layout: Layout
+    members: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    source_rank: dict[int, int] = field(init=False)
+    target_rank: dict[int, int] = field(init=False)
+
+    def __init__(
+        self, vps: VirtualParameterSpace, layout: Layout, members: Iterable[int], kinds: Iterable[str] | None = None
+    ) -> None:
+        """Check both sides: LayoutError for members that do not fill the world, SwitchRefused for a kind not held."""
+        names = vps.present_kinds() if kinds is None else tuple(kinds)
+        object.__setattr__(self, "vps", vps)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "members", tuple(members))
+        object.__setattr__(self, "kinds", tuple(vps.kind(name) for name in names))
+        object.__setattr__(self, "source_rank", {member: rank for rank, member in enumerate(vps.members)})
+        object.__setattr__(self, "target_rank", {member: rank for rank, member in enumerate(self.members)})
+        check_members(layout, self.members)
+        if len(set(names)) != len(names):
+            raise LayoutError(f"a state kind is named twice in {names}")
+        self._check_present()
+
+    def _check_present(self) -> None:
+        present = self.vps.present_kinds()
+        for kind in self.kinds:
+            if kind.name not in present and len(self.target(kind.name).start):
+                raise SwitchRefused(
+                    f"{kind.name} is needed under {self.layout} and held by no rank under {self.vps.layout}",
+                    "leave it out of the kinds of this switch",
+                )
+
+    @property
+    def source_ranks(self) -> Ints:
+        """For each target rank, the source rank of its member, or ABSENT."""
+        return np.array([self.source_rank.get(member, ABSENT) for member in self.members], dtype=np.int64)
+
+    def source(self, kind: str, copies: bool = False) -> Sharding:
+        """How the source holds a kind."""
+        return self.vps.sharding(self.vps.layout, kind, copies)
+
+    def target(self, kind: str, copies: bool = False) -> Sharding:
+        """How the target holds a kind."""
+        return self.vps.sharding(self.layout, kind, copies)
+
+    def sources(self, kind: Kind) -> tuple[str, ...]:
+        """The kinds present at the source that may be read for `kind`, itself first."""
+        present = {other.name for other in self.kinds}
+        return tuple(name for name in kind.sources if name in present)
+
+    def derived_from(self, kind: Kind) -> str | None:
+        """The kind that `kind` can be cast from, if that one moves too."""
+        present = {other.name for other in self.kinds}
+        return kind.derived_from if kind.derived_from in present else None
+
+    def held(self, kind: Kind, rank: int, copies_first: bool = False) -> Iterator[tuple[str, Pieces]]:
+        """What the source rank holds that may be read for `kind`, best first: (source kind, pieces)."""
+        if rank == ABSENT:
+            return
+        for name in self.sources(kind):
+            for copies in (copies_first, not copies_first):
+                yield name, self.source(name, copies).holding(rank)
+
+    def wanted(self, kind: Kind, rank: int, source_rank: int) -> tuple[Ints, Ints]:
+        """The tidy runs that a target rank must receive, if its member had `source_rank` (or ABSENT) at the source.
+
+        All that it will hold, once or twice, less what its member holds now and what it can cast from another kind.
+        """
+        pieces = self.target(kind.name).holding(rank)
+        copies = self.target(kind.name, copies=True).holding(rank)
+        start, stop = interval.union(
+            np.concatenate([pieces.start, copies.start]), np.concatenate([pieces.stop, copies.stop])
+        )
+        origin = self.derived_from(kind)
+        known = [held for _, held in self.held(kind, source_rank)]
+        if origin is not None:
+            known.append(self.target(origin).holding(rank))
+        for held in known:
+            if len(start) and len(held):
+                _, start, stop = interval.subtract(start, stop, held.start, held.stop)
+        return start, stop

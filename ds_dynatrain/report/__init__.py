@@ -1,0 +1,21 @@
+"""What a switch did: one event each, as a log line, as a line of JSON, as a table and as marks in a plot.
+
+Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
+"""
+
+from __future__ import annotations
+
+from ds_dynatrain.report.event import CertificateSummary, Outcome, Side, SwitchEvent
+from ds_dynatrain.report.log import log_event, logger
+from ds_dynatrain.report.writer import EventWriter, read_events
+
+__all__ = [
+    "CertificateSummary",
+    "EventWriter",
+    "Outcome",
+    "Side",
+    "SwitchEvent",
+    "log_event",
+    "logger",
+    "read_events",
+]

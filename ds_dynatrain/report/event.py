@@ -1,0 +1,136 @@
+"""The event that every switch ends with, whichever way it ends, as a line of text and as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+Outcome = Literal["committed", "rolled_back", "cancelled"]
+
+_KIND = "switch"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a switch: a layout and the members that train under it, in the order of their ranks."""
+
+    layout: Mapping[str, int]
+    """Sizes of the axes by name, and `zero_stage`."""
+    members: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Return the layout in words, axes of size 1 left out: `data=4 zero_stage=3`."""
+        always = ("data", "zero_stage")
+        return " ".join(f"{name}={size}" for name, size in self.layout.items() if name in always or size != 1)
+
+
+@dataclass(frozen=True)
+class CertificateSummary:
+    """What was proved before the commit."""
+
+    tensors: int
+    """Number of logical tensors."""
+    kinds: tuple[str, ...]
+    """Names of the state kinds."""
+    digest: str
+    """One digest over all of them, in hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class SwitchEvent:
+    """One switch, over all of its members: byte counts are sums, times and memory are the largest of any member."""
+
+    outcome: Outcome
+    generation: int
+    """Generation of the world that the switch asked for."""
+    step: int
+    """Optimizer steps that were complete when it took effect."""
+    source: Side
+    target: Side
+    bytes_kept: int = 0
+    """Bytes that stayed in the buffer they were in."""
+    bytes_local: int = 0
+    """Bytes copied from one buffer of a member into another of the same member."""
+    bytes_sent: int = 0
+    """Bytes that crossed between members, collectives included."""
+    bytes_minimum: int = 0
+    """The fewest bytes that can cross for this change with the best allowed assignment of slots."""
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds by phase, in the order in which the phases ran."""
+    pause_ms: float = 0.0
+    """How long training stood still, the certificate included."""
+    certificate_ms: float = 0.0
+    """The certificate's share of the pause."""
+    peak_memory_bytes: int = 0
+    """The most that a member held between drain and release."""
+    memory_bound_bytes: int = 0
+    """What it was allowed to hold."""
+    certificate: CertificateSummary | None = None
+    reason: str = ""
+    """Why it was rolled back or cancelled."""
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON without a line break; `from_json` reads it back, equal."""
+        return json.dumps({"event": _KIND, **asdict(self)}, separators=(",", ":"), default=dict)
+
+    @classmethod
+    def from_json(cls, line: str) -> SwitchEvent:
+        """Return the event of a line that `to_json` wrote; raises `ValueError` for a line that is no switch."""
+        read = json.loads(line)
+        if (
+            not isinstance(read, dict)
+            or read.pop("event", None) != _KIND
+            or read.get("outcome") not in get_args(Outcome)
+        ):
+            raise ValueError(f"not a line about a switch: {line[:80]!r}")
+        certificate = read.pop("certificate", None)
+        try:
+            return cls(
+                source=_side(read.pop("source")),
+                target=_side(read.pop("target")),
+                certificate=None if certificate is None else _certificate(certificate),
+                warnings=tuple(read.pop("warnings", ())),
+                **read,
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"a line about a switch that lacks or has unknown fields ({error}): {line[:80]!r}"
+            ) from error
+
+    def line(self) -> str:
+        """Return the event as one line that a person can read."""
+        head = f"switch {self.generation} at step {self.step}: {self.source.describe()} -> {self.target.describe()}"
+        phases = ", ".join(f"{name} {duration:.0f}" for name, duration in self.phases_ms.items())
+        took = f"{self.pause_ms:.0f} ms" + (f" ({phases})" if phases else "")
+        notes = "".join(f"; warning: {warning}" for warning in self.warnings)
+        if self.outcome == "cancelled":
+            return f"{head} cancelled: {self.reason}{notes}"
+        if self.outcome == "rolled_back":
+            return f"{head} rolled back after {took}: {self.reason}{notes}"
+        return f"{head} in {took}, {self._bytes()}, {self._proof()}{notes}"
+
+    def _bytes(self) -> str:
+        """Return what was sent, against the minimum."""
+        return f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})"
+
+    def _proof(self) -> str:
+        """Return what the certificate says."""
+        if self.certificate is None:
+            return "no certificate"
+        return f"certificate ok ({self.certificate.tensors} tensors, {self.certificate_ms:.0f} ms)"
+
+
+def megabytes(count: int) -> str:
+    """Return a number of bytes in units of 10^6 with one decimal."""
+    return f"{count / 1e6:.1f}"
+
+
+def _side(read: Mapping[str, Any]) -> Side:
+    return Side(layout=dict(read["layout"]), members=tuple(read["members"]))
+
+
+def _certificate(read: Mapping[str, Any]) -> CertificateSummary:
+    return CertificateSummary(tensors=read["tensors"], kinds=tuple(read["kinds"]), digest=read["digest"])

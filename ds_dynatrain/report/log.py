@@ -1,0 +1,18 @@
+"""The logger of the package, named `ds_dynatrain`; `logging` decides what is shown of it."""
+
+from __future__ import annotations
+
+import logging
+
+from ds_dynatrain.report.event import SwitchEvent
+
+logger = logging.getLogger("ds_dynatrain")
+
+
+def log_event(event: SwitchEvent) -> None:
+    """Log one event: a committed switch as information (a warning if it has warnings), any other end as a warning.
+
+    Warnings show without any set-up of `logging`; for every switch, `logging.basicConfig(level="INFO")`.
+    """
+    quiet = event.outcome == "committed" and not event.warnings
+    logger.log(logging.INFO if quiet else logging.WARNING, "%s", event.line())

@@ -1,0 +1,49 @@
+"""Events as a table for a terminal, narrow enough for one of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+
+from ds_dynatrain.report.event import SwitchEvent, megabytes
+
+_NUMBERS = ("pause,\nproof ms", "sent,\nleast MB", "peak\nMB")
+
+
+def table(events: Iterable[SwitchEvent]) -> Table:
+    """Return one row an event, for `rich.print`.
+
+    The columns: the step at which it took effect; the layouts before and after; the members that train since; the
+    pause, and below it the certificate's share; bytes sent, and below it the fewest that would do; the most memory
+    that a member held; the outcome. What was not committed is explained below the table.
+    """
+    made = Table(title="Switches", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    made.title_justify = made.caption_justify = "left"
+    made.add_column("step", justify="right", no_wrap=True)
+    made.add_column("switch", no_wrap=True)
+    made.add_column("members", overflow="fold", min_width=7)
+    for name in _NUMBERS:
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("", no_wrap=True)
+    reasons: list[str] = []
+    for event in events:
+        made.add_row(*_row(event))
+        if event.reason:
+            reasons.append(f"step {event.step}: {event.reason}")
+    made.caption = "\n".join(reasons) or None
+    return made
+
+
+def _row(event: SwitchEvent) -> tuple[str, ...]:
+    """Return the cells of one event."""
+    return (
+        str(event.step),
+        f"{event.source.describe()}\n-> {event.target.describe()}",
+        ",".join(map(str, event.target.members)),
+        f"{event.pause_ms:.0f}\n{event.certificate_ms:.0f}",
+        f"{megabytes(event.bytes_sent)}\n{megabytes(event.bytes_minimum)}",
+        megabytes(event.peak_memory_bytes),
+        event.outcome.replace("_", " "),
+    )

@@ -1,0 +1,79 @@
+"""Geometry: where every element of a training's state lies, under any layout, on any rank.
+
+A model is a list of logical tensors (`tensor`), laid one after another on a line of integer coordinates. A `Layout`
+says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
+that gives, for any coordinate and any state kind, the owner and the place in the owner's buffers. What a rank holds
+are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are
+set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
+
+Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
+(`box`), a run of a row-major block is a few boxes (`run`), and `cut` composes the cuts of several axes.
+
+Numpy is all that is needed here: no torch, no DeepSpeed, no process.
+"""
+
+from ds_dynatrain.space.box import Box, row_major
+from ds_dynatrain.space.cut import (
+    Cut,
+    DimCut,
+    Flat,
+    FlatRun,
+    Pick,
+    Placed,
+    Shard,
+    apply,
+    compose,
+    even,
+    expert,
+    fused_blocks,
+    fused_qkv,
+    padded,
+    uneven,
+)
+from ds_dynatrain.space.kind import EXP_AVG, EXP_AVG_SQ, MASTER, STALE_GRAD, WEIGHT, Kind, standard_kinds
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
+from ds_dynatrain.space.run import boxes_of_run, runs_of_box
+from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.tensor import FROZEN, Line, LogicalTensor
+from ds_dynatrain.space.vps import VirtualParameterSpace
+from ds_dynatrain.space.zero import ZeroRules
+
+__all__ = [
+    "EXP_AVG",
+    "EXP_AVG_SQ",
+    "FROZEN",
+    "MASTER",
+    "STALE_GRAD",
+    "WEIGHT",
+    "Box",
+    "BufferId",
+    "Cut",
+    "DimCut",
+    "Flat",
+    "FlatRun",
+    "Kind",
+    "Layout",
+    "Line",
+    "LogicalTensor",
+    "Pick",
+    "Piece",
+    "Pieces",
+    "Placed",
+    "Shard",
+    "Sharding",
+    "VirtualParameterSpace",
+    "ZeroRules",
+    "apply",
+    "boxes_of_run",
+    "compose",
+    "even",
+    "expert",
+    "fused_blocks",
+    "fused_qkv",
+    "padded",
+    "row_major",
+    "runs_of_box",
+    "standard_kinds",
+    "uneven",
+]

@@ -1,0 +1,69 @@
+"""Vectorized algebra of half-open integer runs, each set of runs given as two arrays (starts, stops).
+
+A set is *tidy* when its runs are sorted, disjoint and not empty. Every function takes n arbitrary rows against m tidy
+runs in O((n + m + result) log m) of numpy work and returns, for each result, the row it came from, in the order of
+the rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_dynatrain.space.tensor import Ints
+
+_LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+def ints(values: object) -> Ints:
+    """`values` as a one-dimensional int64 array."""
+    return np.asarray(values, dtype=np.int64).reshape(-1)
+
+
+def expand(counts: Ints) -> tuple[Ints, Ints]:
+    """Row i repeated counts[i] times, and the number 0, 1, ... of each repetition in its row."""
+    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Non-empty intersections of rows with tidy runs: (row, run, start, stop)."""
+    first = np.searchsorted(other_stop, start, side="right")
+    last = np.searchsorted(other_start, stop, side="left")
+    row, nth = expand(np.maximum(last - first, 0))
+    run = first[row] + nth
+    low, high = np.maximum(start[row], other_start[run]), np.minimum(stop[row], other_stop[run])
+    if (low >= high).any():
+        keep = low < high
+        row, run, low, high = row[keep], run[keep], low[keep], high[keep]
+    return row, run, low, high
+
+
+def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """What tidy runs leave of rows: (row, start, stop)."""
+    gap_start = np.concatenate([ints([_LOW]), other_stop])
+    gap_stop = np.concatenate([other_start, ints([_HIGH])])
+    keep = gap_start < gap_stop
+    row, _, low, high = intersect(start, stop, gap_start[keep], gap_stop[keep])
+    return row, low, high
+
+
+def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """The tidy runs that cover the same coordinates as arbitrary rows; touching runs become one."""
+    keep = start < stop
+    order = np.argsort(start[keep], kind="stable")
+    start, stop = start[keep][order], stop[keep][order]
+    if not len(start):
+        return start, stop
+    reach = np.maximum.accumulate(stop)
+    fresh = np.concatenate([np.ones(1, dtype=bool), start[1:] > reach[:-1]])
+    firsts = np.flatnonzero(fresh)
+    return start[firsts], reach[np.append(firsts[1:], len(start)) - 1]
+
+
+def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rows cut at the multiples of their own width: (row, start, stop, start // width)."""
+    first = start // width
+    row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
+    part = first[row] + nth
+    wide = width[row]
+    return row, np.maximum(start[row], part * wide), np.minimum(stop[row], (part + 1) * wide), part

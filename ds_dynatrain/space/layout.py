@@ -1,0 +1,104 @@
+"""Layouts: the sizes of the axes and the ZeRO stage, and the order of ranks that follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_dynatrain.errors import LayoutError
+
+RANK_ORDER = ("pipe", "data", "sequence", "tensor")
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A complete layout: every axis has a size (1 if not named) and the ZeRO stage has no default.
+
+    world size = pipe x data x sequence x tensor. `expert` divides data x sequence and adds no ranks; `data` never
+    includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1, a
+    stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
+    """
+
+    zero_stage: int
+    data: int = 1
+    pipe: int = 1
+    expert: int = 1
+    tensor: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise LayoutError with the arithmetic that fails."""
+        for name, value in self.to_dict().items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise LayoutError(f"{name}={value!r} is not a whole number")
+        if self.zero_stage not in STAGES:
+            raise LayoutError(f"zero_stage={self.zero_stage} is not one of {', '.join(map(str, STAGES))}")
+        for name, size in self.axes().items():
+            if size < 1:
+                raise LayoutError(f"{name}={size} is below 1; leave an axis out to give it the size 1")
+        width = self.data * self.sequence
+        if width % self.expert:
+            raise LayoutError(
+                f"expert={self.expert} does not divide data x sequence = {self.data} x {self.sequence} = {width} "
+                f"(remainder {width % self.expert})"
+            )
+
+    def axes(self) -> dict[str, int]:
+        """Size of every axis, by name."""
+        return {name: value for name, value in self.to_dict().items() if name != "zero_stage"}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: pipe x data x sequence x tensor."""
+        return math.prod(getattr(self, axis) for axis in RANK_ORDER)
+
+    def replace(self, **changes: int) -> Layout:
+        """A layout with some sizes changed; LayoutError for a name that is no axis."""
+        names = tuple(field.name for field in dataclasses.fields(self))
+        unknown = sorted(set(changes) - set(names))
+        if unknown:
+            raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}")
+        return dataclasses.replace(self, **changes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of a rank on each axis that adds ranks; LayoutError for a rank outside of the world."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not in a world of {self.world_size} ({self})")
+        place = {}
+        for axis in reversed(RANK_ORDER):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in RANK_ORDER}
+
+    def rank(self, **place: int) -> int:
+        """The rank at a place (axes not named are at 0); the inverse of `coordinate`, with the same errors."""
+        unknown = sorted(set(place) - set(RANK_ORDER))
+        if unknown:
+            raise LayoutError(
+                f"no axis {', '.join(map(repr, unknown))} orders ranks; these do: {', '.join(RANK_ORDER)}"
+            )
+        rank = 0
+        for axis in RANK_ORDER:
+            size, index = getattr(self, axis), place.get(axis, 0)
+            if not 0 <= index < size:
+                raise LayoutError(f"{axis} index {index} is not below {axis}={size}")
+            rank = rank * size + index
+        return rank
+
+    def to_dict(self) -> dict[str, int]:
+        """All sizes and the stage, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Layout:
+        """The inverse of `to_dict`; missing axes are 1; LayoutError for an unknown name or a missing stage."""
+        if "zero_stage" not in values:
+            raise LayoutError(f"zero_stage is missing among {', '.join(values) or 'nothing'}; it has no default")
+        return cls(zero_stage=values["zero_stage"]).replace(**values)
+
+    def __str__(self) -> str:
+        """Short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
+        parts = [f"{name}={size}" for name, size in self.axes().items() if size != 1 or name == "data"]
+        return " ".join([*parts, f"zero_stage={self.zero_stage}"])

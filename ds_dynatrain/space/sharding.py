@@ -1,0 +1,81 @@
+"""A sharding: how one layout cuts one state kind, as arithmetic that holds for every rank at once.
+
+The line falls into segments (a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment of n elements
+is cut in parts of a fixed `width`; rank r holds [r * width, min((r + 1) * width, n)) of it, at `at` elements into its
+buffer. Where the kind is replicated, each rank holds the whole segment. Owner and address of any coordinate follow by
+integer division, so a rank finds its peers without walking over all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.tensor import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How a world of `ranks` ranks holds one kind. All arrays have one entry per segment, sorted by start and disjoint.
+
+    start, stop: coordinates. width: elements of a rank's part (the segment's length if replicated). buffer: index into
+    `buffers`. at: where a rank's part begins in the buffer, in elements. The buffers are the same on every rank.
+    """
+
+    start: Ints
+    stop: Ints
+    width: Ints
+    buffer: Ints
+    at: Ints
+    buffers: tuple[BufferId, ...]
+    ranks: int
+    replicated: bool
+
+    def holding(self, rank: int) -> Pieces:
+        """What a rank holds; LayoutError for a rank outside of the world."""
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a world of {self.ranks}")
+        if self.replicated:
+            start, stop = self.start, self.stop
+        else:
+            start = np.minimum(self.start + rank * self.width, self.stop)
+            stop = np.minimum(start + self.width, self.stop)
+        keep = start < stop
+        return Pieces(start[keep], stop[keep], self.buffer[keep], self.at[keep], self.buffers).coalesce()
+
+    def region(self) -> tuple[Ints, Ints]:
+        """The runs that the ranks hold together, touching ones joined."""
+        return interval.union(self.start, self.stop)
+
+    def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out.
+
+        Of a replicated kind every rank is a holder; its owners are an even split of the segments' span over the ranks.
+        """
+        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
+        if self.replicated:
+            base = np.zeros(len(low), np.int64) + (self.start[0] if len(self.start) else 0)
+            width = np.full(len(low), self._even_width())
+        else:
+            base, width = self.start[segment], self.width[segment]
+        part, low, high, rank = interval.cut_every(low - base, high - base, width)
+        return row[part], low + base[part], high + base[part], rank
+
+    def _even_width(self) -> int:
+        span = int(self.stop[-1] - self.start[0]) if len(self.start) else 0
+        return max(1, -(-span // self.ranks))
+
+    def place(self, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
+
+        rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
+        """
+        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
+        offset = self.at[segment] + low - self.start[segment]
+        if not self.replicated:
+            offset = offset - rank[row] * self.width[segment]
+        return row, low, high, self.buffer[segment], offset

@@ -1,0 +1,165 @@
+"""The Virtual Parameter Space: every element of training state at one coordinate, whoever holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import interval, zero
+from ds_dynatrain.space.kind import STALE_GRAD, Kind
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualParameterSpace:
+    """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
+
+    members: the member at each rank. planner: what `plan` calls, as planner(vps, target_layout, *args, **kwargs).
+    """
+
+    line: Line
+    rules: zero.ZeroRules
+    kinds: tuple[Kind, ...]
+    layout: Layout
+    members: tuple[int, ...]
+    planner: Callable[..., Any] | None = None
+    _shardings: dict[tuple[Layout, str, bool], Sharding] = field(default_factory=dict, repr=False)
+    _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
+
+    def __init__(
+        self,
+        tensors: Iterable[LogicalTensor] | Line,
+        rules: zero.ZeroRules,
+        kinds: Iterable[Kind],
+        layout: Layout,
+        members: Iterable[int],
+        planner: Callable[..., Any] | None = None,
+    ) -> None:
+        """Register the tensors; LayoutError if the members do not fill the world or a kind is unknown to another."""
+        object.__setattr__(self, "line", tensors if isinstance(tensors, Line) else Line(tensors))
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "kinds", tuple(kinds))
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "members", tuple(members))
+        object.__setattr__(self, "planner", planner)
+        object.__setattr__(self, "_shardings", {})
+        object.__setattr__(self, "_tables", {})
+        check_members(self.layout, self.members)
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        sizes = {kind.name: kind.itemsize for kind in self.kinds}
+        for kind in self.kinds:
+            wrong = [name for name in kind.sources if sizes.get(name, kind.itemsize) != kind.itemsize]
+            if wrong:
+                raise LayoutError(
+                    f"kind {kind.name!r} of {kind.itemsize} bytes reads {wrong[0]!r} of {sizes[wrong[0]]}"
+                )
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        """The logical tensors in the order of registration."""
+        return self.line.tensors
+
+    @property
+    def bases(self) -> Ints:
+        """Coordinate of each tensor's first element, and the length of the line."""
+        return self.line.bases
+
+    def coordinate(self, name: str, index: int = 0) -> int:
+        """Coordinate of the row-major element `index` of a tensor."""
+        return self.line.coordinate(name, index)
+
+    def locate(self, coordinate: int) -> tuple[LogicalTensor, int]:
+        """The tensor of a coordinate, and the row-major index in it."""
+        return self.line.locate(coordinate)
+
+    def kind(self, name: str) -> Kind:
+        """The kind of that name; LayoutError if there is none."""
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        raise LayoutError(f"no state kind {name!r}; there are {', '.join(kind.name for kind in self.kinds)}")
+
+    def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
+        """Names of the kinds that a layout (the present one) holds at all."""
+        stage = (layout or self.layout).zero_stage
+        return tuple(kind.name for kind in self.kinds if kind.name != STALE_GRAD or stage == 3)
+
+    def sharding(self, layout: Layout, kind: str, copies: bool = False) -> Sharding:
+        """How a layout holds a kind (or its second, whole copies); computed once."""
+        key = (layout, kind, copies)
+        if key not in self._shardings:
+            self.kind(kind)
+            make = zero.copies_sharding if copies else zero.sharding
+            self._shardings[key] = make(self.line, self.rules, layout, kind, self.buffers(layout))
+        return self._shardings[key]
+
+    def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
+        """The buffers that a rank has under a layout; all of its pieces number them alike. Computed once."""
+        if layout not in self._tables:
+            self._tables[layout] = zero.buffer_table(self.line, self.rules, layout)
+        return self._tables[layout]
+
+    def holding(self, layout: Layout, rank: int, kind: str) -> Pieces:
+        """The pieces of a kind on a rank, disjoint."""
+        return self.sharding(layout, kind).holding(rank)
+
+    def copies(self, layout: Layout, rank: int, kind: str) -> Pieces:
+        """The pieces that the rank holds a second time, whole (persistent weights of ZeRO-3)."""
+        return self.sharding(layout, kind, copies=True).holding(rank)
+
+    def is_replicated(self, layout: Layout, kind: str) -> bool:
+        """Whether every rank holds the whole of the kind."""
+        return zero.is_replicated(layout, kind)
+
+    def owners(self, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+        """Cut runs by the one owner of each element: (start, stop, rank); see `zero.owners`."""
+        _, low, high, rank = self.sharding(layout, kind).owners(start, stop)
+        return low, high, rank
+
+    def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
+        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        cut = self.sharding(layout, kind)
+        held = cut.holding(rank)
+        if not cut.replicated:
+            return held
+        row, low, high, owner = cut.owners(held.start, held.stop)
+        mine = owner == rank
+        return held.take(row[mine], low[mine], high[mine])
+
+    def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
+        """Pieces cut where one tensor ends and the next begins, and the tensor number of each."""
+        filled = np.flatnonzero(self.line.numels)
+        start, stop = self.bases[filled], self.bases[filled + 1]
+        row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)
+        return filled[tensor], pieces.take(row, low, high)
+
+    def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
+        """The same state under another layout and world."""
+        return VirtualParameterSpace(self.line, self.rules, self.kinds, layout, members, self.planner)
+
+    def with_kinds(self, kinds: Iterable[Kind]) -> VirtualParameterSpace:
+        """The same tensors with other state kinds."""
+        return VirtualParameterSpace(self.line, self.rules, kinds, self.layout, self.members, self.planner)
+
+    def plan(self, target: Layout, *args: Any, **kwargs: Any) -> Any:
+        """The planner's plan of a switch to `target`; LayoutError if the space was built without a planner."""
+        if self.planner is None:
+            raise LayoutError("this space was built without a planner; pass planner=plan_switch")
+        return self.planner(self, target, *args, **kwargs)
+
+
+def check_members(layout: Layout, members: tuple[int, ...]) -> None:
+    """LayoutError unless each rank of the layout has one member and no member two ranks."""
+    if len(members) != layout.world_size:
+        raise LayoutError(f"{layout} has {layout.world_size} ranks and {len(members)} members are given")
+    if len(set(members)) != len(members):
+        raise LayoutError(f"a member has two ranks in {members}")

@@ -1,0 +1,215 @@
+"""How DeepSpeed's ZeRO cuts the line: data in, shardings out.
+
+Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runtime/zero/partition_parameters.py`
+(parts of a parameter), `runtime/zero/stage3.py` `_create_fp16_sub_groups` and `runtime/zero/parameter_offload.py`
+`mark_persistent_parameters`. Padding is part of no sharding. The world of a layout is its data axis here.
+
+| kinds \\ stage            | 0            | 1, 2                             | 3                                  |
+|--------------------------|--------------|----------------------------------|------------------------------------|
+| master, moments          | tensor, whole| group, the rank's part of it     | subgroup, the rank's parts in order|
+| weight, trainable        | tensor, whole| group, whole                     | subgroup, the rank's parts in order|
+| weight, frozen           | tensor, whole| tensor, whole                    | partition, the rank's part         |
+| weight, persistent       |              |                                  | and a copy: tensor, whole          |
+| stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.kind import STALE_GRAD, WEIGHT
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.tensor import FROZEN, Ints, Line
+
+
+@dataclass(frozen=True)
+class ZeroRules:
+    """The numbers of a DeepSpeed configuration that decide where ZeRO cuts; all in elements.
+
+    alignment_factor: a flat group is padded to a multiple of alignment_factor x data (stages 1 and 2).
+    sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
+    persistence_threshold: tensors up to this size stay whole on every rank under ZeRO-3, in addition to their parts.
+    model_persistence_threshold: the most elements that may be persistent together.
+    module_order: tensor numbers in the module's own order, in which persistent tensors are chosen; the order of
+        registration if None (it matters only when model_persistence_threshold is met).
+    """
+
+    alignment_factor: int = 2
+    sub_group_size: int = 10**9
+    persistence_threshold: int = 100_000
+    model_persistence_threshold: int = sys.maxsize
+    module_order: tuple[int, ...] | None = None
+
+
+def is_replicated(layout: Layout, kind: str) -> bool:
+    """Whether every rank of the layout holds the whole of the kind."""
+    if kind == STALE_GRAD:
+        return False
+    return layout.zero_stage == 0 or (kind == WEIGHT and layout.zero_stage < 3)
+
+
+Table = tuple[BufferId, ...]
+
+
+def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
+    """The buffers that a rank has under a layout, for all of its shardings; LayoutError for an axis not cut yet."""
+    _check_axes(layout)
+    tensors = range(len(line.tensors))
+    whole = [BufferId("tensor", tensor) for tensor in tensors]
+    count = line.trainable_count
+    if layout.zero_stage == 3:
+        number = subgroups(line, rules, layout.data)
+        parts = [BufferId("partition", tensor) for tensor in tensors]
+        return (*whole, *parts, *(BufferId("subgroup", index) for index in range(int(number.max(initial=-1)) + 1)))
+    if layout.zero_stage:
+        return (*whole, *(BufferId("group", index) for index in range(int(line.groups[:count].max(initial=-1)) + 1)))
+    return tuple(whole)
+
+
+def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None) -> Sharding:
+    """How the layout holds the kind, one owner for each element where the kind is not replicated.
+
+    table: `buffer_table` of the layout, if at hand. LayoutError for a layout with an axis other than data.
+    """
+    table = buffer_table(line, rules, layout) if table is None else table
+    count = 0 if kind == STALE_GRAD and layout.zero_stage < 3 else len(line.tensors)
+    if kind != WEIGHT:
+        count = min(count, line.trainable_count)
+    if layout.zero_stage in (1, 2):
+        return _flat_groups(line, rules, layout, kind, count, table)
+    if layout.zero_stage == 3:
+        return _parts(line, rules, layout, count, table)
+    return _whole(line, layout, np.arange(count, dtype=np.int64), table)
+
+
+def copies_sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None) -> Sharding:
+    """The second, replicated holding: whole persistent tensors (weights under ZeRO-3), else nothing."""
+    table = buffer_table(line, rules, layout) if table is None else table
+    chosen = persistent_tensors(line, rules) if kind == WEIGHT and layout.zero_stage == 3 else ()
+    return _whole(line, layout, np.array(chosen, dtype=np.int64), table)
+
+
+def holding(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:
+    """The pieces of one kind on one rank, disjoint."""
+    return sharding(line, rules, layout, kind).holding(rank)
+
+
+def copies(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:
+    """The pieces that a rank holds a second time: whole persistent tensors, disjoint among themselves."""
+    return copies_sharding(line, rules, layout, kind).holding(rank)
+
+
+def owners(line: Line, rules: ZeroRules, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut runs by owner: (start, stop, rank), by integer division.
+
+    Each element has one owner. Of a replicated kind every rank is a holder; its owners are an even split of the kind's
+    span of the line over the ranks, which is what a certificate is computed over.
+    """
+    _, low, high, rank = sharding(line, rules, layout, kind).owners(start, stop)
+    return low, high, rank
+
+
+def persistent_tensors(line: Line, rules: ZeroRules) -> tuple[int, ...]:
+    """Numbers of the tensors that ZeRO-3 keeps whole, ascending: each small enough, together within the bound."""
+    order = range(len(line.tensors)) if rules.module_order is None else rules.module_order
+    chosen, total = [], 0
+    for tensor in order:
+        numel = int(line.numels[tensor])
+        if numel <= rules.persistence_threshold and numel + total <= rules.model_persistence_threshold:
+            chosen.append(tensor)
+            total += numel
+    return tuple(sorted(chosen))
+
+
+def subgroups(line: Line, rules: ZeroRules, data: int) -> Ints:
+    """Number of the ZeRO-3 sub-group of each trainable tensor.
+
+    A group that fits is one sub-group; else one closes with the tensor whose part brings the sum to sub_group_size.
+    """
+    count = line.trainable_count
+    parts = -(-line.numels[:count] // data)
+    result = np.zeros(count, np.int64)
+    number = -1
+    for group in np.unique(line.groups[:count]):
+        members = np.flatnonzero(line.groups[:count] == group)
+        whole = int(parts[members].sum()) <= rules.sub_group_size
+        number, total = number + 1, 0
+        for position, tensor in enumerate(members):
+            result[tensor] = number
+            total += int(parts[tensor])
+            if not whole and total >= rules.sub_group_size and position + 1 < len(members):
+                number, total = number + 1, 0
+    return result
+
+
+def partition_size(line: Line, rules: ZeroRules, data: int, group: int) -> int:
+    """Elements of a rank's part of a flat group under stages 1 and 2, padding included."""
+    step = rules.alignment_factor * data
+    return -(-int(line.numels[line.groups == group].sum()) // step) * step // data
+
+
+def _check_axes(layout: Layout) -> None:
+    wide = {name: size for name, size in layout.axes().items() if size != 1 and name != "data"}
+    if wide:
+        names = ", ".join(f"{name}={size}" for name, size in wide.items())
+        raise LayoutError(f"{names}: only the data axis is cut so far; give the other axes the size 1")
+
+
+def _whole(line: Line, layout: Layout, tensors: Ints, table: Table) -> Sharding:
+    numels = line.numels[tensors]
+    return Sharding(
+        *_nonempty(line.bases[tensors], line.bases[tensors] + numels, numels, tensors, np.zeros_like(tensors)),
+        buffers=table,
+        ranks=layout.data,
+        replicated=True,
+    )
+
+
+def _flat_groups(line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table) -> Sharding:
+    """One segment per optimizer group, then one per frozen tensor."""
+    groups = np.unique(line.groups[line.groups != FROZEN]) if count else np.empty(0, np.int64)
+    first = np.searchsorted(line.groups[: line.trainable_count], groups, side="left")
+    last = np.searchsorted(line.groups[: line.trainable_count], groups, side="right")
+    frozen = np.arange(line.trainable_count, max(count, line.trainable_count), dtype=np.int64)
+    start = np.concatenate([line.bases[first], line.bases[frozen]])
+    stop = np.concatenate([line.bases[last], line.bases[frozen + 1]])
+    buffer = np.concatenate([len(line.tensors) + groups, frozen])
+    replicated = is_replicated(layout, kind)
+    sizes = [partition_size(line, rules, layout.data, int(group)) for group in groups]
+    width = stop - start if replicated else np.array(sizes, dtype=np.int64)
+    return Sharding(
+        *_nonempty(start, stop, width, buffer, np.zeros_like(start)),
+        buffers=table,
+        ranks=layout.data,
+        replicated=replicated,
+    )
+
+
+def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table) -> Sharding:
+    """One segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
+    trainable = min(count, line.trainable_count)
+    width = -(-line.numels[:count] // layout.data)
+    number = subgroups(line, rules, layout.data)[:trainable]
+    before = np.cumsum(width[:trainable]) - width[:trainable]
+    opens = np.append(True, np.diff(number) > 0)[:trainable]
+    at = np.zeros(count, np.int64)
+    at[:trainable] = before - np.maximum.accumulate(np.where(opens, before, 0))
+    buffer = np.arange(count, dtype=np.int64) + len(line.tensors)
+    buffer[:trainable] = number + 2 * len(line.tensors)
+    return Sharding(
+        *_nonempty(line.bases[:count], line.bases[1 : count + 1], width, buffer, at),
+        buffers=table,
+        ranks=layout.data,
+        replicated=False,
+    )
+
+
+def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    keep = start < stop
+    return start[keep], stop[keep], width[keep], buffer[keep], at[keep]

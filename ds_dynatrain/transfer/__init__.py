@@ -1,0 +1,25 @@
+"""Bytes from shard to shard, and the proof that they arrived.
+
+`execute` carries a member's plan out over a `Transport`; `digest` and `digest_pieces` give the numbers that a
+certificate compares; `allocate` and `prefault` make memory ready before it is needed.
+"""
+
+from ds_dynatrain.transfer.digest import digest, digest_on_device, digest_pieces
+from ds_dynatrain.transfer.executor import TransferStats, execute
+from ds_dynatrain.transfer.prefault import allocate, prefault
+from ds_dynatrain.transfer.regions import Buffers
+from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
+
+__all__ = [
+    "Buffers",
+    "GroupTransport",
+    "Handle",
+    "TransferStats",
+    "Transport",
+    "allocate",
+    "digest",
+    "digest_on_device",
+    "digest_pieces",
+    "execute",
+    "prefault",
+]

@@ -1,0 +1,131 @@
+"""How bytes get from one member to another: the small interface, and torch.distributed's point-to-point behind it.
+
+Contract of every transport: `send` and `receive` return at once; messages between two members with one tag arrive in
+the order in which they were sent, and are matched by order with the receives of that tag; a message and its receive
+have equal length. A tensor that was handed over belongs to the transport until its handle's `wait` returns. A wait
+that fails raises, naming the member, and the transport is of no use after that: throw it away with its group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ds_dynatrain.errors import MemberMissing, TransferError, UnsupportedError
+
+MESSAGE_BYTES = 1 << 30
+"""Longer tensors travel as several messages: some systems' calls take no more than 2^31 - 1 bytes."""
+MINIMUM_WAIT_SECONDS = 0.001
+"""Gloo reads a time-out in whole milliseconds, and zero as no limit."""
+ROUNDING_SECONDS = 0.005
+"""How much before the deadline a failure still counts as its passing."""
+
+
+class Handle(Protocol):
+    """One send or receive under way."""
+
+    def wait(self, deadline: float) -> None:
+        """Return when it is done; `deadline` is a `time.monotonic()` value.
+
+        Raises MemberMissing when the deadline passes, TransferError when the connection fails before.
+        """
+
+
+class Transport(Protocol):
+    """Sends and receives 1-D contiguous tensors; members are named by their ids."""
+
+    def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Start to send the tensor's bytes to `member`."""
+
+    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Start to receive from `member` into the tensor."""
+
+
+class GroupTransport:
+    """Point-to-point over a process group with a gloo back-end for CPU tensors, registered or hand-made.
+
+    `members[r]` is the member id of the group's rank r. Tensors on an accelerator travel through host memory. Gloo
+    closes all connections of a group when one wait times out, so one missing member ends the group: build another
+    without it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        if len(members) != group.size() or len(set(members)) != len(members):
+            raise TransferError(f"a group of {group.size()} ranks needs as many different members, got {list(members)}")
+        backend = group._get_backend(torch.device("cpu")).name()
+        if backend != "gloo":
+            raise UnsupportedError(f"the transfer group has the CPU back-end {backend!r}: give it gloo")
+        self._group = group
+        self._rank_of = {member: rank for rank, member in enumerate(members)}
+
+    def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Start to send; an accelerator's tensor is copied to the host first, and may be changed when this returns."""
+        rank = self._peer(member)
+        data = _bytes_of(tensor).to("cpu")
+        works = [_start(self._group.send, part, rank, tag, "send to", member) for part in _messages(data)]
+        return _GroupHandle(works, f"send of {data.numel()} bytes", member)
+
+    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
+        """Start to receive; an accelerator's tensor is filled during `wait`."""
+        rank = self._peer(member)
+        data = _bytes_of(tensor)
+        host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
+        works = [_start(self._group.recv, part, rank, tag, "receive from", member) for part in _messages(host)]
+        return _GroupHandle(works, f"receive of {data.numel()} bytes", member, None if host is data else (data, host))
+
+    def _peer(self, member: int) -> int:
+        rank = self._rank_of.get(member)
+        if rank is None or rank == self._group.rank():
+            raise TransferError(f"member {member} is no peer here; the group has the members {sorted(self._rank_of)}")
+        return rank
+
+
+class _Start(Protocol):
+    def __call__(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+
+class _GroupHandle:
+    """The works of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
+
+    def __init__(
+        self, works: list[dist.Work], what: str, member: int, landing: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        self._works, self._what, self._member, self._landing = works, what, member, landing
+        self._since = time.monotonic()
+
+    def wait(self, deadline: float) -> None:
+        for work in self._works:
+            left = max(deadline - time.monotonic(), MINIMUM_WAIT_SECONDS)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                if time.monotonic() >= deadline - ROUNDING_SECONDS:
+                    raise MemberMissing(self._what, [self._member], time.monotonic() - self._since) from error
+                raise TransferError(f"{self._what} with member {self._member} failed: {error}") from error
+        if self._landing is not None:
+            target, host = self._landing
+            target.copy_(host)
+
+
+def _start(call: _Start, part: torch.Tensor, rank: int, tag: int, what: str, member: int) -> dist.Work:
+    try:
+        return call([part], rank, tag)
+    except RuntimeError as error:
+        raise TransferError(f"cannot {what} member {member}: {error}") from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as uint8, which every back-end can send."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
+    return tensor.detach().view(torch.uint8)
+
+
+def _messages(data: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor cut into messages; none at all for an empty one."""
+    return [data[begin : begin + MESSAGE_BYTES] for begin in range(0, data.numel(), MESSAGE_BYTES)]

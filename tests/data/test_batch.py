@@ -1,0 +1,110 @@
+"""How a global batch is dealt: property tests, and the same micro-batches as stock torch where the sizes divide."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from ds_dynatrain.data import BatchArithmetic, EpochOrder, uneven
+from ds_dynatrain.errors import DataError
+
+sizes = st.integers(1, 40)
+
+
+@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), part=st.integers(0, 39))
+def test_each_position_is_dealt_once_and_weights_sum_to_slots(batch: int, limit: int, data: int, part: int) -> None:
+    arithmetic = BatchArithmetic(batch, limit, data)
+    n = 1 + part % batch
+    rows = arithmetic.deal(n).ranks()
+    slots = [slot for row in rows for slot in row]
+    own = sorted(position for slot in slots if slot.samples for position in slot.positions)
+    assert own == list(range(n))
+    assert len(slots) == arithmetic.slots and {len(row) for row in rows} == {arithmetic.accumulation}
+    assert sum(Fraction(slot.samples * arithmetic.slots, n) for slot in slots) == arithmetic.slots
+    assert sum(slot.weight for slot in slots) == pytest.approx(arithmetic.slots)
+    for row in rows:
+        counts = [slot.samples for slot in row]
+        assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1 and counts[0] <= limit
+    for slot in slots:
+        assert slot.samples in (0, len(slot.positions)) and (slot.samples or slot.positions == (0,))
+        assert (slot.weight == 0) == (slot.samples == 0)
+    assert arithmetic.even(n) == all(slot.weight == 1.0 for slot in slots)
+
+
+@settings(deadline=None)
+@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), part=st.integers(0, 39))
+def test_weighted_slot_means_average_to_the_mean_of_the_samples(batch: int, limit: int, data: int, part: int) -> None:
+    arithmetic = BatchArithmetic(batch, limit, data)
+    n = 1 + part % batch
+    losses = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    ranks = [
+        sum(losses[list(slot.positions)].mean() * slot.weight / arithmetic.accumulation for slot in row)
+        for row in arithmetic.deal(n).ranks()
+    ]
+    torch.testing.assert_close(sum(ranks) / arithmetic.data, losses.mean(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_even_batches_are_those_of_stock_torch(world: int, accumulation: int, micro: int) -> None:
+    batch = world * accumulation * micro
+    dataset = list(range(5 * batch))
+    order = EpochOrder(len(dataset), batch)
+    arithmetic = BatchArithmetic(batch, micro, world)
+    assert arithmetic.accumulation == accumulation
+    for rank in range(world):
+        sampler = DistributedSampler(dataset, num_replicas=world, rank=rank)  # type: ignore[var-annotated, arg-type]
+        stock = [part.tolist() for part in DataLoader(dataset, batch_size=micro, sampler=sampler)]  # type: ignore[arg-type]
+        ours = [
+            order.batch(0, step)[list(slot.positions)].tolist()
+            for step in range(order.steps)
+            for slot in arithmetic.deal(order.samples(step)).rank(rank)
+        ]
+        assert ours == stock
+
+
+def test_eight_samples_over_three_ranks() -> None:
+    rows = BatchArithmetic(8, 4, 3).deal(8).ranks()
+    assert [[slot.positions for slot in row] for row in rows] == [[(0, 3, 6)], [(1, 4, 7)], [(2, 5)]]
+    assert [row[0].weight for row in rows] == [9 / 8, 9 / 8, 6 / 8]
+
+
+def test_uneven_names_the_sizes_and_the_nearest_batch() -> None:
+    found = uneven(8, 2, range(1, 4))
+    assert found.data == (3,) and found.nearest == 12
+    assert uneven(8, 2, (1, 2, 4)) == type(found)((), 8)
+
+
+@given(batch=sizes, limit=st.integers(1, 6), data=st.sets(st.integers(1, 6), min_size=1))
+def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: set[int]) -> None:
+    found = uneven(batch, limit, data)
+
+    def fits(candidate: int) -> bool:
+        return all(BatchArithmetic(candidate, limit, size).even() for size in data)
+
+    assert fits(found.nearest)
+    assert set(found.data) == {size for size in data if not BatchArithmetic(batch, limit, size).even()}
+    distance = abs(found.nearest - batch)
+    assert not any(fits(near) for near in range(max(1, batch - distance + 1), batch + distance))
+
+
+@pytest.mark.parametrize(("batch", "limit", "data"), [(0, 1, 1), (8, -1, 1), (8, 2, 0), (8, 2.0, 1), (True, 1, 1)])
+def test_sizes_must_be_positive_integers(batch: int, limit: int, data: int) -> None:
+    with pytest.raises(DataError, match="must be a positive integer"):
+        BatchArithmetic(batch, limit, data)
+
+
+def test_a_batch_outside_the_range_is_refused() -> None:
+    arithmetic = BatchArithmetic(8, 2, 2)
+    for samples in (0, 9):
+        with pytest.raises(DataError, match="1 to train_batch_size = 8"):
+            arithmetic.deal(samples)
+    with pytest.raises(DataError, match="rank 2 is outside the data axis of size 2"):
+        arithmetic.deal(8).rank(2)

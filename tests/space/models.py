@@ -1,0 +1,123 @@
+"""Small models and worlds for tests, and ZeRO's layout written down element by element."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import strategies as st
+
+from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+
+Address = tuple[str, int, int]
+
+
+@st.composite
+def tensor_lists(draw: st.DrawFn) -> list[LogicalTensor]:
+    """Two groups and frozen tensors of odd sizes, some empty; perhaps no tensor at all."""
+    counts = (draw(st.integers(0, 4)), draw(st.integers(0, 3)), draw(st.integers(0, 2)))
+    found: list[LogicalTensor] = []
+    for group, count in zip((0, 1, FROZEN), counts, strict=True):
+        for _ in range(count):
+            shape = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
+            found.append(LogicalTensor(f"t{len(found)}", shape, group))
+    return found
+
+
+zero_rules = st.builds(
+    ZeroRules,
+    sub_group_size=st.integers(1, 20),
+    persistence_threshold=st.sampled_from([0, 3, 100]),
+    model_persistence_threshold=st.sampled_from([10, 10**9]),
+)
+layouts = st.builds(Layout, zero_stage=st.integers(0, 3), data=st.integers(1, 4))
+precisions = st.sampled_from(["fp32", "bf16"])
+
+
+def space(
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, members: tuple[int, ...], precision: str = "bf16"
+) -> VirtualParameterSpace:
+    return VirtualParameterSpace(tensors, rules, standard_kinds(precision, stale_grad=True), layout, members)
+
+
+def addresses(
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, rank: int, kind: str
+) -> tuple[dict[int, Address], dict[int, Address]]:
+    """Where each coordinate lies on a rank, as (place, index, offset): its holding and its copies."""
+    base = [sum(tensor.numel for tensor in tensors[:number]) for number in range(len(tensors) + 1)]
+    main: dict[int, Address] = {}
+    copy: dict[int, Address] = {}
+    if kind == "stale_grad" and layout.zero_stage < 3:
+        return main, copy
+    numbers = [number for number, tensor in enumerate(tensors) if tensor.trainable or kind == "weight"]
+    if layout.zero_stage == 0:
+        for number in numbers:
+            main |= {base[number] + i: ("tensor", number, i) for i in range(tensors[number].numel)}
+    elif layout.zero_stage < 3:
+        _flat(tensors, rules, layout.data, rank, kind, base, main)
+    else:
+        _parted(tensors, rules, layout.data, rank, numbers, base, main)
+        room = rules.model_persistence_threshold
+        for number, tensor in enumerate(tensors):
+            if kind == "weight" and tensor.numel <= rules.persistence_threshold and tensor.numel <= room:
+                room -= tensor.numel
+                copy |= {base[number] + i: ("tensor", number, i) for i in range(tensor.numel)}
+    return main, copy
+
+
+def _flat(
+    tensors: list[LogicalTensor],
+    rules: ZeroRules,
+    data: int,
+    rank: int,
+    kind: str,
+    base: list[int],
+    out: dict[int, Address],
+) -> None:
+    for group in (0, 1):
+        line = [base[n] + i for n, tensor in enumerate(tensors) if tensor.group == group for i in range(tensor.numel)]
+        step = rules.alignment_factor * data
+        line += [-1] * (-len(line) % step)
+        part = len(line) // data
+        for position, coordinate in enumerate(line):
+            if coordinate >= 0 and kind == "weight":
+                out[coordinate] = ("group", group, position)
+            elif coordinate >= 0 and position // max(part, 1) == rank:
+                out[coordinate] = ("group", group, position - rank * part)
+    if kind == "weight":
+        for number, tensor in enumerate(tensors):
+            if not tensor.trainable:
+                out |= {base[number] + i: ("tensor", number, i) for i in range(tensor.numel)}
+
+
+def _parted(
+    tensors: list[LogicalTensor],
+    rules: ZeroRules,
+    data: int,
+    rank: int,
+    numbers: list[int],
+    base: list[int],
+    out: dict[int, Address],
+) -> None:
+    part = [math.ceil(tensor.numel / data) for tensor in tensors]
+    groups: list[list[int]] = []
+    for group in (0, 1):
+        members = [n for n in numbers if tensors[n].group == group]
+        if sum(part[n] for n in members) <= rules.sub_group_size:
+            groups += [members] if members else []
+            continue
+        current: list[int] = []
+        for n in members:
+            current.append(n)
+            if sum(part[m] for m in current) >= rules.sub_group_size or n == members[-1]:
+                groups.append(current)
+                current = []
+    for index, members in enumerate(groups):
+        offset = 0
+        for n in members:
+            for i in range(rank * part[n], min((rank + 1) * part[n], tensors[n].numel)):
+                out[base[n] + i] = ("subgroup", index, offset + i - rank * part[n])
+            offset += part[n]
+    for n in numbers:
+        if not tensors[n].trainable:
+            for i in range(rank * part[n], min((rank + 1) * part[n], tensors[n].numel)):
+                out[base[n] + i] = ("partition", n, i - rank * part[n])

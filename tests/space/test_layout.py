@@ -1,0 +1,68 @@
+"""Layouts: what is valid, how ranks are ordered, how they read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import Kind, Layout, standard_kinds
+
+sizes = st.integers(1, 4)
+
+
+@given(st.integers(0, 3), sizes, sizes, sizes, sizes)
+def test_every_rank_has_one_place(stage: int, data: int, pipe: int, sequence: int, tensor: int) -> None:
+    layout = Layout(zero_stage=stage, data=data, pipe=pipe, sequence=sequence, tensor=tensor)
+    assert layout.world_size == data * pipe * sequence * tensor
+    places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+    assert [layout.rank(**place) for place in places] == list(range(layout.world_size))
+    assert places == sorted(places, key=lambda place: tuple(place.values()))
+    assert Layout.from_dict(layout.to_dict()) == layout
+    assert layout.replace(data=data) == layout
+
+
+def test_it_reads_short() -> None:
+    assert str(Layout(zero_stage=2, data=4)) == "data=4 zero_stage=2"
+    assert str(Layout(zero_stage=0)) == "data=1 zero_stage=0"
+    assert str(Layout(zero_stage=1, data=2, pipe=2, expert=2)) == "data=2 pipe=2 expert=2 zero_stage=1"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"zero_stage": 1, "data": 0}, "data=0 is below 1"),
+        ({"zero_stage": 1, "data": 2.0}, "whole number"),
+        ({"zero_stage": True}, "whole number"),
+        ({"zero_stage": 1, "data": 3, "expert": 2}, r"3 x 1 = 3 \(remainder 1\)"),
+        ({"zero_stage": 1, "width": 2}, "no 'width'; it has zero_stage, data"),
+        ({"data": 2}, "zero_stage is missing among data"),
+    ],
+)
+def test_impossible_layouts_say_why(values: dict[str, int], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Layout.from_dict(values)
+
+
+def test_places_outside_of_the_world() -> None:
+    layout = Layout(zero_stage=1, data=2)
+    with pytest.raises(LayoutError, match="rank 2 is not in a world of 2"):
+        layout.coordinate(2)
+    with pytest.raises(LayoutError, match="data index 2"):
+        layout.rank(data=2)
+    with pytest.raises(LayoutError, match="no axis 'expert'"):
+        layout.rank(expert=0)
+
+
+def test_kinds_know_their_equals() -> None:
+    weight, master = standard_kinds("fp32")[:2]
+    assert weight.sources == ("weight", "master") and master.sources == ("master", "weight")
+    weight, master = standard_kinds("bf16", stale_grad=True)[:2]
+    assert (weight.itemsize, master.itemsize) == (2, 4) and weight.derived_from == "master"
+    assert Kind("any", 1).sources == ("any",)
+    with pytest.raises(LayoutError, match="fp64"):
+        standard_kinds("fp64")
+    with pytest.raises(LayoutError, match="0 bytes"):
+        Kind("any", 0)

@@ -1,0 +1,133 @@
+"""ZeRO's arithmetic against its layout written down element by element."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import FROZEN, Kind, Layout, Line, LogicalTensor, Pieces, VirtualParameterSpace, ZeroRules, zero
+from tests.space.models import Address, addresses, layouts, space, tensor_lists, zero_rules
+
+KINDS = ("weight", "master", "exp_avg", "stale_grad")
+
+
+def places(pieces: Pieces) -> dict[int, Address]:
+    pieces.validate()
+    return {
+        piece.start + step: (piece.buffer.place, piece.buffer.index, piece.offset + step)
+        for piece in pieces
+        for step in range(piece.stop - piece.start)
+    }
+
+
+@settings(deadline=None, max_examples=150)
+@given(tensor_lists(), zero_rules, layouts)
+def test_every_element_is_where_deepspeed_puts_it(
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout
+) -> None:
+    vps = space(tensors, rules, layout, tuple(range(layout.data)))
+    for kind in KINDS:
+        for rank in range(layout.data):
+            main, copy = addresses(tensors, rules, layout, rank, kind)
+            assert places(vps.holding(layout, rank, kind)) == main
+            assert places(vps.copies(layout, rank, kind)) == copy
+
+
+@settings(deadline=None, max_examples=100)
+@given(tensor_lists(), zero_rules, layouts, st.data())
+def test_owners_tile_the_kind(
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, data: st.DataObject
+) -> None:
+    vps = space(tensors, rules, layout, tuple(range(layout.data)))
+    for kind in KINDS:
+        held = [places(vps.holding(layout, rank, kind)) for rank in range(layout.data)]
+        everything = sorted(set().union(*held))
+        owned = [places(vps.owned(layout, rank, kind)) for rank in range(layout.data)]
+        assert sorted(at for mine in owned for at in mine) == everything
+        assert all(mine.items() <= of_rank.items() for mine, of_rank in zip(owned, held, strict=True))
+        low = data.draw(st.integers(0, len(vps.line)))
+        high = data.draw(st.integers(low, len(vps.line)))
+        found = {
+            at: rank
+            for start, stop, rank in zip(
+                *(column.tolist() for column in vps.owners(layout, kind, np.array([low]), np.array([high]))),
+                strict=True,
+            )
+            for at in range(start, stop)
+        }
+        assert found == {at: rank for rank, mine in enumerate(owned) for at in mine if low <= at < high}
+        cut = vps.sharding(layout, kind)
+        every = np.array(everything, dtype=np.int64)
+        rank_of = np.array([next(r for r in range(layout.data) if at in owned[r]) for at in everything], dtype=np.int64)
+        _, start, _, buffer, offset = cut.place(every, every + 1, rank_of)
+        for at, code, where, rank in zip(
+            start.tolist(), buffer.tolist(), offset.tolist(), rank_of.tolist(), strict=True
+        ):
+            assert (*cut.buffers[code], where) == held[rank][at]
+
+
+def test_the_measured_example() -> None:
+    tensors = [LogicalTensor(name, (size,)) for name, size in zip("abcdef", (35, 7, 21, 3, 3, 3), strict=True)]
+    vps = space(tensors, ZeroRules(persistence_threshold=0), Layout(zero_stage=1, data=2), (0, 1))
+    first, second = (vps.holding(vps.layout, rank, "master") for rank in (0, 1))
+    assert (first.numel, second.numel) == (36, 36)
+    assert vps.locate(36) == (tensors[1], 1) and vps.coordinate("b", 1) == 36
+    three = Layout(zero_stage=3, data=2)
+    assert [vps.holding(three, rank, "master").numel for rank in (0, 1)] == [18 + 4 + 11 + 6, 17 + 3 + 10 + 3]
+
+
+def test_split_by_tensor_keeps_addresses() -> None:
+    tensors = [
+        LogicalTensor("a", (3,)),
+        LogicalTensor("none", (0, 2)),
+        LogicalTensor("b", (2, 2)),
+        LogicalTensor("c", ()),
+    ]
+    vps = space(tensors, ZeroRules(), Layout(zero_stage=1, data=1), (0,))
+    number, parts = vps.split_by_tensor(vps.holding(vps.layout, 0, "master"))
+    assert number.tolist() == [0, 2, 3]
+    assert parts.start.tolist() == [0, 3, 7] and parts.offset.tolist() == [0, 3, 7]
+
+
+def test_which_tensors_are_persistent_depends_on_the_order_only_at_the_bound() -> None:
+    line = Line(
+        [LogicalTensor("a", (6,)), LogicalTensor("b", (5,)), LogicalTensor("c", (4,)), LogicalTensor("d", (99,))]
+    )
+    rules = ZeroRules(persistence_threshold=10, model_persistence_threshold=10)
+    assert zero.persistent_tensors(line, rules) == (0, 2)
+    reverse = ZeroRules(persistence_threshold=10, model_persistence_threshold=10, module_order=(3, 2, 1, 0))
+    assert zero.persistent_tensors(line, reverse) == (1, 2)
+
+
+def test_refusals() -> None:
+    tensors = [LogicalTensor("a", (3,))]
+    with pytest.raises(LayoutError, match="pipe=2: only the data axis"):
+        space(tensors, ZeroRules(), Layout(zero_stage=1, pipe=2), (0, 1)).holding(
+            Layout(zero_stage=1, pipe=2), 0, "master"
+        )
+    with pytest.raises(LayoutError, match="2 ranks and 1 members"):
+        space(tensors, ZeroRules(), Layout(zero_stage=1, data=2), (0,))
+    with pytest.raises(LayoutError, match="two ranks"):
+        space(tensors, ZeroRules(), Layout(zero_stage=1, data=2), (4, 4))
+    with pytest.raises(LayoutError, match="no state kind 'momentum'"):
+        space(tensors, ZeroRules(), Layout(zero_stage=1), (0,)).holding(Layout(zero_stage=1), 0, "momentum")
+    with pytest.raises(LayoutError, match="used twice: a"):
+        Line([LogicalTensor("a", (3,)), LogicalTensor("a", (4,))])
+    with pytest.raises(LayoutError, match="register group 0, 1"):
+        Line([LogicalTensor("a", (3,), FROZEN), LogicalTensor("b", (4,), 0)])
+    with pytest.raises(LayoutError, match="reads 'b'"):
+        kinds = [Kind("a", 2, ("a", "b")), Kind("b", 4)]
+        VirtualParameterSpace(tensors, ZeroRules(), kinds, Layout(zero_stage=1), (0,))
+    with pytest.raises(LayoutError, match="without a planner"):
+        space(tensors, ZeroRules(), Layout(zero_stage=1), (0,)).plan(Layout(zero_stage=2))
+    with pytest.raises(LayoutError, match="no element 3"):
+        Line(tensors).coordinate("a", 3)
+    with pytest.raises(LayoutError, match="not on the line"):
+        Line(tensors).locate(3)
+    with pytest.raises(LayoutError, match="no tensor 'z'"):
+        Line(tensors).index("z")
+    with pytest.raises(LayoutError, match="negative dim"):
+        LogicalTensor("a", (-1,))

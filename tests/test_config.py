@@ -1,0 +1,174 @@
+"""The `dynatrain` block: what is read, what is filled in, and what each mistake is told."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.config import DynatrainConfig, LayoutConfig, read_config, split_config
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+
+DEEPSPEED: dict[str, Any] = {"train_batch_size": 12, "zero_optimization": {"stage": 2}}
+
+
+def with_block(block: object) -> dict[str, Any]:
+    """Return a DeepSpeed configuration with this `dynatrain` block."""
+    return {**DEEPSPEED, "dynatrain": block}
+
+
+def test_no_configuration_and_no_block_are_none() -> None:
+    assert DynatrainConfig.from_deepspeed(None) is None
+    assert DynatrainConfig.from_deepspeed(DEEPSPEED) is None
+    assert split_config(DEEPSPEED) == (DEEPSPEED, None)
+
+
+def test_empty_block_is_all_defaults() -> None:
+    block = DynatrainConfig.from_deepspeed(with_block({}))
+    assert block is not None
+    assert block.layout is None
+    assert (block.safety, block.verify) == ("rollback", "full")
+    assert (block.memory_budget_bytes, block.timeout_seconds) == (1 << 30, 60.0)
+    assert (block.data.reshuffle, block.report.jsonl) == (False, None)
+
+
+def test_whole_block_is_read() -> None:
+    block = DynatrainConfig.from_deepspeed(
+        with_block(
+            {
+                "layout": {"data": 2, "zero_stage": 1, "pipe": 1, "tensor": 1},
+                "safety": "rollback",
+                "memory_budget_bytes": 4096,
+                "verify": "full",
+                "timeout_seconds": 5,
+                "data": {"reshuffle": True},
+                "report": {"jsonl": "switches.jsonl"},
+            }
+        )
+    )
+    assert block is not None
+    assert block.layout == LayoutConfig(data=2, zero_stage=1)
+    assert (block.memory_budget_bytes, block.timeout_seconds) == (4096, 5.0)
+    assert (block.data.reshuffle, block.report.jsonl) == (True, "switches.jsonl")
+
+
+def test_split_leaves_the_given_dictionary_as_it_is() -> None:
+    given = with_block({"layout": {"data": 2}})
+    before = json.dumps(given)
+    own, block = split_config(given)
+    assert own == DEEPSPEED
+    assert block is not None
+    assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize(("zero", "stage"), [({"stage": 3}, 3), ({}, 0), (None, 0)])
+def test_stage_is_taken_from_deepspeed(zero: dict[str, int] | None, stage: int) -> None:
+    config: dict[str, Any] = {"dynatrain": {"layout": {"data": 2}}}
+    if zero is not None:
+        config["zero_optimization"] = zero
+    block = DynatrainConfig.from_deepspeed(config)
+    assert block is not None and block.layout is not None
+    assert block.layout.zero_stage == stage
+
+
+def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
+    with pytest.raises(ConfigError, match=r"dynatrain\.layout\.zero_stage: .*'auto'"):
+        split_config({"zero_optimization": {"stage": "auto"}, "dynatrain": {"layout": {"data": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"layuot": {"data": 2}}, "dynatrain.layuot: unknown key; did you mean 'layout'? valid here: layout, safety, "),
+        ({"zzz": 1}, "dynatrain.zzz: unknown key; valid here: layout"),
+        (
+            {"layout": {"data": 2, "zero_stge": 1}},
+            "dynatrain.layout.zero_stge: unknown key; did you mean 'zero_stage'?",
+        ),
+        ({"data": {"shuffle": True}}, "dynatrain.data.shuffle: unknown key; did you mean 'reshuffle'?"),
+        ({"report": {"json": "x"}}, "dynatrain.report.json: unknown key; did you mean 'jsonl'?"),
+        ({"layout": {}}, "dynatrain.layout.data: this key is needed"),
+        ({"layout": {"data": "2"}}, "dynatrain.layout.data: expected integer, got '2' (string)"),
+        ({"layout": {"data": True}}, "dynatrain.layout.data: expected integer, got True (boolean)"),
+        ({"layout": {"data": 2.0}}, "dynatrain.layout.data: expected integer, got 2.0 (number)"),
+        ({"layout": {"data": 0}}, "dynatrain.layout.data: expected greater than or equal to 1, got 0 (integer)"),
+        (
+            {"layout": {"data": 2, "zero_stage": 4}},
+            "dynatrain.layout.zero_stage: expected less than or equal to 3, got 4",
+        ),
+        ({"layout": [2, 1]}, "dynatrain.layout: expected an object of keys, got [2, 1] (list)"),
+        ({"layout": 2}, "dynatrain.layout: expected an object of keys, got 2 (integer)"),
+        ({"timeout_seconds": "60"}, "dynatrain.timeout_seconds: expected number, got '60' (string)"),
+        ({"timeout_seconds": 0}, "dynatrain.timeout_seconds: expected greater than 0, got 0 (integer)"),
+        ({"memory_budget_bytes": 1e9}, "dynatrain.memory_budget_bytes: expected integer, got 1000000000.0 (number)"),
+        ({"data": {"reshuffle": 1}}, "dynatrain.data.reshuffle: expected boolean, got 1 (integer)"),
+        ({"report": {"jsonl": 3}}, "dynatrain.report.jsonl: expected string, got 3 (integer)"),
+        ({"safety": "none"}, "dynatrain.safety: expected 'rollback' or 'lean', got 'none' (string)"),
+        ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
+        ("full", "dynatrain: expected an object of keys, got 'full' (string)"),
+        (None, "dynatrain: expected an object of keys, got None (null)"),
+    ],
+)
+def test_mistakes_are_named(block: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_config(with_block(block))
+    assert words in str(caught.value)
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"safety": "lean"}, 'dynatrain.safety: "lean" needs a checkpoint'),
+        ({"layouts": "data"}, "dynatrain.layouts: comes in a later version"),
+        ({"fallback": {"path": None}}, "dynatrain.fallback: comes in a later version"),
+        ({"elastic": {}}, "dynatrain.elastic: comes in a later version"),
+        ({"layout": {"data": 2, "pipe": 2}}, "dynatrain.layout.pipe: 2 is refused for now"),
+        ({"layout": {"data": 2, "expert": 2}}, "dynatrain.layout.expert: 2 is refused for now"),
+        ({"layout": {"data": 2, "tensor": 4}}, "dynatrain.layout.tensor: 4 is refused for now"),
+        ({"layout": {"data": 2, "sequence": 2}}, "dynatrain.layout.sequence: 2 is refused for now"),
+    ],
+)
+def test_what_comes_later_is_refused_by_name(block: object, words: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        split_config(with_block(block))
+    assert words in str(caught.value)
+
+
+def test_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{\n  # a comment\n  "train_batch_size": 12,\n  "dynatrain": {"layout": {"data": 2, "zero_stage": 1}}\n}'
+    )
+    for name in (file, str(file)):
+        own, block = split_config(name)
+        assert own == {"train_batch_size": 12}
+        assert block is not None and block.layout == LayoutConfig(data=2, zero_stage=1)
+
+
+def test_base64_is_read() -> None:
+    text = base64.urlsafe_b64encode(json.dumps(with_block({})).encode()).decode()
+    assert read_config(text) == with_block({})
+
+
+def test_key_twice_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"dynatrain": {"safety": "rollback", "safety": "rollback"}}')
+    with pytest.raises(ConfigError, match="'safety' stands twice"):
+        split_config(file)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "{", "\udcff"])
+def test_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        split_config(file)
+
+
+def test_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"no/such/file\.json"):
+        split_config("no/such/file.json")

@@ -1,0 +1,212 @@
+"""The executor over an in-memory transport: real plans, small budgets, shared memory, missing members."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_dynatrain.errors import MemberMissing, TransferError
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, plan_switch
+from ds_dynatrain.space import BufferId, Kind, Layout
+from ds_dynatrain.transfer import Buffers, TransferStats, Transport, execute
+from ds_dynatrain.transfer.messages import messages
+from tests.transfer.hub import Hub
+from tests.transfer.states import buffers_of, differences, logical_state, space
+
+BUFFER = BufferId("group", 0)
+KINDS = (Kind("master", 4), Kind("weight", 2, (), "master"))
+SMALL_BUDGET = 64 * 1024
+
+
+def moves_of(*runs: tuple[int, int, int], source: int = 0, target: int = 0, kind: int = 0, origin: int = 0) -> Moves:
+    """Moves (length, source offset, target offset) in one buffer per kind."""
+    length, read, written = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    stop = np.array(list(accumulate(length.tolist())), dtype=np.int64)
+    same = np.zeros_like(length)
+    return Moves(
+        kind=same + kind,
+        start=stop - length,
+        stop=stop,
+        source=same + source,
+        target=same + target,
+        source_kind=same + origin,
+        source_buffer=same,
+        source_offset=read,
+        target_buffer=same,
+        target_offset=written,
+        kinds=KINDS,
+        source_buffers=(BUFFER,),
+        target_buffers=(BUFFER,),
+    )
+
+
+def local_plan(moves: Moves, derived: Moves | None = None) -> MemberPlan:
+    return MemberPlan(0, moves, moves_of() if derived is None else derived, ())
+
+
+def run_all(
+    plan: SwitchPlan, sources: dict[int, Buffers], targets: dict[int, Buffers], budget: int
+) -> dict[int, TransferStats]:
+    """Every member of a plan in a thread of its own."""
+    hub, stats, errors = Hub(), {}, []
+
+    def member(number: int) -> None:
+        try:
+            mine, ends = plan.for_member(number), (sources[number], targets[number])
+            stats[number] = execute(mine, *ends, hub.transport(number), 30, budget)
+        except Exception as error:  # reported below: a thread has no other way
+            errors.append(error)
+
+    threads = [threading.Thread(target=member, args=(number,)) for number in plan.members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert sum(hub.sizes) == plan.bytes_sent
+    return stats
+
+
+def test_a_transport_is_what_the_executor_takes() -> None:
+    transport: Transport = Hub().transport(0)
+    assert transport is not None
+
+
+CHANGES = [
+    (1, (0, 1), 1, (0, 1, 2, 3)),
+    (1, (0, 1, 2, 3), 1, (0, 2)),
+    (3, (0, 1, 2), 1, (0, 1, 2, 3)),
+    (2, (0, 1, 2, 3), 3, (2, 0, 1)),
+    (0, (0,), 3, (0, 1, 2)),
+    (3, (0, 1), 0, (2, 3)),
+    (3, (0, 1, 2, 3), 3, (3, 2, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("budget", [SMALL_BUDGET, 1 << 30])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("stage", "members", "next_stage", "next_members"), CHANGES)
+def test_real_plans_arrive_bit_for_bit(
+    stage: int, members: tuple[int, ...], next_stage: int, next_members: tuple[int, ...], precision: str, budget: int
+) -> None:
+    layout, target = Layout(zero_stage=stage, data=len(members)), Layout(zero_stage=next_stage, data=len(next_members))
+    vps = space(layout, members, precision)
+    state, plan = logical_state(vps), plan_switch(vps, target, next_members)
+    sources: dict[int, Buffers] = {member: {} for member in plan.members}
+    targets: dict[int, Buffers] = {member: {} for member in plan.members}
+    sources |= {member: buffers_of(vps, layout, rank, state) for rank, member in enumerate(members)}
+    targets |= {member: buffers_of(vps, target, rank, None) for rank, member in enumerate(next_members)}
+    stats = run_all(plan, sources, targets, budget)
+    for rank, member in enumerate(members):
+        assert differences(vps, layout, rank, state, sources[member]) == []
+    for rank, member in enumerate(next_members):
+        assert differences(vps, target, rank, state, targets[member]) == []
+    for member, done in stats.items():
+        mine = plan.for_member(member)
+        assert (done.bytes_sent, done.bytes_received) == (mine.bytes_sent, mine.bytes_received)
+        assert done.bytes_local + done.bytes_in_place == mine.bytes_kept_local
+        assert done.staging_peak <= budget
+
+
+def test_in_place_is_not_touched_and_counted() -> None:
+    values = torch.arange(10.0)
+    stats = execute(
+        local_plan(moves_of((10, 0, 0))), {("master", BUFFER): values}, {("master", BUFFER): values}, *NOBODY
+    )
+    assert (stats.bytes_in_place, stats.bytes_local) == (40, 0)
+    assert values.tolist() == list(range(10))
+
+
+NOBODY = (Hub().transport(0), 5.0, 1 << 20)
+
+
+@pytest.mark.parametrize("shift", [1, 7])
+def test_a_shift_within_one_storage_is_refused(shift: int) -> None:
+    values = torch.arange(20.0)
+    source, target = {("master", BUFFER): values}, {("master", BUFFER): values[shift:]}
+    with pytest.raises(TransferError, match="memory of their own"):
+        execute(local_plan(moves_of((10, 0, 0))), source, target, *NOBODY)
+    assert values.tolist() == list(range(20))
+
+
+def test_overwriting_what_is_kept_or_sent_is_refused() -> None:
+    values = torch.arange(20.0)
+    buffers = {("master", BUFFER): values}
+    with pytest.raises(TransferError, match="memory of their own"):
+        execute(local_plan(moves_of((5, 0, 0), (5, 10, 4))), buffers, buffers, *NOBODY)
+    exchange = Exchange(1, moves_of((5, 0, 0), target=1), moves_of((5, 0, 4), source=1))
+    with pytest.raises(TransferError, match="memory of their own"):
+        execute(MemberPlan(0, moves_of(), moves_of(), (exchange,)), buffers, buffers, *NOBODY)
+
+
+def test_derived_moves_cast_last() -> None:
+    masters = torch.randn(100)
+    target = {("master", BUFFER): torch.zeros(100), ("weight", BUFFER): torch.zeros(100, dtype=torch.bfloat16)}
+    derived = moves_of((60, 40, 40), (40, 0, 0), kind=1, origin=0)
+    stats = execute(local_plan(moves_of((100, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
+    assert torch.equal(target["weight", BUFFER], masters.to(torch.bfloat16))
+    assert (stats.bytes_derived, stats.bytes_local) == (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ({}, "source buffer .* of master: the plan needs it"),
+        ({("master", BUFFER): torch.zeros(9)}, "leave a buffer of 36 bytes"),
+        ({("master", BUFFER): torch.zeros(10, dtype=torch.float64)}, "the kind has 4"),
+        ({("master", BUFFER): torch.zeros(2, 5)}, "1-D and contiguous"),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(source: Buffers, match: str) -> None:
+    with pytest.raises(TransferError, match=match):
+        execute(local_plan(moves_of((10, 0, 0))), source, {("master", BUFFER): torch.zeros(10)}, *NOBODY)
+
+
+def test_a_small_budget_is_refused() -> None:
+    with pytest.raises(TransferError, match="below the least"):
+        execute(local_plan(moves_of()), {}, {}, Hub().transport(0), 1.0, 1000)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_peer_that_never_answers_is_named_in_time(sends: bool) -> None:
+    some, none = moves_of((10, 0, 0)), moves_of()
+    exchange = Exchange(7, some if sends else none, none if sends else some)
+    source, target = {("master", BUFFER): torch.zeros(10)}, {("master", BUFFER): torch.zeros(10)}
+    begin = time.monotonic()
+    with pytest.raises(MemberMissing) as caught:
+        execute(MemberPlan(0, none, none, (exchange,)), source, target, Hub().transport(0), 0.2, 1 << 20)
+    assert caught.value.members == (7,)
+    assert time.monotonic() - begin < 1.0
+
+
+@given(lengths=st.lists(st.integers(0, 300), max_size=30), chunk=st.integers(100, 200), longest=st.integers(200, 400))
+def test_messages_cover_every_byte_once_in_order(lengths: list[int], chunk: int, longest: int) -> None:
+    found = messages(lengths, chunk, longest)
+    seen: dict[int, int] = {}
+    for message in found:
+        if message.is_packed:
+            assert message.start == 0
+            assert message.nbytes == sum(lengths[row] for row in message.rows) <= chunk
+            seen |= {row: lengths[row] for row in message.rows}
+        else:
+            assert message.start == seen.get(message.rows[0], 0)
+            assert 0 < message.nbytes <= longest
+            seen[message.rows[0]] = message.stop
+    assert seen == {row: length for row, length in enumerate(lengths) if length}
+
+
+def test_messages_of_large_moves_are_direct() -> None:
+    found = messages([10, 1 << 20, 20, 3 << 20], 4 << 20, 2 << 20)
+    assert [(message.rows, message.nbytes) for message in found] == [
+        ((1,), 1 << 20),
+        ((3,), 2 << 20),
+        ((3,), 1 << 20),
+        ((0, 2), 30),
+    ]

@@ -1,0 +1,70 @@
+"""GroupTransport over real gloo: three processes, started once, run every case of gloo_rank.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each of the three ranks saw, case by case."""
+    folder = tmp_path_factory.mktemp("gloo")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.transfer.gloo_rank", str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", ["every_dtype", "split_messages", "switches"])
+def test_all_bytes_arrive(seen: Seen, case: str) -> None:
+    assert [rank[case] for rank in seen] == [[], [], []]
+
+
+def test_wrong_uses_are_refused(seen: Seen) -> None:
+    for rank, refused in enumerate(case["refusals"] for case in seen):
+        few, twice, self_, stranger, shape = refused
+        assert "a group of 3 ranks needs as many different members, got [10, 11]" in few
+        assert "got [10, 11, 11]" in twice
+        assert f"member {10 + rank} is no peer" in self_
+        assert "member 99 is no peer" in stranger
+        assert "1-D contiguous" in shape
+
+
+def test_a_silent_member_is_named_within_the_time_out(seen: Seen) -> None:
+    for rank in seen[:2]:
+        case = rank["silent_member"]
+        assert case["error"] == "MemberMissing"
+        assert case["members"] == [12]
+        assert 0.4 < case["seconds"] < 1.4
+
+
+def test_a_dead_member_is_named_at_once(seen: Seen) -> None:
+    for rank in seen[:2]:
+        case = rank["dying_member"]
+        assert case["error"] == "TransferError"
+        assert "with member 12 failed" in case["text"]
+        assert case["seconds"] < 10
