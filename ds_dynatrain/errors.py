@@ -53,7 +53,7 @@ class TransferError(SwitchFailed):
     """A send, a receive or a wait failed; names the peer."""
 
 
-class MemberMissing(TransferError):
+class MemberMissing(TransferError):  # noqa: N818
     """A wait ran out of time; `members` are the ones that did not answer."""
 
     def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:

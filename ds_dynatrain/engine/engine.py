@@ -71,13 +71,14 @@ class DynatrainEngine(HostEngine):
             "job_seed": job_seed,
             "world": world,
             "job_epoch": 0,
+            "switches_asked": 0,
             "train_loaders": {},
             "carried": {},
             "last_switch": None,
         }
         self.__dict__.update(own)  # DeepSpeed's constructor calls methods that read them
         self.__dict__.update(_on_idle=on_idle, _listeners=[], _configs={}, _pending=None, _preparation=None)
-        self.__dict__.update(_attempt=world.generation if world else 1, _wishes=0, _dealt=False, _speed=0.0)
+        self.__dict__.update(_attempt=world.generation if world else 1, _dealt=False, _speed=0.0)
         self.__dict__.update(_window_samples=None, _watch=Watch(control), _heartbeat=Heartbeat(control))
         super().__init__(attached=world is not None, **arguments)
 
@@ -126,8 +127,8 @@ class DynatrainEngine(HostEngine):
         if self.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
         wish, proposal = self._wish(layout, at, changes)
-        self._wishes += 1
-        agreed = agreement.agree(self.control, self._wishes, wish, self.members, proposal)
+        self.switches_asked += 1
+        agreed = agreement.agree(self.control, self.switches_asked, wish, self.members, proposal)
         self._prepare(agreed)
         self._pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
         return self._pending
@@ -205,8 +206,6 @@ class DynatrainEngine(HostEngine):
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
-        if self.idle:
-            loader.close()  # its processes must not outlive the world that they fetched for
         self._stand_at(loader.name)
         self.tput_timer.start()
 
@@ -222,9 +221,13 @@ class DynatrainEngine(HostEngine):
         meet = agreement.meeting_step(self.control, proposal, self.rank, self.global_steps)
         if meet is not None and self.global_steps >= meet:
             self._transact(place)
+            if self.idle:
+                self._wait_for_work(place)
 
     def _wait_for_work(self, place: str) -> None:
         """Poll the notice board until this member works; run the user's `on_idle` in between."""
+        for loader in self.train_loaders.values():
+            loader.close()  # its processes must not outlive the world that they fetched for
         while self.idle:
             if self._preparation is not None:
                 if agreement.wait_for_rank_0(self.control, self._preparation.proposal):
@@ -399,38 +402,40 @@ class DynatrainEngine(HostEngine):
             self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False)
 
     def destroy(self) -> None:
-        """DeepSpeed's, and the end of this member's part in the job."""
-        if self.__dict__.pop("_is_open", False):
-            self._leave()
+        """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
+        self._end_job()
         super().destroy()
-
-    def _leave(self) -> None:
-        self._heartbeat.stop()
-        if self._preparation is not None:
-            self._preparation.abandon()
-            self._preparation = None
-        for loader in self.train_loaders.values():
-            loader.close()
-        self.claims.erase(f"open/{self.control.member}")
+        for hook in ("module_forward_pre_hook", "module_forward_post_hook"):  # DeepSpeed leaves them on the module
+            if hook in self.__dict__:
+                self.__dict__.pop(hook).remove()
 
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
-        if not self.__dict__.get("_is_open", False):
-            return
-        self.__dict__["_is_open"] = False
+        if self._end_job() and self.launch.member == 0:
+            self._see_idle_members_off()
+        if td.is_initialized():
+            td.destroy_process_group()
+
+    def _end_job(self) -> bool:
+        """Leave the world and stand in the launch group again; False if that was done before."""
+        if not self.__dict__.pop("_is_open", False):
+            return False
         try:
             post_end(self.control)
-            if self.control.member == 0:
-                self._see_idle_members_off()
-            self._leave()
+            self._heartbeat.stop()
+            if self._preparation is not None:
+                self._preparation.abandon()
+                self._preparation = None
+            for loader in self.train_loaders.values():
+                loader.close()
+            self.claims.erase(f"open/{self.control.member}")
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
         if self.world is not None:
             drop(self.world)
             self.world = None
         self.launch.install()
-        if td.is_initialized():
-            td.destroy_process_group()
+        return True
 
     def _see_idle_members_off(self) -> None:
         """The store may live in this process: idle members read their release from it before it goes."""
