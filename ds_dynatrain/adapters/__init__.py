@@ -1,1 +1,21 @@
-"""adapters"""
+"""DeepSpeed's private layouts: the only place that touches a private name of DeepSpeed's or of torch.distributed's.
+
+| file | what it knows |
+|---|---|
+| `names` | which private names are relied on; checked at import |
+| `support` | what is refused, and why |
+| `settings` | DeepSpeed's configuration of one layout |
+| `start` | what surrounds an engine's constructor |
+| `worlds` | process groups of a world: build, install, drop |
+| `model` | the logical tensors of a module and its optimizer groups |
+| `moments` | which states an optimizer keeps |
+| `memory` | buffers of a layout: their sizes, and which can stay |
+| `hollow` | building an optimizer without memory or messages |
+| `stage0`, `stage12`, `stage3` | one kind of DeepSpeed state each, the same four verbs: describe, census, release, refill |
+| `tokens` | gradients by token counts |
+| `host` | DeepSpeed's engine with these openings |
+"""
+
+from ds_dynatrain.adapters.names import check_names
+
+check_names()

@@ -142,5 +142,5 @@ def hollow(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         stack.enter_context(cheap_collection())
         stack.enter_context(silent_communication())
         stack.enter_context(no_step(optimizer))
-        stack.enter_context(HollowMode())
+        stack.enter_context(HollowMode())  # type: ignore[no-untyped-call]
         yield

@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.stage0 import ReplicatedStage
 from ds_dynatrain.adapters.stage3 import PartitionedStage, reset_counters
 from ds_dynatrain.adapters.stage12 import FlatStages
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
+from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
 
@@ -30,12 +31,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     model_map: ModelMap
+    slot_weight: float
+    slot_is_borrowed: bool
+    window_tokens: int | None
 
     def __init__(self, *, attached: bool, **arguments: Any) -> None:
-        self.__dict__["_build_attached"] = attached
-        self.__dict__["slot_weight"] = 1.0
-        self.__dict__["slot_is_borrowed"] = False
-        self.__dict__["window_tokens"] = None
+        self.__dict__.update(_build_attached=attached, slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
         super().__init__(**arguments)
 
     # ---- building ------------------------------------------------------------------------------------------------
@@ -148,17 +149,26 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             count = 0 if self.slot_is_borrowed else int(tokens)
             self.window_tokens = (self.window_tokens or 0) + count
             weight = float(count)
-        if weight == 1.0:
-            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self.__dict__["slot_weight"] = 1.0  # applied to the loss here, so not again to its gradients
+        self.slot_weight = 1.0  # applied to the loss here, so not again to its gradients
         try:
-            return super().backward(loss * weight, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            weighted = loss if weight == 1.0 else loss * weight
+            scaled: torch.Tensor = super().backward(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            return scaled
         finally:
-            self.__dict__["slot_weight"] = weight if tokens is None else self.slot_weight
+            self.slot_weight = weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Also weight `loss.backward()`, which does not pass through `backward`."""
-        scaled = super()._backward_prologue_per_tensor(grad)
+        scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self.slot_weight == 1.0:
             return scaled
         return scaled * self.slot_weight
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
+        if self.window_tokens is None:
+            super()._take_model_step(lr_kwargs)
+            return
+        with divided_by_tokens(self, self.window_tokens):
+            super()._take_model_step(lr_kwargs)
+        self.window_tokens = None

@@ -116,4 +116,4 @@ def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memor
 
 
 def _capacity(buffer: torch.Tensor) -> int:
-    return buffer.untyped_storage().nbytes() // buffer.element_size() - buffer.storage_offset()
+    return int(buffer.untyped_storage().nbytes()) // buffer.element_size() - int(buffer.storage_offset())

@@ -49,7 +49,9 @@ def read_state(
         return {}, {}
     missing = {*rule.moments, *rule.scalars} ^ set(state)
     if missing:
-        raise CensusError(f"{type(optimizer).__name__} keeps {sorted(state)}; expected {[*rule.moments, *rule.scalars]}")
+        raise CensusError(
+            f"{type(optimizer).__name__} keeps {sorted(state)}; expected {[*rule.moments, *rule.scalars]}"
+        )
     return (
         {name: state[name].detach().view(-1) for name in rule.moments},
         {name: float(state[name]) for name in rule.scalars},

@@ -1,2 +1,84 @@
-"""placeholder"""
-def check_names() -> None: ...
+"""The names of DeepSpeed's that the adapters rely on, checked before anything else of them is imported.
+
+DeepSpeed moves fast, and most of these are private: a missing one is an error that names both versions, not an
+AttributeError in the middle of a training.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TESTED = "0.19.8"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("set_optimizer_flags", "init_distributed"),
+    "deepspeed.comm.comm": ("cdb",),
+    "deepspeed.pipe": ("PipelineModule",),
+    "deepspeed.moe.layer": ("MoE",),
+    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
+    "deepspeed.runtime.config": ("DeepSpeedConfig",),
+    "deepspeed.runtime.engine": (
+        "DeepSpeedEngine._configure_optimizer",
+        "DeepSpeedEngine._configure_basic_optimizer",
+        "DeepSpeedEngine._configure_checkpointing",
+        "DeepSpeedEngine._backward_prologue_per_tensor",
+        "DeepSpeedEngine._backward_post_hook",
+        "DeepSpeedEngine._take_model_step",
+        "DeepSpeedEngine._configure_python_gc",
+    ),
+    "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
+    "deepspeed.runtime.utils": ("check_internal_apis_for_count_used_parameters",),
+    "deepspeed.runtime.zero.parameter_offload": (
+        "FWD_MODULE_STACK",
+        "DeepSpeedZeRoOffload._register_deepspeed_module",
+        "DeepSpeedZeRoOffload.partition_all_parameters",
+        "ZeROOrderedDict",
+    ),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "Init.param_id",
+        "Init.num_persisted_parameters",
+        "Init.num_persisted_elements",
+        "Init.apply_param_persistence",
+        "InsertPostInitMethodToModuleSubClasses",
+        "shutdown_init_context",
+        "restore_init_context",
+    ),
+    "deepspeed.runtime.zero.stage3": (
+        "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
+        "DeepSpeedZeroOptimizer_Stage3.set_grad_positions",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": (
+        "DeepSpeedZeroOptimizer._update_model_bit16_weights",
+        "DeepSpeedZeroOptimizer.get_data_parallel_partitions",
+        "DeepSpeedZeroOptimizer._link_all_hp_params",
+        "DeepSpeedZeroOptimizer._create_param_mapping",
+    ),
+    "deepspeed.utils.groups": ("_WORLD_GROUP",),
+}
+
+
+def check_names(names: dict[str, tuple[str, ...]] = NAMES) -> None:
+    """ImportError, naming every missing name and both versions, unless all are there."""
+    missing = [f"{module}.{name}" for module, wanted in names.items() for name in wanted if not _has(module, name)]
+    if missing:
+        import deepspeed
+
+        from ds_dynatrain import __version__
+
+        raise ImportError(
+            f"ds_dynatrain {__version__} relies on names that DeepSpeed {deepspeed.__version__} does not have: "
+            f"{', '.join(missing)}. It is tested with DeepSpeed {TESTED}: install that, or a newer ds_dynatrain"
+        )
+
+
+def _has(module: str, path: str) -> bool:
+    try:
+        held: object = importlib.import_module(module)
+    except ImportError:
+        return False
+    for name in path.split("."):
+        if not hasattr(held, name):
+            return False
+        held = getattr(held, name)
+    return True

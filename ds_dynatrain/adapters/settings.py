@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -57,16 +57,34 @@ class _DataAxis:
         return self._size
 
 
-def layout_config(
-    config: dict[str, Any], layout: Layout, train_batch_size: int, micro_batch_size: int, accumulation: int
-) -> tuple[dict[str, Any], DeepSpeedConfig]:
+class Batch(Protocol):
+    """The sizes of a world's batch that DeepSpeed wants to know."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a global batch."""
+        ...
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank per global batch."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches of all ranks per global batch."""
+        ...
+
+
+def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
     """(dictionary, DeepSpeedConfig) for `layout`; `train_batch_size` stays exact where the world does not divide it."""
+    micro_batch_size = -(-batch.train_batch_size // batch.slots)
     adapted = copy.deepcopy(config)
     adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
     adapted["train_micro_batch_size_per_gpu"] = micro_batch_size
-    adapted["gradient_accumulation_steps"] = accumulation
-    adapted["train_batch_size"] = micro_batch_size * accumulation * layout.data
+    adapted["gradient_accumulation_steps"] = batch.accumulation
+    adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data
     parsed = DeepSpeedConfig(adapted, _DataAxis(layout.data))
-    parsed.train_batch_size = train_batch_size
-    adapted["train_batch_size"] = train_batch_size
+    parsed.train_batch_size = batch.train_batch_size
+    adapted["train_batch_size"] = batch.train_batch_size
     return adapted, parsed

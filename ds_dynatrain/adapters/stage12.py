@@ -12,9 +12,10 @@ from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, w
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
-_PARAMETER_ATTRIBUTES = ("_hp_mapping", "_dp_group", "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param")
-_PARAMETER_ATTRIBUTES += ("load_hp_checkpoint_state", "_index_in_param_group", "param_idx_in_group", "grad_accum")
-_PARAMETER_ATTRIBUTES += ("_zero_optimizer", "_hp_grad")
+_PARAMETER_ATTRIBUTES = """
+    _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param load_hp_checkpoint_state
+    _index_in_param_group param_idx_in_group grad_accum _zero_optimizer _hp_grad
+""".split()
 
 
 class FlatStages:

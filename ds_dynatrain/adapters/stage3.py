@@ -19,12 +19,14 @@ from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, w
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId
 
-_MODULE_ATTRIBUTES = ("_original_parameters", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
-_MODULE_ATTRIBUTES += ("ds_grads_remaining", "ds_id", "ds_recompute_parameters", "_external_params")
-_MODULE_ATTRIBUTES += ("ds_inflight_param_registry", "all_parameters", "external_parameters")
-_PARAMETER_ATTRIBUTES = ("is_external_param", "nvme_swapper", "all_gather", "all_gather_coalesced", "partition", "item")
-_PARAMETER_ATTRIBUTES += ("reduce_gradients_at_owner", "partition_gradients", "aligned_size", "padding_size")
-_PARAMETER_ATTRIBUTES += ("partition_numel", "convert_to_zero_parameters", "_z3_optimizer", "grad_accum")
+_MODULE_ATTRIBUTES = """
+    _original_parameters pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_grads_remaining ds_id
+    ds_recompute_parameters _external_params ds_inflight_param_registry all_parameters external_parameters
+""".split()
+_PARAMETER_ATTRIBUTES = """
+    is_external_param nvme_swapper all_gather all_gather_coalesced partition item reduce_gradients_at_owner
+    partition_gradients aligned_size padding_size partition_numel convert_to_zero_parameters _z3_optimizer grad_accum
+""".split()
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
@@ -52,14 +54,16 @@ class PartitionedStage:
             for kind, value in steps.items():
                 scalars.values.setdefault(kind, {}).update(dict.fromkeys(members, value))
             position += size
-        for index, parameter in model.frozen():
-            buffers[WEIGHT, BufferId("partition", index)] = parameter.ds_tensor.data
+        held: Any
+        for index, held in model.frozen():
+            buffers[WEIGHT, BufferId("partition", index)] = held.ds_tensor.data
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
         """Parts at their own addresses: `ds_tensor` for weights, `grad_position` for masters and last gradients."""
         zero = engine.optimizer
         rows = []
+        parameter: Any
         for index, parameter in enumerate(model.parameters):
             part = parameter.ds_tensor.numel()
             start = engine.global_rank * part
@@ -114,8 +118,9 @@ class PartitionedStage:
             write_state(engine.basic_optimizer, master, held, steps)
         zero.lp_param_buffer = whole(buffers, WEIGHT)
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
-        for index, parameter in model.frozen():
-            parameter.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
+        frozen: Any
+        for index, frozen in model.frozen():
+            frozen.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:

@@ -94,7 +94,9 @@ def refuse_unsupported(config: Mapping[str, Any], model: nn.Module, optimizer: A
     if mpu is not None:
         raise UnsupportedError("mpu: only the data axis can change yet; remove the dynatrain block")
     if optimizer is None and "optimizer" not in config:
-        raise UnsupportedError("no optimizer: pass one to initialize, or put an `optimizer` block into the configuration")
+        raise UnsupportedError(
+            "no optimizer: pass one to initialize, or put an `optimizer` block into the configuration"
+        )
     _refuse_model(model)
 
 
@@ -120,4 +122,6 @@ def _refuse_model(model: nn.Module) -> None:
         if isinstance(part, nn.Embedding) and part.sparse:
             raise UnsupportedError(f"{name!r} has sparse gradients; build the embedding with sparse=False")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise UnsupportedError("torch.compile: a compiled module is not followed through a switch yet; pass the plain one")
+        raise UnsupportedError(
+            "torch.compile: a compiled module is not followed through a switch yet; pass the plain one"
+        )

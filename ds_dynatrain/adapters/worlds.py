@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as td
 from deepspeed.utils import groups
+from torch._C._distributed_c10d import PrefixStore, Store, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
 
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
@@ -37,7 +39,7 @@ class World:
     data: td.ProcessGroup | None = None
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
-    stores: dict[str, td.Store] = field(default_factory=dict)
+    stores: dict[str, Store] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -52,25 +54,25 @@ class World:
         self.transfer, self.transfer_members = None, ()
 
 
-def make_group(store: td.Store, name: str, rank: int, size: int, seconds: float) -> tuple[td.ProcessGroup, td.Store]:
+def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> tuple[td.ProcessGroup, Store]:
     """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
 
     Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     """
-    prefix = td.PrefixStore(f"{name}/", store)
+    prefix = PrefixStore(f"{name}/", store)
     group = td.ProcessGroup(prefix, rank, size)
     gloo = td.ProcessGroup.BackendType.GLOO
     group._set_default_backend(gloo)
     timeout = datetime.timedelta(seconds=seconds)
-    backend = td.ProcessGroupGloo(td.PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
+    backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), gloo, backend)
-    group._set_group_name(name)
+    group._set_group_name(GroupName(name))
     return group, prefix
 
 
 def build_world(
-    store: td.Store,
+    store: Store,
     generation: int,
     member: int,
     members: Sequence[int],
@@ -111,7 +113,7 @@ def stand_in_world(rank: int, size: int) -> World:
         custom = td.ProcessGroup.BackendType.CUSTOM
         group._set_default_backend(custom)
         group._register_backend(torch.device("cpu"), custom, backend)
-        group._set_group_name(f"dynatrain_fake_{kind}")
+        group._set_group_name(GroupName(f"dynatrain_fake_{kind}"))
         setattr(world, kind, group)
         world.stores[kind] = store
     return world
@@ -171,7 +173,7 @@ def _unregister(group: td.ProcessGroup) -> None:
     for tag, tagged in list(c10d._world.tags_to_pg.items()):
         c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
     if known:
-        c10d._unregister_process_group(group.group_name)
+        _unregister_process_group(group.group_name)
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,11 @@ class LaunchWorld:
         os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
 
 
-def launch_store() -> td.Store:
+def launch_store() -> Store:
     """A client of its own of the key-value store that the launch group was formed over."""
-    store = c10d._get_default_store()
-    return store.clone()
+    store: Any = c10d._get_default_store()
+    own: Store = store.clone()
+    return own
 
 
 @contextmanager

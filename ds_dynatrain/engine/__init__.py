@@ -1,1 +1,16 @@
-"""engine"""
+"""The engine and the switch.
+
+| file | what it does |
+|---|---|
+| `initialize` | the call that a user makes |
+| `engine` | the object that a user holds |
+| `switcher` | asking, preparing, the boundary, the wait of an idle member |
+| `agreement` | one decision from the same records on all members |
+| `preparation` | what is made ready while training runs |
+| `transaction` | the switch itself: meet, drain, rebuild, move, verify, commit or roll back |
+| `certificate`, `census` | the proofs before a commit |
+| `carry`, `encoding`, `streams` | state that is no tensor element |
+| `control`, `liveness` | the notice board, and who is still there |
+| `feasible` | what is refused when it is asked for |
+| `summary` | the event of a switch |
+"""

@@ -47,8 +47,7 @@ class Proposal:
         """The inverse of `to_json`."""
         layouts = {name: Layout.from_dict(record[name]) for name in ("source_layout", "layout")}
         members = {name: tuple(record[name]) for name in ("source_members", "members")}
-        rest = {name: record[name] for name in ("generation", "at", "asked_at")}
-        return Proposal(**layouts, **members, **rest)
+        return Proposal(**{**record, **layouts, **members})
 
 
 @dataclass(frozen=True)

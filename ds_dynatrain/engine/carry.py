@@ -27,7 +27,9 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         "windows": int(engine.micro_steps) // steps,
         "epoch": engine.job_epoch,
         "groups": [_hyper_parameters(group) for group in engine.basic_optimizer.param_groups],
-        "scalars": {name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()},
+        "scalars": {
+            name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()
+        },
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
     }
@@ -46,7 +48,9 @@ def rest_carry(engine: DynatrainEngine) -> dict[str, Any]:
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
     """The optimizer scalars of a shared carry."""
-    return Scalars({name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()})
+    return Scalars(
+        {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
+    )
 
 
 def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
@@ -54,6 +58,15 @@ def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
     for name in COUNTERS:
         setattr(engine, name, shared["counters"][name])
     engine.micro_steps = shared["windows"] * int(engine.gradient_accumulation_steps())
+
+
+def put_back(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
+    """Counters, hyper-parameters and the scheduler as they were before a switch that failed."""
+    settle_counters(engine, shared)
+    for group, values in zip(engine.basic_optimizer.param_groups, shared["groups"], strict=True):
+        group.update(values)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(shared["scheduler"])
 
 
 def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -69,7 +82,7 @@ def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, A
     for name, state in shared["loaders"].items():
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)
-    engine.set_global_grad_norm(rest["grad_norm"])
+    engine._global_grad_norm = rest["grad_norm"]
     engine.module.train(rest["training"])
     buffers = dict(engine.module.named_buffers())
     with torch.no_grad():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_dynatrain.adapters.host import HostEngine
 
 Row = tuple[str, int, int, int, int]
+"""(state kind, tensor number, first row-major index, elements, address)."""
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
@@ -25,7 +26,9 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
         for number, piece in zip(numbers.tolist(), pieces, strict=True):
             held = buffers.get((kind, piece.buffer))
             if held is None:
-                raise CensusError(f"rank {rank}: the layout keeps {kind} in {piece.buffer}, and there is no such buffer")
+                raise CensusError(
+                    f"rank {rank}: the layout keeps {kind} in {piece.buffer}, and there is no such buffer"
+                )
             if piece.offset + piece.stop - piece.start > held.numel():
                 raise CensusError(
                     f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at {piece.offset + piece.stop - piece.start} "
@@ -39,7 +42,7 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 def check_census(engine: HostEngine, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
     """CensusError, with the tensor and both places, unless every element lies where the layout says."""
-    found = {tuple(row) for row in engine.state_census() if row.numel}
+    found: set[Row] = {row for row in engine.state_census() if row.numel}
     expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
     if found == expected:
         return

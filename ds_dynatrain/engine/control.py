@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as td
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ds_dynatrain.errors import MemberMissing
 
@@ -22,15 +22,15 @@ LONGEST_POLL_SECONDS = 0.005
 class Control:
     """One member's access to the notice board; a thread of its own needs a `clone`."""
 
-    def __init__(self, store: td.Store, prefix: str, member: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Any, prefix: str, member: int, timeout_seconds: float) -> None:
         self._base = store
         self._prefix = prefix
-        self._store = td.PrefixStore(prefix, store)
+        self._store = PrefixStore(prefix, store)
         self.member = member
         self.timeout_seconds = timeout_seconds
 
     @property
-    def store(self) -> td.Store:
+    def store(self) -> Store:
         """The store under this board's prefix, for building process groups."""
         return self._store
 

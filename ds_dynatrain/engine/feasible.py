@@ -5,16 +5,12 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ds_dynatrain.data import BatchArithmetic, uneven
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 AXES_TO_COME = ("pipe", "expert", "tensor", "sequence")
 
@@ -84,12 +80,11 @@ def available_bytes() -> int:
     return max(0, min(found))
 
 
-def check_memory(engine: DynatrainEngine, needs: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+def check_memory(member: int, needs: Mapping[int, int], nodes: Mapping[int, str]) -> None:
     """SwitchRefused if what the members of this node need to take in addition is more than this process may have.
 
     needs: bytes that each member allocates for the switch; those of one node share its memory.
     """
-    member = engine.control.member
     together = sum(need for other, need in needs.items() if nodes[other] == nodes[member])
     free = available_bytes()
     if max(together, needs.get(member, 0)) > free:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import platform
 import shutil
 import weakref
@@ -15,15 +14,16 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.names import check_names
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, model_is_float
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, install, installed, launch_store, stand_in_world
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
+from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.engine import DynatrainEngine, OnIdle
+from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -81,7 +81,6 @@ def initialize(
     if mesh_param is not None:
         raise UnsupportedError("mesh_param: only the data axis can change yet; remove the dynatrain block")
     refuse_unsupported(own, model, optimizer, mpu)
-    check_names()
     without_compiler()
     deepspeed.init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
     arguments = {
@@ -114,27 +113,22 @@ def _build(
     job_seed = int(records[0]["seed"])
     nodes = {member: record["node"] for member, record in records.items()}
     working = launch.member in members
-    shared: dict[str, Any] = {
-        "settings": settings,
-        "user_config": own,
-        "batch_sizes": batch_sizes,
+    job = Job(settings, own, batch_sizes, launch, claims, control, nodes, job_seed, on_idle)
+    batch = BatchArithmetic(batch_sizes.train_batch_size, batch_sizes.micro_batch_size, layout.data)
+    given: dict[str, Any] = {
+        "settings": layout_config(own, layout, batch),
+        "job": job,
         "layout": layout,
         "members": members,
-        "launch": launch,
-        "control": control,
-        "claims": claims,
-        "nodes": nodes,
-        "job_seed": job_seed,
-        "on_idle": on_idle,
     }
     if working:
         store = control.clone().store
         world = build_world(store, 1, launch.member, members, members, settings.timeout_seconds)
         install(world)
-        engine = engine_around(DynatrainEngine, world=world, **shared, **arguments)
+        engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
     else:
         with installed(stand_in_world(launch.member, launch.size), launch):
-            engine = engine_around(DynatrainEngine, world=None, **shared, **arguments)
+            engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
         engine.empty_parameters()
     engine.open_for_work(_space(engine, layout, members))
     atexit.register(_close, weakref.ref(engine))
@@ -211,7 +205,9 @@ def _difference(first: list[Any], other: list[Any], member: int) -> str:
 def _one_config(args: Any, config: Config | None, config_params: Config | None) -> Config | None:
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) > 1:
-        raise ConfigError("two DeepSpeed configurations were given (config, config_params, args.deepspeed_config): give one")
+        raise ConfigError(
+            "two DeepSpeed configurations were given (config, config_params, args.deepspeed_config): give one"
+        )
     return given[0] if given else None
 
 

@@ -47,7 +47,9 @@ class Preparation:
 
     def start(self) -> None:
         """Begin in the background, and post `prepared` when done, with the error if there was one."""
-        self._thread = threading.Thread(target=self._run, name=f"dynatrain-prepare-{self.proposal.generation}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"dynatrain-prepare-{self.proposal.generation}", daemon=True
+        )
         self._thread.start()
 
     def join(self) -> None:

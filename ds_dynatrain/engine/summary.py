@@ -58,4 +58,6 @@ def event_of(
 
 
 def _slowest(records: list[dict[str, Any]], own: dict[str, float]) -> dict[str, float]:
-    return {name: max([value, *(record["phases_ms"].get(name, 0.0) for record in records)]) for name, value in own.items()}
+    return {
+        name: max([value, *(record["phases_ms"].get(name, 0.0) for record in records)]) for name, value in own.items()
+    }

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
 from ds_dynatrain.engine import agreement, streams
-from ds_dynatrain.engine.carry import rest_carry, scalars_of, settle_counters, shared_carry, take_over
+from ds_dynatrain.engine.carry import put_back, rest_carry, scalars_of, settle_counters, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests, verdict
 from ds_dynatrain.engine.control import Control
@@ -143,7 +143,9 @@ class Transaction:
         if self.source_rank is not None:
             steps = int(engine.gradient_accumulation_steps())
             if engine.micro_steps % steps:
-                raise SwitchFailed(f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches")
+                raise SwitchFailed(
+                    f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches"
+                )
             engine.settle_parameters()
             self.source, self.scalars = engine.state_buffers()
             check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
@@ -163,7 +165,12 @@ class Transaction:
         self._settle_target()
         if self.source_rank is not None:
             self.source_digests, self.kept_share = side_digests(
-                self.engine.vps, self.proposal.source_layout, self.source_rank, self.source, self.kinds, self.preparation.kept
+                self.engine.vps,
+                self.proposal.source_layout,
+                self.source_rank,
+                self.source,
+                self.kinds,
+                self.preparation.kept,
             )
 
     def _settle_target(self) -> None:
@@ -239,7 +246,7 @@ class Transaction:
             key = f"stream/{generation}"
             self.new_streams = self._await(key, (self.target_rank,), "the random streams of a rank")[self.target_rank]
         else:
-            self.new_streams = streams.seeded(self.engine.job_seed, self.target_rank, generation)
+            self.new_streams = streams.seeded(self.engine.job.job_seed, self.target_rank, generation)
         streams.restore(self.new_streams)
 
     def _verify(self) -> str:
@@ -307,7 +314,7 @@ class Transaction:
         if self.is_detached and world is not None:
             reinstall(world)
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
-            engine.restore_carry(self.before)
+            put_back(engine, self.before)
         elif self.is_installed:
             engine.empty_parameters()
             engine.launch.install()

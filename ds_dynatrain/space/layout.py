@@ -89,7 +89,7 @@ class Layout:
 
     def to_dict(self) -> dict[str, int]:
         """All sizes and the stage, by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**self.axes(), "zero_stage": self.zero_stage}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Layout:

@@ -1,0 +1,47 @@
+"""Gradients by token counts: accumulated as sums over tokens, divided by the window's global count before clipping.
+
+A mean over micro-batches of unequal token counts is not the mean over the tokens. So each micro-batch's mean loss is
+multiplied by its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of
+micro-batches, is divided by tokens per micro-batch. DeepSpeed divides by its loss scale in the same place and before its
+clipping, which is what is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+
+
+@contextmanager
+def divided_by_tokens(engine: Any, own: int) -> Iterator[None]:
+    """Inside the block the optimizer's step divides its gradients by the mean number of tokens of a micro-batch.
+
+    own: tokens of this rank in the window. A collective over the data axis.
+    """
+    total = torch.tensor([float(own)], dtype=torch.float64)
+    if engine.dp_world_size > 1:
+        dist.all_reduce(total, group=engine.data_parallel_group)
+    slots = engine.dp_world_size * int(engine.gradient_accumulation_steps())
+    divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
+    optimizer = engine.optimizer
+    if optimizer is engine.basic_optimizer:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        yield
+        return
+    holder, name = (
+        (optimizer.loss_scale_config, "cur_scale")
+        if hasattr(optimizer, "loss_scale_config")
+        else (optimizer, "loss_scale")
+    )
+    before = getattr(holder, name)
+    setattr(holder, name, before * divisor)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)

@@ -1,0 +1,230 @@
+"""One member's part in switching: what is asked for, what is pending, and what happens at a boundary.
+
+A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle member
+stays here, polling the notice board, until it works again or the job has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_dynatrain.adapters.memory import dtypes, provide, sizes
+from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.adapters.worlds import installed, stand_in_world
+from ds_dynatrain.engine import agreement, feasible, streams
+from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.liveness import Watch
+from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.plan import assign_slots, estimate, plan_switch
+from ds_dynatrain.report import EventWriter, SwitchEvent, log_event
+from ds_dynatrain.space import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+IDLE_POLL_SECONDS = 0.02
+ASSUMED_BYTES_PER_SECOND = 1e9
+"""Speed that `estimate` reckons with before a switch has been measured."""
+
+OnIdle = Callable[["DynatrainEngine"], object]
+OnSwitch = Callable[[SwitchEvent], object]
+
+
+class Switcher:
+    """The switching half of an engine; `attempt` is the highest generation number that was ever proposed."""
+
+    def __init__(self, engine: DynatrainEngine, control: Control, on_idle: OnIdle | None) -> None:
+        self.engine = engine
+        self.control = control
+        self.listeners: list[OnSwitch] = []
+        self.attempt = 1
+        self._on_idle = on_idle
+        self._pending: PendingSwitch | None = None
+        self._preparation: Preparation | None = None
+        self._watch = Watch(control)
+        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+
+    # ---- asking --------------------------------------------------------------------------------------------------
+
+    def ask(self, layout: Layout | None, at: int | None, changes: dict[str, int]) -> PendingSwitch:
+        """See `DynatrainEngine.switch`."""
+        if self.engine.idle:
+            raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+        wish, proposal = self._wish(layout, at, changes)
+        self.engine.switches_asked += 1
+        agreed = agreement.agree(self.control, self.engine.switches_asked, wish, self.engine.members, proposal)
+        self._prepare(agreed)
+        self._pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
+        return self._pending
+
+    def dry_run(self, layout: Layout | None, changes: dict[str, int]) -> SwitchEstimate:
+        """See `DynatrainEngine.plan`."""
+        engine = self.engine
+        try:
+            target = self._checked(layout, changes)
+        except SwitchRefused as refusal:
+            wanted = layout if layout is not None else engine.layout
+            return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
+        members = self._slots(target)
+        budget = engine.settings.memory_budget_bytes
+        cost = estimate(plan_switch(engine.vps, target, members), budget, self._bytes_per_second)
+        figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._bytes_per_second)
+        return SwitchEstimate(target, members, *figures)
+
+    def _wish(self, layout: Layout | None, at: int | None, changes: dict[str, int]) -> tuple[Wish, Proposal]:
+        """This member's record, with its refusal if it has one, and the proposal that follows from it."""
+        engine, refusal = self.engine, None
+        try:
+            target = self._checked(layout, changes)
+            if self._pending is not None and not self._pending.done:
+                raise SwitchRefused(f"a switch to {self._pending.layout} is pending", "wait until it is done")
+            if at is not None and at < engine.global_steps:
+                raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
+            members = self._slots(target)
+            feasible.check_memory(self.control.member, self._needs(target, members), engine.nodes)
+        except SwitchRefused as error:
+            refusal, target, members = (error.reason, error.way_out), layout or engine.layout, engine.members
+        wish = Wish(target.to_dict(), at, engine.global_steps, refusal)
+        before, now = (engine.layout, engine.members), engine.global_steps
+        return wish, Proposal(self.attempt + 1, *before, target, members, at, now)
+
+    def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
+        engine = self.engine
+        target = feasible.target_layout(engine.layout, layout, changes)
+        feasible.check_size(target, engine.launch.size)
+        feasible.check_batch(target, engine.batch_for(target), engine.module)
+        return target
+
+    def _slots(self, target: Layout) -> tuple[int, ...]:
+        return assign_slots(self.engine.vps, target, range(self.engine.launch.size), self.engine.nodes)
+
+    def _needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
+        """Bytes that each member would allocate, at most: the target's buffers and staging."""
+        types = self._types(target)
+        state = sum(size * types[kind].itemsize for (kind, _), size in sizes(self.engine.vps, target).items())
+        return dict.fromkeys(members, state + min(self.engine.settings.memory_budget_bytes, state))
+
+    def _types(self, layout: Layout) -> dict[str, torch.dtype]:
+        return dtypes(self.engine.model_map.dtype, self.engine.vps.present_kinds(layout))
+
+    # ---- at a boundary -------------------------------------------------------------------------------------------
+
+    def stand_at(self, place: str, window_is_open: bool) -> None:
+        """A boundary: take part in a switch that is due. An idle member returns only when it works."""
+        if not self.engine.idle:
+            if self._preparation is None or window_is_open:
+                return
+            proposal, step = self._preparation.proposal, self.engine.global_steps
+            meet = agreement.meeting_step(self.control, proposal, self.engine.rank, step)
+            if meet is None or step < meet:
+                return
+            self._transact(self._preparation, place)
+        if self.engine.idle:
+            self._wait_for_work(place)
+
+    def _wait_for_work(self, place: str) -> None:
+        """Poll the notice board until this member works; run the user's `on_idle` in between.
+
+        SystemExit(0) when the working members' scripts have ended.
+        """
+        self.engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        while self.engine.idle:
+            if self._preparation is None:
+                self._look_for_proposal()
+            elif agreement.wait_for_rank_0(self.control, self._preparation.proposal):
+                self._transact(self._preparation, place)
+                continue
+            self._look_for_the_end()
+            if self._on_idle is not None:
+                self._on_idle(self.engine)
+            else:
+                time.sleep(IDLE_POLL_SECONDS)
+
+    def _look_for_proposal(self) -> None:
+        record = self.control.read(f"proposal/{self.attempt + 1}")
+        if record is None:
+            return
+        proposal = Proposal.from_json(record)
+        if self.control.member in proposal.union:
+            self.rehearse(proposal.layout, proposal.members.index(self.control.member))
+            self._prepare(proposal)
+            return
+        outcome = self.control.read(f"record/{proposal.generation}")
+        if outcome is not None:
+            self.attempt = proposal.generation
+            if outcome["commit"]:
+                self.engine.layout, self.engine.members = proposal.layout, proposal.members
+
+    def _look_for_the_end(self) -> None:
+        """Let go of a preparation that was given up before the meeting; leave when the job has ended."""
+        has_ended = self._watch.look(self.engine.members)
+        if self._preparation is not None:
+            generation = self._preparation.proposal.generation
+            record = self.control.read(f"record/{generation}")
+            if has_ended or (record is not None and not record["commit"]):
+                self._preparation.abandon()
+                self._preparation, self.attempt = None, generation
+        if has_ended:
+            self.control.post(f"left/{self.control.member}", True)
+            raise SystemExit(0)
+
+    def rehearse(self, layout: Layout, rank: int) -> None:
+        """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
+
+        All that a first build imports and compiles is then there. For idle members; random streams are left as they were.
+        """
+        engine, before = self.engine, streams.capture()
+        types = self._types(layout)
+        empty = provide(engine.vps, layout, types, set(), {}, _untouched)
+        world = stand_in_world(rank, layout.world_size)
+        with installed(world, engine.launch):
+            engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
+            engine.detach()
+        engine.empty_parameters()
+        streams.restore(before)
+
+    def _prepare(self, proposal: Proposal) -> None:
+        live = {} if self.engine.idle else self.engine.state_buffers()[0]
+        self._preparation = Preparation(proposal, self.control, self.engine.vps, live, self._types(proposal.layout))
+        self.attempt = proposal.generation
+        self._preparation.start()
+
+    def _transact(self, preparation: Preparation, place: str) -> None:
+        begin = time.perf_counter()
+        engine = self.engine
+        was = engine.layout, engine.members
+        outcome = Transaction(engine, preparation, place).run()
+        self._preparation = None
+        event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
+        engine.last_switch = event
+        if self._pending is not None:
+            self._pending.event, self._pending = event, None
+        if engine.rank == 0:
+            log_event(event)
+            if engine.settings.report.jsonl is not None:
+                EventWriter(Path(engine.settings.report.jsonl)).write(event)
+        if event.outcome == "committed":
+            if event.bytes_sent:
+                self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
+            for listener in self.listeners:
+                listener(event)
+
+    def close(self) -> None:
+        """Let go of whatever is being prepared."""
+        if self._preparation is not None:
+            self._preparation.abandon()
+            self._preparation = None
+
+
+def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
