@@ -48,7 +48,8 @@ class Layout:
 
     def axes(self) -> dict[str, int]:
         """Size of every axis, by name."""
-        return {name: value for name, value in self.to_dict().items() if name != "zero_stage"}
+        names = (field.name for field in dataclasses.fields(self) if field.name != "zero_stage")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def world_size(self) -> int:
