@@ -40,7 +40,7 @@ class Record:
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update(self.engine.global_steps - self.bar.n)
         with (self.out / f"{self.name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, kind: loss}) + "\n")
+            file.write(json.dumps({"step": step, kind: float(loss)}) + "\n")
 
     def _forget_last_time(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)

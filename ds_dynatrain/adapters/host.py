@@ -79,6 +79,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
         old = self.optimizer
+        if hasattr(old, "destroy"):
+            old.destroy()
         self.stage_adapter.release(self, self.model_map)
         self.basic_optimizer.state.clear()
         for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):

@@ -60,8 +60,7 @@ class FlatStages:
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Hooks off, attributes off, gradients dropped."""
-        engine.optimizer.destroy()
+        """Attributes off, gradients dropped."""
         for parameter in model.parameters:
             parameter.grad = None
             for name in _PARAMETER_ATTRIBUTES:

@@ -81,8 +81,7 @@ class PartitionedStage:
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Hooks, patched containers and attributes off; parameters keep no data."""
-        engine.optimizer.destroy()
+        """Patched containers and attributes off; parameters keep no data."""
         reset_counters()
         for parameter in model.parameters:
             parameter.grad = None

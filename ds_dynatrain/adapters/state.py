@@ -47,7 +47,7 @@ class StageAdapter(Protocol):
         ...
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Take hooks and attributes off the module; the buffers themselves are untouched."""
+        """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
         ...
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:

@@ -45,6 +45,8 @@ class TrainLoader:
         self.source = source
         self.order: EpochOrder = source.order(host.batch.train_batch_size)
         """Which samples are in which global batch; the same in every world."""
+        self.samples = 0
+        """Samples of its own in the micro-batch dealt last on this rank; 0 for one that repeats another's sample."""
         self._host = host
         self._at = Cursor()
         self._micro = 0
@@ -240,7 +242,9 @@ class _Pass(Iterator[Any]):
             if self._fetch is None:
                 self._fetch = self._start()
             batch = next(self._fetch)
-            host.deal(self._window[loader._micro], first, last)
+            slot = self._window[loader._micro]
+            host.deal(slot, first, last)
+            loader.samples = slot.samples
         except StopIteration as error:
             self.close()
             raise DataError(f"loader {loader.name!r}: the data set raised StopIteration") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_dynatrain.plan import estimate
 from ds_dynatrain.report import CertificateSummary, Outcome, Side, SwitchEvent
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ds_dynatrain.engine.preparation import Preparation
     from ds_dynatrain.engine.transaction import Outcome as Measured
 
-CERTIFICATE_PHASES = ("digest", "verify")
-
 
 def event_of(
     engine: DynatrainEngine,
@@ -23,7 +21,7 @@ def event_of(
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
 ) -> SwitchEvent:
-    """The event as this member reports it: sums over members where bytes are meant, the slowest where time is."""
+    """The event as this member reports it: bytes are sums over all members, phases its own."""
     proposal = preparation.proposal
     records = list(measured.members.values())
     kinds = next(iter(preparation.plans)) if preparation.plans else ()
@@ -35,7 +33,6 @@ def event_of(
     bound = 0
     if plan is not None:
         bound = estimate(plan, engine.settings.memory_budget_bytes, 1.0).highest_peak_bytes
-    phases = _slowest(records, measured.phases_ms)
     return SwitchEvent(
         outcome=outcome,
         generation=proposal.generation,
@@ -46,18 +43,12 @@ def event_of(
         bytes_local=sum(record["local"] for record in records),
         bytes_sent=sum(record["sent"] for record in records),
         bytes_minimum=plan.bytes_sent if plan is not None else 0,
-        phases_ms=phases,
+        phases_ms=measured.phases_ms,
         pause_ms=pause_ms,
-        certificate_ms=sum(phases.get(name, 0.0) for name in CERTIFICATE_PHASES),
+        certificate_ms=max((record["certificate_ms"] for record in records), default=measured.certificate_ms),
         peak_memory_bytes=max((record["peak_memory"] for record in records), default=measured.peak_memory),
         memory_bound_bytes=bound,
         certificate=certificate,
         reason=measured.reason,
         warnings=tuple(measured.warnings),
     )
-
-
-def _slowest(records: list[dict[str, Any]], own: dict[str, float]) -> dict[str, float]:
-    return {
-        name: max([value, *(record["phases_ms"].get(name, 0.0) for record in records)]) for name, value in own.items()
-    }

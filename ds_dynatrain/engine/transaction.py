@@ -37,13 +37,18 @@ CARRY_TAG = 2
 
 @dataclass
 class Outcome:
-    """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes."""
+    """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
+
+    certificate_ms: digests and census of both sides, without waiting for others.
+    members: what each one measured.
+    """
 
     committed: bool = False
     reason: str = ""
     digest: str = ""
     stats: TransferStats | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
+    certificate_ms: float = 0.0
     peak_memory: int = 0
     members: dict[int, dict[str, Any]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -86,6 +91,7 @@ class Transaction:
                 self._meet()
             with self._phase("drain"):
                 self._drain()
+                self._receive_carry()
             with self._phase("digest"):
                 self._digest_source()
             with self._phase("rebuild"):
@@ -157,12 +163,14 @@ class Transaction:
             record = {"shared": encode(self.before, []), "rest": encode(self.rest, []), "kinds": kinds}
             self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
 
-    def _digest_source(self) -> None:
+    def _receive_carry(self) -> None:
         first = self.proposal.source_members[0]
         record = self._await(f"carry/{self.proposal.generation}", (first,), "the carry of rank 0")[first]
         self.shared, self.rest_record = decode(record["shared"], []), record["rest"]
         self.kinds = tuple(record["kinds"])
         self._settle_target()
+
+    def _digest_source(self) -> None:
         if self.source_rank is not None:
             self.source_digests, self.kept_share = side_digests(
                 self.engine.vps,
@@ -255,8 +263,10 @@ class Transaction:
         if self.source_rank is not None and self.source_digests is not None:
             record["source"] = self.source_digests.to_json()
             record["carry_before"] = _fingerprints(self.before)
+        begin = time.perf_counter()
         if self.target_rank is not None:
             record.update(self._report_target(self.target_rank))
+        self.outcome.certificate_ms = self.outcome.phases_ms["digest"] + 1e3 * (time.perf_counter() - begin)
         self._report(record)
         reports = self._await(f"report/{self.proposal.generation}", self.proposal.union, "the certificate")
         failed = [report["failed"] for report in reports.values() if "failed" in report]
@@ -355,7 +365,7 @@ class Transaction:
             "kept": stats.bytes_in_place if stats else 0,
             "local": stats.bytes_local if stats else 0,
             "sent": stats.bytes_sent if stats else 0,
-            "phases_ms": self.outcome.phases_ms,
+            "certificate_ms": self.outcome.certificate_ms,
             "peak_memory": self.outcome.peak_memory,
         }
 
