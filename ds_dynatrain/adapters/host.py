@@ -34,6 +34,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     slot_weight: float
     slot_is_borrowed: bool
     window_tokens: int | None
+    data_parallel_group: Any
+    seq_data_parallel_group: Any
 
     def __init__(self, *, attached: bool, **arguments: Any) -> None:
         self.__dict__.update(_build_attached=attached, slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
@@ -89,8 +91,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
-    def empty_parameters(self) -> None:
-        """Leave names and objects, no data: the state of an idle member."""
+    def leave_world(self) -> None:
+        """Leave names and objects, no data and no group: the state of an idle member."""
+        self.data_parallel_group = self.seq_data_parallel_group = None
         for parameter in self.model_map.parameters:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -7,6 +7,7 @@ are written once and never used again.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ class Control:
         self._base = store
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
+        self._burials: list[threading.Thread] = []
         self.member = member
         self.timeout_seconds = timeout_seconds
 
@@ -90,3 +92,13 @@ class Control:
             pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         values = self._store.multi_get(list(names.values()))
         return {member: json.loads(value) for member, value in zip(names, values, strict=True)}
+
+    def bury(self, thread: threading.Thread) -> None:
+        """Remember a thread that takes process groups down."""
+        self._burials = [each for each in self._burials if each.is_alive()]
+        self._burials.append(thread)
+
+    def see_buried(self) -> None:
+        """Wait until no group is left half alive, at most the time-out each."""
+        while self._burials:
+            self._burials.pop().join(self.timeout_seconds)

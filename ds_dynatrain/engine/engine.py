@@ -289,9 +289,10 @@ class DynatrainEngine(HostEngine):
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
         if self.world is not None:
-            drop(self.world)
+            self.control.bury(drop(self.world))
             self.world = None
         self.launch.install()
+        self.control.see_buried()
         return True
 
     def _see_idle_members_off(self) -> None:

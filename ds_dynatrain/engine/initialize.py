@@ -129,7 +129,7 @@ def _build(
     else:
         with installed(stand_in_world(launch.member, launch.size), launch):
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
-        engine.empty_parameters()
+        engine.leave_world()
     engine.open_for_work(_space(engine, layout, members))
     atexit.register(_close, weakref.ref(engine))
     return engine

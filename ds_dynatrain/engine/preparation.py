@@ -72,7 +72,7 @@ class Preparation:
         if self._thread is not None:
             self._thread.join()
         if self.world is not None:
-            drop(self.world)
+            self.control.bury(drop(self.world))
             self.world = None
         self.buffers = {}
 

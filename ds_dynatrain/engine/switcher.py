@@ -190,7 +190,7 @@ class Switcher:
         with installed(world, engine.launch):
             engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
             engine.detach()
-        engine.empty_parameters()
+        engine.leave_world()
         streams.restore(before)
 
     def _prepare(self, proposal: Proposal) -> None:

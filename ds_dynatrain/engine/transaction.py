@@ -307,14 +307,14 @@ class Transaction:
         self.target = {}
         self.preparation.buffers = {}
         if self.old_world is not None:
-            drop(self.old_world)
+            self.control.bury(drop(self.old_world))
         if self.target_rank is None:
-            engine.empty_parameters()
+            engine.leave_world()
             engine.launch.install()
             if self.preparation.world is not None:
-                drop(self.preparation.world)
+                self.control.bury(drop(self.preparation.world))
         elif self.preparation.world is not None:
-            self.preparation.world.retire_transfer()
+            self.control.bury(self.preparation.world.retire_transfer())
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
@@ -326,7 +326,7 @@ class Transaction:
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
             put_back(engine, self.before)
         elif self.is_installed:
-            engine.empty_parameters()
+            engine.leave_world()
             engine.launch.install()
         streams.restore(self.own_streams)
         self._measure()
