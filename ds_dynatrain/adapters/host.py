@@ -9,6 +9,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 
+from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import rule_of
@@ -34,11 +35,15 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     slot_weight: float
     slot_is_borrowed: bool
     window_tokens: int | None
+    without_gradient: tuple[str, ...]
+    """Trainable parameters that got no gradient on this rank in the last window."""
+    _gradients: GradientWatch
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
     def __init__(self, *, attached: bool, **arguments: Any) -> None:
         self.__dict__.update(_build_attached=attached, slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
+        self.__dict__.update(without_gradient=())
         super().__init__(**arguments)
 
     # ---- building ------------------------------------------------------------------------------------------------
@@ -54,6 +59,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
         rule_of(basic)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
+        self._gradients = GradientWatch(self.model_map)
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
@@ -90,6 +96,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
+
+    def let_module_go(self) -> None:
+        """Remove the hooks that DeepSpeed and this class keep on the module for as long as the engine lives."""
+        self._gradients.stop()
+        for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if hook in self.__dict__:
+                self.__dict__.pop(hook).remove()
 
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""
@@ -173,7 +186,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
         if self.window_tokens is None:
             super()._take_model_step(lr_kwargs)
-            return
-        with divided_by_tokens(self, self.window_tokens):
-            super()._take_model_step(lr_kwargs)
-        self.window_tokens = None
+        else:
+            with divided_by_tokens(self, self.window_tokens):
+                super()._take_model_step(lr_kwargs)
+            self.window_tokens = None
+        self.without_gradient = self._gradients.missing()

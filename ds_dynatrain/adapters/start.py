@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,15 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
     zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()
     return engine
+
+
+def import_what_is_lazy() -> None:
+    """Modules that DeepSpeed imports in the first build of an optimizer: a second each, and not to be paid in a pause."""
+    for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
+        try:
+            importlib.import_module(f"deepspeed.runtime.{name}")
+        except ImportError:  # it has moved: the first switch is slower, and right all the same
+            continue
 
 
 def model_is_float(model: ModelMap) -> bool:

@@ -20,7 +20,7 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
-from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.errors import ConfigError, DataError, UnsupportedError
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -156,7 +156,6 @@ class DynatrainEngine(HostEngine):
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name, self._window_is_open)
-        self.tput_timer.start()
 
     @property
     def _window_is_open(self) -> bool:
@@ -258,15 +257,50 @@ class DynatrainEngine(HostEngine):
             self._dealt, self._window_samples = False, None
             self.slot_weight, self.slot_is_borrowed = 1.0, False
 
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> TrainLoader | EvaluationLoader:
+        """DeepSpeed's call for another loader: here one that follows the world. DataError for a sampler."""
+        if data_sampler is not None:
+            raise DataError("a sampler of your own cannot follow the world; leave data_sampler out, or use shuffle=")
+        evaluation = route != "train"
+        if batch_size is not None and not evaluation:
+            raise DataError("the micro-batch follows from train_batch_size and the world; leave batch_size out")
+        return self.loader(
+            dataset,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+            evaluation=evaluation,
+            batch_size=batch_size,
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
+        raise UnsupportedError(f"set_train_batch_size({train_batch_size}): the batch size is settled for the whole job")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """UnsupportedError: the micro-batch follows from the global batch and the world."""
+        raise UnsupportedError(f"set_train_micro_batch_size({micro_batch_size}): it follows from the world")
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """UnsupportedError: a compiled module is not followed through a switch yet."""
+        raise UnsupportedError("engine.compile: a compiled module is not followed through a switch yet; leave it out")
+
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
         self._end_job()
         super().destroy()
-        for hook in ("module_forward_pre_hook", "module_forward_post_hook"):  # DeepSpeed leaves them on the module
-            if hook in self.__dict__:
-                self.__dict__.pop(hook).remove()
+        if "_gradients" in self.__dict__:
+            self.let_module_go()
 
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""

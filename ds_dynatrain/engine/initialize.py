@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.start import engine_around, model_is_float
+from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, model_is_float
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, install, installed, launch_store, stand_in_world
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
@@ -28,6 +28,9 @@ from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
 
+DEFAULT_PORT = 29500
+"""DeepSpeed's own default for `distributed_port`."""
+
 Results = tuple[Any, Any, Any, Any]
 
 
@@ -38,7 +41,7 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int | None = None,
+    distributed_port: int = DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -57,10 +60,8 @@ def initialize(
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature that a
     switch would get wrong.
     """
-    config = _one_config(args, config, config_params)
-    own, settings = split_config(config) if config is not None else ({}, None)
+    own, settings = _split(args, config, config_params)
     if settings is None:
-        without_compiler()
         plain: Results = deepspeed.initialize(
             args=args,
             model=model,
@@ -68,12 +69,13 @@ def initialize(
             model_parameters=model_parameters,
             training_data=training_data,
             lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port or 29500,
+            distributed_port=distributed_port,
             mpu=mpu,
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
             config=config,
             mesh_param=mesh_param,
+            config_params=config_params,
         )
         return plain
     if model is None:
@@ -81,8 +83,8 @@ def initialize(
     if mesh_param is not None:
         raise UnsupportedError("mesh_param: only the data axis can change yet; remove the dynatrain block")
     refuse_unsupported(own, model, optimizer, mpu)
-    without_compiler()
-    deepspeed.init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
+    _without_compiler()
+    deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
         "args": args,
         "model": model,
@@ -107,6 +109,7 @@ def _build(
     layout = _first_layout(own, settings, launch.size)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
+    import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     records = _introduce(control, launch, arguments["model"])
     members = tuple(range(layout.data))
@@ -202,16 +205,18 @@ def _difference(first: list[Any], other: list[Any], member: int) -> str:
     return f"the model of member {member} differs from that of member 0"
 
 
-def _one_config(args: Any, config: Config | None, config_params: Config | None) -> Config | None:
+def _split(
+    args: Any, config: Config | None, config_params: Config | None
+) -> tuple[dict[str, Any], DynatrainConfig | None]:
+    """DeepSpeed's part and ours of the one configuration that was given; DeepSpeed itself objects to none or two."""
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            "two DeepSpeed configurations were given (config, config_params, args.deepspeed_config): give one"
-        )
-    return given[0] if given else None
+    own, settings = split_config(given[0]) if given else ({}, None)
+    if settings is not None and len(given) > 1:
+        raise ConfigError("several DeepSpeed configurations (config, config_params, args.deepspeed_config): give one")
+    return own, settings
 
 
-def without_compiler() -> None:
+def _without_compiler() -> None:
     """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -19,6 +19,8 @@ from ds_dynatrain.plan import MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 from ds_dynatrain.transfer import allocate, prefault
 
+ABANDON_SECONDS = 5.0
+
 
 @dataclass
 class Preparation:
@@ -70,7 +72,7 @@ class Preparation:
         """Let go of groups and memory of a switch that does not come about."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(ABANDON_SECONDS)  # it may wait for a member that is gone; then it cleans up after itself
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None
@@ -91,6 +93,8 @@ class Preparation:
                 self.proposal.source_members,
                 board.timeout_seconds,
             )
+            if self._stop.is_set():
+                drop(self.world)
         except Exception as error:
             self.error = error
             record["error"] = f"{type(error).__name__}: {error}"

@@ -152,9 +152,12 @@ class Transaction:
                 raise SwitchFailed(
                     f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches"
                 )
+            if engine.inside_no_sync_ctxt:
+                raise SwitchFailed("a no_sync window is open")
             engine.settle_parameters()
             self.source, self.scalars = engine.state_buffers()
             check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
+            self._warn_of_last_gradients()
             self.before = shared_carry(engine, self.scalars)
             self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
         if self.source_rank == 0:
@@ -162,6 +165,16 @@ class Transaction:
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
             record = {"shared": encode(self.before, []), "rest": encode(self.rest, []), "kinds": kinds}
             self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
+
+    def _warn_of_last_gradients(self) -> None:
+        """ZeRO-3 steps a parameter without a gradient with its last one; the other stages have no such state."""
+        stages = {self.proposal.source_layout.zero_stage, self.proposal.layout.zero_stage}
+        names = self.engine.without_gradient
+        if names and 3 in stages and len(stages) > 1:
+            self.outcome.warnings.append(
+                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO stage 3 re-uses "
+                "their last gradient, the other stages do not, so their updates change with the stage"
+            )
 
     def _receive_carry(self) -> None:
         first = self.proposal.source_members[0]

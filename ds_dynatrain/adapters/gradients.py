@@ -1,0 +1,42 @@
+"""Which parameters got a gradient: ZeRO-3 re-uses the last one of those that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_dynatrain.adapters.model import ModelMap
+
+
+class GradientWatch:
+    """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward."""
+
+    def __init__(self, model: ModelMap) -> None:
+        self._names = [tensor.name for tensor in model.tensors[: model.trainable]]
+        self._seen: set[int] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_mark(self._seen, number))
+            for number, parameter in enumerate(model.parameters[: model.trainable])
+        ]
+
+    def missing(self) -> tuple[str, ...]:
+        """Names of the parameters without a gradient since the last call."""
+        names: tuple[str, ...] = ()
+        if len(self._seen) < len(self._names):
+            names = tuple(name for number, name in enumerate(self._names) if number not in self._seen)
+        self._seen.clear()
+        return names
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _mark(seen: set[int], number: int) -> Callable[[torch.Tensor], None]:
+    def mark(_: torch.Tensor) -> None:
+        seen.add(number)
+
+    return mark
