@@ -159,8 +159,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     ) -> torch.Tensor:
         """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
 
-        tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of its
-        tokens, in whatever world. Give it for every micro-batch of a window or for none.
+        tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
+        its tokens, in whatever world. Give it for every micro-batch of a window or for none.
         """
         weight = self.slot_weight
         if tokens is not None:

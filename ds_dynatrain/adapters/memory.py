@@ -1,4 +1,6 @@
-"""The local buffers that a layout needs: their sizes as DeepSpeed pads them, allocated, or kept from the present layout."""
+"""The local buffers that a layout needs: their sizes as DeepSpeed pads them, allocated,
+or kept from the present layout.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferI
 def reusable(
     vps: VirtualParameterSpace, rank: int | None, target: Layout, target_rank: int, live: Buffers
 ) -> set[tuple[str, BufferId]]:
-    """The present buffers whose every wanted element lies where the target layout wants it, and that are large enough."""
+    """The present buffers whose every wanted element lies where the target layout wants it,
+    and that are large enough.
+    """
     if rank is None:
         return set()
     wanted = sizes(vps, target)
@@ -82,8 +86,8 @@ def provide(
 ) -> Buffers:
     """Every buffer of the target layout: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
 
-    Sub-group buffers of a kind are slices of one tensor; in fp32 the weight and master of ZeRO stages 0 and 3 are the same
-    memory, as DeepSpeed has them.
+    Sub-group buffers of a kind are slices of one tensor; in fp32 the weight and master of ZeRO stages 0 and 3 are the
+    same memory, as DeepSpeed has them.
     """
     wanted = {key: size for key, size in sizes(vps, target).items() if key[0] in types}
     buffers: Buffers = {}

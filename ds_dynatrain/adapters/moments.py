@@ -79,7 +79,8 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
         other = scalars.of(tensor)
         if other != first:
             raise SwitchRefused(
-                f"{where}: tensor {tensors[0]} has {first}, tensor {tensor} has {other}, and the target layout keeps one "
+                f"{where}: tensor {tensors[0]} has {first}, tensor {tensor} has {other}, and the target layout keeps "
+                f"one "
                 "value for both",
                 "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
             )

@@ -1,7 +1,7 @@
 """ZeRO stage 0: every rank holds everything, tensor by tensor.
 
-In fp32 the engine's optimizer is the user's torch optimizer on the parameters themselves (weight and master are the same
-memory); in bf16 it is FP16_UnfusedOptimizer with one fp32 clone per parameter.
+In fp32 the engine's optimizer is the user's torch optimizer on the parameters themselves (weight and master are the
+same memory); in bf16 it is FP16_UnfusedOptimizer with one fp32 clone per parameter.
 """
 
 from __future__ import annotations

@@ -67,7 +67,10 @@ class FlatStages:
                 parameter.__dict__.pop(name, None)
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Flat weights, their views, the master part and its moments become the buffers; fragment maps are linked anew."""
+        """Flat weights, their views, the master part and its moments become the buffers.
+
+        Fragment maps are linked anew.
+        """
         zero = engine.optimizer
         moments = rule_of(engine.basic_optimizer).moments
         for group, master in enumerate(zero.single_partition_of_fp32_groups):

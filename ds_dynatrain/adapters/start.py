@@ -29,7 +29,9 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
 
 def import_what_is_lazy() -> None:
-    """Modules that DeepSpeed imports in the first build of an optimizer: a second each, and not to be paid in a pause."""
+    """Modules that DeepSpeed imports in the first build of an optimizer: a second each,
+    and not to be paid in a pause.
+    """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
             importlib.import_module(f"deepspeed.runtime.{name}")

@@ -2,8 +2,8 @@
 
 A mean over micro-batches of unequal token counts is not the mean over the tokens. So each micro-batch's mean loss is
 multiplied by its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of
-micro-batches, is divided by tokens per micro-batch. DeepSpeed divides by its loss scale in the same place and before its
-clipping, which is what is used here.
+micro-batches, is divided by tokens per micro-batch. DeepSpeed divides by its loss scale in the same place and before
+its clipping, which is what is used here.
 """
 
 from __future__ import annotations

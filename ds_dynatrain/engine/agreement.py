@@ -1,7 +1,7 @@
 """How members come to one decision: to switch at all, and at which step.
 
-Every working member posts its wish and reads all others'; all judge the same records by the same rule, and the judgement
-itself is written once (`decide`), so that a member that was late reads what the others decided.
+Every working member posts its wish and reads all others'; all judge the same records by the same rule, and the
+judgement itself is written once (`decide`), so that a member that was late reads what the others decided.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ds_dynatrain.space import Layout
 class Proposal:
     """A switch that all working members agreed to: the same record on every member.
 
-    generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps after
-    which it takes effect, None for the first boundary at which all are prepared.
+    generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
+    after which it takes effect, None for the first boundary at which all are prepared.
     """
 
     generation: int

@@ -31,7 +31,8 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
                 )
             if piece.offset + piece.stop - piece.start > held.numel():
                 raise CensusError(
-                    f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at {piece.offset + piece.stop - piece.start} "
+                    f"rank {rank}: {kind} of {vps.tensors[number].name!r} ends at "
+                    f"{piece.offset + piece.stop - piece.start} "
                     f"of a buffer of {held.numel()} elements"
                 )
             address = held.data_ptr() + piece.offset * held.element_size()

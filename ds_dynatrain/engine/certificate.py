@@ -143,7 +143,8 @@ def _check_carry(
             parts = sorted(part for part in expected if mine.get(part) != expected[part])
             if parts:
                 raise CertificateError(
-                    f"carry of member {member} {when} the moves differs from rank 0's before them in: {', '.join(parts)}"
+                    f"carry of member {member} {when} the moves differs from rank 0's before them in: "
+                    f"{', '.join(parts)}"
                 )
 
 

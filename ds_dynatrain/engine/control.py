@@ -74,8 +74,8 @@ class Control:
     ) -> dict[int, Any]:
         """The records `key/member` of all members, as soon as all are there.
 
-        deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it may
-        raise. MemberMissing, naming the members and `what` was awaited, when the deadline passes.
+        deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it
+        may raise. MemberMissing, naming the members and `what` was awaited, when the deadline passes.
         """
         names = {member: f"{key}/{member}" for member in members}
         begin = time.monotonic()

@@ -49,8 +49,8 @@ class Job:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    layout, members: of the present world, also on an idle member. world: this member's process groups in it, None if it is
-    idle. job_epoch: epochs that the job has begun. last_switch: how the last switch ended.
+    layout, members: of the present world, also on an idle member. world: this member's process groups in it, None if
+    it is idle. job_epoch: epochs that the job has begun. last_switch: how the last switch ended.
     """
 
     layout: Layout

@@ -50,14 +50,16 @@ def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> No
     size = batch.train_batch_size
     if target.data > size:
         raise SwitchRefused(
-            f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have a sample",
+            f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have "
+            f"a sample",
             f"nearest: {target.replace(data=size)}",
         )
     normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     found = uneven(size, batch.micro_batch_limit, [target.data])
     if normed and found.data:
         raise SwitchRefused(
-            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and {normed[0]!r} is a "
+            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and "
+            f"{normed[0]!r} is a "
             "BatchNorm: its statistics would weigh samples unequally",
             f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
         )
@@ -89,7 +91,8 @@ def check_memory(member: int, needs: Mapping[int, int], nodes: Mapping[int, str]
     free = available_bytes()
     if max(together, needs.get(member, 0)) > free:
         raise SwitchRefused(
-            f"the members on node {nodes[member]!r} need {together} bytes for the new state and staging (member {member} "
+            f"the members on node {nodes[member]!r} need {together} bytes for the new state and staging (member "
+            f"{member} "
             f"{needs.get(member, 0)}), and {free} are available",
             "choose a layout with more ranks or a higher ZeRO stage, or lower dynatrain.memory_budget_bytes",
         )

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class OptimizerForwarder:
-    """The optimizer of the present world. Attributes (`param_groups`, `state_dict`, ...) are those of `engine.optimizer`,
-    which is DeepSpeed's own object and another one after a switch."""
+    """The optimizer of the present world. Attributes (`param_groups`, `state_dict`, ...) are those of
+    `engine.optimizer`, which is DeepSpeed's own object and another one after a switch."""
 
     def __init__(self, engine: DynatrainEngine) -> None:
         self._engine = engine

@@ -52,13 +52,13 @@ def initialize(
 ) -> Results:
     """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
 
-    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process of the
-    launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
+    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process
+    of the launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
 
     on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
 
-    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature that a
-    switch would get wrong.
+    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
+    that a switch would get wrong.
     """
     own, settings = _split(args, config, config_params)
     if settings is None:
@@ -165,7 +165,10 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
 
 
 def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
-    """(the notice board of all engines, that of this one); UnsupportedError if this process has an open engine already."""
+    """(the notice board of all engines, that of this one).
+
+    UnsupportedError if this process has an open engine already.
+    """
     store = launch_store()
     claims = Control(store, "dynatrain", launch.member, seconds)
     if claims.read(f"open/{launch.member}") is not None:
@@ -199,7 +202,8 @@ def _difference(first: list[Any], other: list[Any], member: int) -> str:
         theirs = other[place] if place < len(other) else None
         if mine != theirs:
             return (
-                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type): build the "
+                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type): build "
+                f"the "
                 "same model on every process"
             )
     return f"the model of member {member} differs from that of member 0"

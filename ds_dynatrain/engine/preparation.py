@@ -62,7 +62,9 @@ class Preparation:
             raise self.error
 
     def plan(self, kinds: tuple[str, ...]) -> tuple[SwitchPlan, MemberPlan]:
-        """The plan for the state kinds that are there now (no moments before the first step), and this member's part."""
+        """The plan for the state kinds that are there now (no moments before the first step),
+        and this member's part.
+        """
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
             self.mine[kinds] = self.plans[kinds].for_member(self.control.member)

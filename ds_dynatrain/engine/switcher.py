@@ -1,7 +1,7 @@
 """One member's part in switching: what is asked for, what is pending, and what happens at a boundary.
 
-A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle member
-stays here, polling the notice board, until it works again or the job has ended.
+A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle
+member stays here, polling the notice board, until it works again or the job has ended.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ class Switcher:
     def rehearse(self, layout: Layout, rank: int) -> None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
 
-        All that a first build imports and compiles is then there. For idle members; random streams are left as they were.
+        All that a first build imports and compiles is then there. For idle members; random streams are left as they
+        were.
         """
         engine, before = self.engine, streams.capture()
         types = self._types(layout)

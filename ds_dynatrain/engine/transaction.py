@@ -1,8 +1,8 @@
 """One switch on one member: meet, drain, rebuild, move, verify, commit, or roll back.
 
-Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written once, by
-whoever comes first, and each member reads what was written before it acts. Source buffers are held until every member
-has acknowledged the record.
+Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written
+once, by whoever comes first, and each member reads what was written before it acts. Source buffers are held until
+every member has acknowledged the record.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class Transaction:
         names = self.engine.without_gradient
         if names and 3 in stages and len(stages) > 1:
             self.outcome.warnings.append(
-                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO stage 3 re-uses "
+                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO stage 3 "
+                f"re-uses "
                 "their last gradient, the other stages do not, so their updates change with the stage"
             )
 
