@@ -107,6 +107,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""
         self.data_parallel_group = self.seq_data_parallel_group = None
+        self.global_rank = -1
         for parameter in self.model_map.parameters:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -72,6 +72,7 @@ class Transaction:
         self.before: dict[str, Any] = {}
         self.shared: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
+        self.rest_record: Any = None
         self.kinds: tuple[str, ...] = ()
         self.own_streams = streams.capture()
         self.new_streams: streams.Streams | None = None
