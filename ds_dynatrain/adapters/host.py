@@ -134,7 +134,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         self.config, self._config = config
         self.world_size = self.dp_world_size = self.seq_dp_world_size = layout.data
-        self.global_rank = world.rank
+        self.global_rank = -1 if world.rank is None else world.rank
         self.data_parallel_group = self.seq_data_parallel_group = world.data
 
     def _after_attach(self) -> None:
