@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import rule_of
 from ds_dynatrain.adapters.stage0 import ReplicatedStage
-from ds_dynatrain.adapters.stage3 import PartitionedStage, reset_counters
+from ds_dynatrain.adapters.stage3 import PartitionedStage, reset_counters, restore_linear
 from ds_dynatrain.adapters.stage12 import FlatStages
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
@@ -98,11 +98,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
     def let_module_go(self) -> None:
-        """Remove the hooks that DeepSpeed and this class keep on the module for as long as the engine lives."""
+        """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.__dict__:
                 self.__dict__.pop(hook).remove()
+                restore_linear()  # once: DeepSpeed calls `destroy` again when the engine is collected
 
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""

@@ -92,8 +92,7 @@ class PartitionedStage:
                 module._parameters = dict(module._parameters.items())
             for name in _MODULE_ATTRIBUTES:
                 module.__dict__.pop(name, None)
-        if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
-            torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
+        restore_linear()
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         """Every flat buffer and every part's view becomes the given memory."""
@@ -120,6 +119,16 @@ class PartitionedStage:
         frozen: Any
         for index, frozen in model.frozen():
             frozen.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
+
+
+def restore_linear() -> None:
+    """Put torch's own `linear` back.
+
+    Stage 3 replaces it for the whole process, and its backward pass yields gradients in another order: stage 2 on ranks
+    of which only some have it would add up unlike gradients.
+    """
+    if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
+        torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:

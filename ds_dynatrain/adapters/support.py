@@ -97,7 +97,23 @@ def refuse_unsupported(config: Mapping[str, Any], model: nn.Module, optimizer: A
         raise UnsupportedError(
             "no optimizer: pass one to initialize, or put an `optimizer` block into the configuration"
         )
+    if optimizer is None:
+        _refuse_optimizer(config["optimizer"])
     _refuse_model(model)
+
+
+def _refuse_optimizer(block: Mapping[str, Any]) -> None:
+    """Before it is built: DeepSpeed compiles some of them at once."""
+    name = str(block.get("type", ""))
+    if name.lower() not in ("adam", "adamw"):
+        raise UnsupportedError(f"optimizer.type {name!r}: its states are not known; use Adam or AdamW")
+    params = block.get("params") or {}
+    if not params.get("torch_adam"):
+        raise UnsupportedError(
+            "optimizer.params.torch_adam: without it DeepSpeed takes its own FusedAdam, whose states are not "
+            "supported yet; "
+            "set it to true"
+        )
 
 
 def _device_none(value: object) -> bool:

@@ -37,7 +37,11 @@ class Control:
         return self._store
 
     def clone(self) -> Control:
-        """The same board over a connection of its own."""
+        """The same board over a connection of its own.
+
+        Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
+        connection, and a name server that does not answer holds up the whole store for seconds.
+        """
         return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds)
 
     def post(self, key: str, value: Any) -> None:

@@ -29,7 +29,8 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         tensors.append(value.detach())
         return {"__tensor__": len(tensors) - 1, "dtype": str(value.dtype).partition(".")[2], "shape": list(value.shape)}
     if isinstance(value, np.ndarray):
-        return {"__array__": encode(torch.from_numpy(np.ascontiguousarray(value)), tensors, path)}
+        whole = np.ascontiguousarray(value).reshape(value.shape)  # it makes one dim of none
+        return {"__array__": encode(torch.from_numpy(whole), tensors, path)}
     if isinstance(value, np.generic):
         return {"__number__": encode(torch.from_numpy(np.atleast_1d(value)), tensors, path)}
     if isinstance(value, bytes):

@@ -32,7 +32,8 @@ SEE_OFF_SECONDS = 5.0
 class Job:
     """What is settled once for the whole job, the same on every process.
 
-    claims: the notice board of all engines of this launch; control: that of this one. nodes: the host of each member.
+    claims: the notice board of all engines of this launch; control: that of this one; background: the same over a second
+    connection, for building groups beside training. nodes: the host of each member.
     """
 
     settings: DynatrainConfig
@@ -41,6 +42,7 @@ class Job:
     launch: LaunchWorld
     claims: Control
     control: Control
+    background: Control
     nodes: dict[int, str]
     job_seed: int
     on_idle: OnIdle | None

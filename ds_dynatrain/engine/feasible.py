@@ -28,6 +28,8 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
         raise SwitchRefused("both a layout and changes to the present one were given", "give one of the two")
     if layout is None and not changes:
         raise SwitchRefused("no layout was given", "pass Layout(data=..., zero_stage=...) or data=..., zero_stage=...")
+    if layout is not None and not isinstance(layout, Layout):
+        raise SwitchRefused(f"{layout!r} is no Layout", "pass Layout(data=..., zero_stage=...)")
     try:
         target = present.replace(**changes) if layout is None else layout
     except LayoutError as error:

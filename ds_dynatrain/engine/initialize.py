@@ -116,7 +116,7 @@ def _build(
     job_seed = int(records[0]["seed"])
     nodes = {member: record["node"] for member, record in records.items()}
     working = launch.member in members
-    job = Job(settings, own, batch_sizes, launch, claims, control, nodes, job_seed, on_idle)
+    job = Job(settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, job_seed, on_idle)
     batch = BatchArithmetic(batch_sizes.train_batch_size, batch_sizes.micro_batch_size, layout.data)
     given: dict[str, Any] = {
         "settings": layout_config(own, layout, batch),
@@ -125,8 +125,7 @@ def _build(
         "members": members,
     }
     if working:
-        store = control.clone().store
-        world = build_world(store, 1, launch.member, members, members, settings.timeout_seconds)
+        world = build_world(job.background.store, 1, launch.member, members, members, settings.timeout_seconds)
         install(world)
         engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
     else:

@@ -24,7 +24,10 @@ ABANDON_SECONDS = 5.0
 
 @dataclass
 class Preparation:
-    """One member's side of a switch to come. `start` runs it in a thread; `finished` says whether that is through."""
+    """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
+
+    control: the notice board over the connection for work in the background; nobody else may use it meanwhile.
+    """
 
     proposal: Proposal
     control: Control
@@ -86,7 +89,7 @@ class Preparation:
         try:
             self.plan(self.vps.present_kinds())
             self._reserve()
-            board = self.control.clone()
+            board = self.control
             self.world = build_world(
                 board.store,
                 self.proposal.generation,
@@ -101,7 +104,7 @@ class Preparation:
             self.error = error
             record["error"] = f"{type(error).__name__}: {error}"
         self.seconds = time.monotonic() - begin
-        self.control.clone().post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
+        self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
 
     def _reserve(self) -> None:
         if self.target_rank is None:

@@ -196,7 +196,8 @@ class Switcher:
 
     def _prepare(self, proposal: Proposal) -> None:
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
-        self._preparation = Preparation(proposal, self.control, self.engine.vps, live, self._types(proposal.layout))
+        background, types = self.engine.job.background, self._types(proposal.layout)
+        self._preparation = Preparation(proposal, background, self.engine.vps, live, types)
         self.attempt = proposal.generation
         self._preparation.start()
 
