@@ -11,6 +11,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -25,13 +27,11 @@ class BatchSizes:
 
         ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
         """
-        batch, micro, steps = (
-            config.get(key)
-            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        )
-        for key, value in (("train_batch_size", batch), ("train_micro_batch_size_per_gpu", micro)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{key} is {value!r}; give a whole number of samples, 1 or more")
+        batch, micro, steps = (config.get(key) for key in _BATCH_KEYS)
+        for key in _BATCH_KEYS:
+            value = config.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{key} is {value!r}; give a whole number, 1 or more")
         if batch is not None and micro is not None and steps is not None and batch != micro * steps * data:
             raise ConfigError(
                 f"train_batch_size {batch} != {micro} samples x {steps} accumulation steps x data={data}; leave out "
@@ -77,7 +77,10 @@ class Batch(Protocol):
 
 
 def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
-    """(dictionary, DeepSpeedConfig) for `layout`; `train_batch_size` stays exact where the world does not divide it."""
+    """(dictionary, DeepSpeedConfig) for `layout`, where the latter has the exact `train_batch_size`.
+
+    The dictionary keeps a product of the three sizes: stage 3 reads it again, and checks that.
+    """
     micro_batch_size = -(-batch.train_batch_size // batch.slots)
     adapted = copy.deepcopy(config)
     adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
@@ -86,5 +89,4 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple
     adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data
     parsed = DeepSpeedConfig(adapted, _DataAxis(layout.data))
     parsed.train_batch_size = batch.train_batch_size
-    adapted["train_batch_size"] = batch.train_batch_size
     return adapted, parsed

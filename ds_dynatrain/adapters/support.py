@@ -137,7 +137,8 @@ def _refuse_model(model: nn.Module) -> None:
             raise UnsupportedError(f"{name!r} is a mixture-of-experts layer; the expert axis cannot change yet")
         if isinstance(part, nn.Embedding) and part.sparse:
             raise UnsupportedError(f"{name!r} has sparse gradients; build the embedding with sparse=False")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise UnsupportedError(
-            "torch.compile: a compiled module is not followed through a switch yet; pass the plain one"
-        )
+        if isinstance(part, torch._dynamo.eval_frame.OptimizedModule) or part._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"torch.compile: {name or 'the model'!r} is compiled, which is not followed through a switch yet; "
+                "pass the plain module"
+            )

@@ -132,6 +132,11 @@ def install(world: World) -> None:
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
 
 
+def is_ours_installed() -> bool:
+    """Whether `torch.distributed` speaks of a world of ours at present."""
+    return str(c10d._get_default_group().group_name).startswith("dynatrain_")
+
+
 def reinstall(world: World) -> None:
     """Go back to a world that was installed before and not dropped."""
     if world.rank is None:

@@ -32,7 +32,7 @@ SEE_OFF_SECONDS = 5.0
 class Job:
     """What is settled once for the whole job, the same on every process.
 
-    claims: the notice board of all engines of this launch; control: that of this one; background: the same over a second
+    claims: the notice board of all engines of this launch; control: that of this one; background: the same over another
     connection, for building groups beside training. nodes: the host of each member.
     """
 

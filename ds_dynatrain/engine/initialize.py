@@ -17,7 +17,16 @@ from torch import nn
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, model_is_float
 from ds_dynatrain.adapters.support import refuse_unsupported
-from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, install, installed, launch_store, stand_in_world
+from ds_dynatrain.adapters.worlds import (
+    LaunchWorld,
+    build_world,
+    drop,
+    install,
+    installed,
+    is_ours_installed,
+    launch_store,
+    stand_in_world,
+)
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.control import Control
@@ -32,6 +41,10 @@ DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
 
 Results = tuple[Any, Any, Any, Any]
+TWO_ENGINES = (
+    "this process has an engine with a dynatrain block already (an actor and a critic, say): two worlds in one process "
+    "are not supported yet; give the second one no dynatrain block, or call destroy() on the first"
+)
 
 
 def initialize(
@@ -111,6 +124,25 @@ def _build(
     batch_sizes = BatchSizes.of(own, layout.data)
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
+    try:
+        return _build_on(claims, control, launch, layout, own, settings, batch_sizes, arguments, on_idle)
+    except BaseException:
+        claims.erase(f"open/{launch.member}")
+        raise
+
+
+def _build_on(
+    claims: Control,
+    control: Control,
+    launch: LaunchWorld,
+    layout: Layout,
+    own: dict[str, Any],
+    settings: DynatrainConfig,
+    batch_sizes: BatchSizes,
+    arguments: dict[str, Any],
+    on_idle: OnIdle | None,
+) -> DynatrainEngine:
+    """The rest of `_build`: this process has announced that it opens an engine."""
     records = _introduce(control, launch, arguments["model"])
     members = tuple(range(layout.data))
     job_seed = int(records[0]["seed"])
@@ -127,7 +159,12 @@ def _build(
     if working:
         world = build_world(job.background.store, 1, launch.member, members, members, settings.timeout_seconds)
         install(world)
-        engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
+        try:
+            engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
+        except BaseException:
+            launch.install()
+            drop(world)
+            raise
     else:
         with installed(stand_in_world(launch.member, launch.size), launch):
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
@@ -168,13 +205,12 @@ def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
 
     UnsupportedError if this process has an open engine already.
     """
+    if is_ours_installed():
+        raise UnsupportedError(TWO_ENGINES)
     store = launch_store()
     claims = Control(store, "dynatrain", launch.member, seconds)
     if claims.read(f"open/{launch.member}") is not None:
-        raise UnsupportedError(
-            "this process has an engine with a dynatrain block already (an actor and a critic, say): two worlds in one "
-            "process are not supported yet; give the second one no dynatrain block, or call destroy() on the first"
-        )
+        raise UnsupportedError(TWO_ENGINES)
     claims.post(f"open/{launch.member}", True)
     return claims, Control(store, f"dynatrain/{claims.count(f'engines/{launch.member}')}", launch.member, seconds)
 

@@ -27,9 +27,9 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for the thread."""
+        """Stop, and wait for the thread: a slow store may hold it up, and one that is left when Python ends aborts it."""
         self._stop.set()
-        self._thread.join(timeout=2 * BEAT_SECONDS)
+        self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
     def _run(self) -> None:
         beat = 0

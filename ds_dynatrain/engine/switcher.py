@@ -88,6 +88,8 @@ class Switcher:
             target = self._checked(layout, changes)
             if self._pending is not None and not self._pending.done:
                 raise SwitchRefused(f"a switch to {self._pending.layout} is pending", "wait until it is done")
+            if at is not None and (isinstance(at, bool) or not isinstance(at, int)):
+                raise SwitchRefused(f"at={at!r} is not a whole number", "give a number of optimizer steps")
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
             members = self._slots(target)

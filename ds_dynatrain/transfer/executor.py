@@ -72,11 +72,17 @@ def execute(
         [read, *(sends for sends, _ in exchanges)],
         [_rows(written, np.flatnonzero(~is_kept)), *(receives for _, receives in exchanges)],
     )
+    streams = [
+        _streams(exchange.peer, *both, transport, staging)
+        for exchange, both in zip(plan.rounds, exchanges, strict=True)
+    ]
+    for stream in streams[0] if streams else ():  # the wire works while this member copies
+        stream.advance()
     for row in np.flatnonzero(~is_kept).tolist():
         written.whole(row).copy_(read.whole(row))
     local_done = time.monotonic()
-    for exchange, (sends, receives) in zip(plan.rounds, exchanges, strict=True):
-        _exchange(exchange.peer, sends, receives, transport, staging, deadline)
+    for incoming, outgoing in streams:
+        _exchange(incoming, outgoing, deadline)
     exchange_done = time.monotonic()
     _derive(plan.derived, target)
     end = time.monotonic()
@@ -102,12 +108,17 @@ def _rows(found: Regions, rows: Ints) -> Regions:
     return Regions(found.data, found.which[rows], found.begin[rows], found.length[rows])
 
 
-def _exchange(
-    peer: int, sends: Regions, receives: Regions, transport: Transport, staging: Staging, deadline: float
-) -> None:
-    """Both directions at once; receives are started before sends, so that a peer's data finds its place."""
+def _streams(
+    peer: int, sends: Regions, receives: Regions, transport: Transport, staging: Staging
+) -> tuple[Stream, Stream]:
+    """Both directions with one peer: (incoming, outgoing)."""
     incoming = Stream(transport, peer, TAG, False, receives, _cut(receives, staging.chunk), staging)
     outgoing = Stream(transport, peer, TAG, True, sends, _cut(sends, staging.chunk), staging)
+    return incoming, outgoing
+
+
+def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
+    """Both directions at once; receives are started before sends, so that a peer's data finds its place."""
     while not (incoming.is_done and outgoing.is_done):
         incoming.advance()
         outgoing.advance()
