@@ -13,6 +13,7 @@ TESTED = "0.19.8"
 NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("set_optimizer_flags", "init_distributed"),
     "deepspeed.comm.comm": ("cdb",),
+    "deepspeed.constants": ("default_pg_timeout",),
     "deepspeed.pipe": ("PipelineModule",),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.ops": ("__compatible_ops__",),
@@ -54,6 +55,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedZeroOptimizer._link_all_hp_params",
         "DeepSpeedZeroOptimizer._create_param_mapping",
     ),
+    "deepspeed.runtime.zero.utils": ("gc", "defragment"),
     "deepspeed.utils.groups": ("_WORLD_GROUP",),
 }
 

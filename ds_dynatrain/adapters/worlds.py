@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
 from deepspeed.utils import groups
 from torch._C._distributed_c10d import PrefixStore, Store, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
@@ -58,6 +59,9 @@ class World:
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> tuple[td.ProcessGroup, Store]:
     """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
 
+    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: in training, one member may be
+    kept from them by an evaluation or by waiting for another member's wish.
+
     Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     """
     prefix = PrefixStore(f"{name}/", store)
@@ -67,6 +71,7 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     timeout = datetime.timedelta(seconds=seconds)
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()
+    backend._set_default_timeout(default_pg_timeout)
     group._register_backend(torch.device("cpu"), gloo, backend)
     group._set_group_name(GroupName(name))
     return group, prefix

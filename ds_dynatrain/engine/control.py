@@ -18,6 +18,8 @@ from ds_dynatrain.errors import MemberMissing
 
 SHORTEST_POLL_SECONDS = 0.0003
 LONGEST_POLL_SECONDS = 0.005
+PATIENT_AFTER_SECONDS = 0.1
+"""A pause is short: poll fast at first, then spare the store."""
 
 
 class Control:
@@ -93,7 +95,8 @@ class Control:
             if stop is not None:
                 stop()
             time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            if time.monotonic() - begin > PATIENT_AFTER_SECONDS:
+                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
         values = self._store.multi_get(list(names.values()))
         return {member: json.loads(value) for member, value in zip(names, values, strict=True)}
 

@@ -31,9 +31,10 @@ from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
+from ds_dynatrain.engine.feasible import check_batch
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
 
@@ -122,6 +123,7 @@ def _build(
     layout = _first_layout(own, settings, launch.size)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
+    _refuse_batch(layout, batch_sizes, arguments["model"])
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
@@ -129,6 +131,14 @@ def _build(
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
+
+
+def _refuse_batch(layout: Layout, sizes: BatchSizes, model: nn.Module) -> None:
+    """ConfigError where the first layout cannot share the global batch."""
+    try:
+        check_batch(layout, BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data), model)
+    except SwitchRefused as refusal:
+        raise ConfigError(str(refusal)) from refusal
 
 
 def _build_on(

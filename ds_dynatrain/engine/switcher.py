@@ -95,7 +95,8 @@ class Switcher:
             members = self._slots(target)
             feasible.check_memory(self.control.member, self._needs(target, members), engine.nodes)
         except SwitchRefused as error:
-            refusal, target, members = (error.reason, error.way_out), layout or engine.layout, engine.members
+            refusal, members = (error.reason, error.way_out), engine.members
+            target = layout if isinstance(layout, Layout) else engine.layout
         wish = Wish(target.to_dict(), at, engine.global_steps, refusal)
         before, now = (engine.layout, engine.members), engine.global_steps
         return wish, Proposal(self.attempt + 1, *before, target, members, at, now)
