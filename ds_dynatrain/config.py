@@ -24,6 +24,9 @@ LATER_AXES = ("pipe", "expert", "tensor", "sequence")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
 
+MINIMUM_BUDGET_BYTES = 64 * 1024
+"""What the transfer needs at the least for staging."""
+
 Size = Annotated[int, Field(ge=1)]
 Stage = Annotated[int, Field(ge=0, le=3)]
 
@@ -67,7 +70,7 @@ class DynatrainConfig(_Block):
     """`None`: all processes train, at the stage of `zero_optimization`."""
     safety: Literal["rollback", "lean"] = "rollback"
     """Both sides of a switch are held until it is committed; "lean" is refused."""
-    memory_budget_bytes: Size = 1 << 30
+    memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES)] = 1 << 30
     """What a member may hold in flight beyond its source and its destination, in bytes."""
     verify: Literal["full"] = "full"
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0

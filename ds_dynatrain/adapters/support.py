@@ -66,7 +66,7 @@ SUPPORTED_ZERO_KEYS = frozenset(
         "load_from_fp32_weights",
     }
 )
-OFF: tuple[object, ...] = (None, False, 0, {}, {"enabled": False})
+OFF: tuple[object, ...] = (None, False, 0, {})
 """Values that say a feature is not used."""
 
 
@@ -78,11 +78,11 @@ def refuse_unsupported(config: Mapping[str, Any], model: nn.Module, optimizer: A
             "dynatrain block there, or set DS_ACCELERATOR=cpu"
         )
     for key, value in config.items():
-        if key not in SUPPORTED_KEYS and value not in OFF:
+        if key not in SUPPORTED_KEYS and not _is_off(value):
             raise UnsupportedError(f"{key}: not supported with a dynatrain block yet; remove the key, or the block")
     zero = config.get("zero_optimization") or {}
     for key, value in zero.items():
-        if key not in SUPPORTED_ZERO_KEYS and value not in OFF and not _device_none(value):
+        if key not in SUPPORTED_ZERO_KEYS and not _is_off(value):
             raise UnsupportedError(
                 f"zero_optimization.{key}: not supported with a dynatrain block yet; remove the key, or the block"
             )
@@ -116,8 +116,10 @@ def _refuse_optimizer(block: Mapping[str, Any]) -> None:
         )
 
 
-def _device_none(value: object) -> bool:
-    return isinstance(value, Mapping) and value.get("device") == "none"
+def _is_off(value: object) -> bool:
+    if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("device") == "none"):
+        return True
+    return value in OFF
 
 
 def _refuse_model(model: nn.Module) -> None:

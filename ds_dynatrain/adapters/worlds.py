@@ -59,8 +59,8 @@ class World:
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> tuple[td.ProcessGroup, Store]:
     """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
 
-    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: in training, one member may be
-    kept from them by an evaluation or by waiting for another member's wish.
+    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: a member may be kept from
+    them by an evaluation, or by waiting for another member's wish.
 
     Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     """

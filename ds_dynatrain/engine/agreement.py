@@ -64,13 +64,13 @@ class Wish:
         return (self.layout, self.at, self.step) != (other.layout, other.at, other.step)
 
 
-def agree(control: Control, number: int, wish: Wish, working: tuple[int, ...], proposal: Proposal) -> Proposal:
+def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], proposal: Proposal) -> Proposal:
     """`proposal` if every working member's wish is the same and none refuses; the same answer on all of them.
 
-    number: how many switches were asked for before. SwitchRefused: a member refuses, wishes differ, or a member did not
+    place: where in the training it is asked. SwitchRefused: a member refuses, wishes differ, or a member did not
     ask within the time-out.
     """
-    key = f"wish/{number}"
+    key = f"wish/{place}"
     control.post(f"{key}/{control.member}", asdict(wish))
     try:
         records = control.gather(key, working, f"switch to {proposal.layout}: every working member has to ask for it")

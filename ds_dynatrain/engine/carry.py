@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.state import Scalars
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "switches_asked")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class DynatrainEngine(HostEngine):
     members: tuple[int, ...]
     world: World | None
     job_epoch: int
-    switches_asked: int
     last_switch: SwitchEvent | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
@@ -70,7 +69,7 @@ class DynatrainEngine(HostEngine):
         self, *, job: Job, layout: Layout, members: tuple[int, ...], world: World | None, **arguments: Any
     ) -> None:
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
-        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, switches_asked=0)
+        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0)
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False)
         self.__dict__.update(settings=job.settings, launch=job.launch, control=job.control, nodes=job.nodes)
@@ -117,8 +116,10 @@ class DynatrainEngine(HostEngine):
 
         layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
         (`engine.global_steps` for the very next boundary); without it at the first boundary at which all members are
-        prepared. Returns at once. SwitchRefused, on all members alike, says why not and what would be possible; nothing
-        has changed then. A roll-back later on does not raise: see `last_switch`.
+        prepared. Returns as soon as all working members have asked. SwitchRefused, on all members alike, says why not
+        and what would be possible; nothing
+        has changed then. Asking again for what is pending gives the same answer. A roll-back later on does not raise:
+        see `last_switch`.
         """
         return self._switcher.ask(layout, at, changes)
 

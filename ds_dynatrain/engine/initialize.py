@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import platform
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,6 +30,7 @@ from ds_dynatrain.adapters.worlds import (
 )
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.feasible import check_batch
@@ -38,6 +40,8 @@ from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
 
+START_SECONDS = 1800.0
+"""Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
 
@@ -160,6 +164,7 @@ def _build_on(
     working = launch.member in members
     job = Job(settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, job_seed, on_idle)
     batch = BatchArithmetic(batch_sizes.train_batch_size, batch_sizes.micro_batch_size, layout.data)
+    _check_start(layout, batch, arguments["model"])
     given: dict[str, Any] = {
         "settings": layout_config(own, layout, batch),
         "job": job,
@@ -210,6 +215,14 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
     return Layout(data=block.data, zero_stage=block.zero_stage or 0)
 
 
+def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module) -> None:
+    """ConfigError if the first layout cannot deal the batch to this model."""
+    try:
+        feasible.check_batch(layout, batch, model)
+    except SwitchRefused as refusal:
+        raise ConfigError(str(refusal)) from refusal
+
+
 def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
     """(the notice board of all engines, that of this one).
 
@@ -234,7 +247,8 @@ def _introduce(control: Control, launch: LaunchWorld, model: nn.Module) -> dict[
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
     record = {"node": platform.node(), "seed": torch.initial_seed(), "model": digest, "parameters": rows}
     control.post(f"member/{control.member}", record)
-    records = control.gather("member", range(launch.size), "initialize on every process of the launch")
+    deadline = time.monotonic() + START_SECONDS
+    records = control.gather("member", range(launch.size), "initialize on every process of the launch", deadline)
     for member, other in sorted(records.items()):
         if other["model"] != records[0]["model"]:
             raise ConfigError(_difference(records[0]["parameters"], other["parameters"], member))

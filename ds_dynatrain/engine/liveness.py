@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import MemberMissing
+from ds_dynatrain.report import logger
 
 BEAT_SECONDS = 1.0
 
@@ -27,7 +28,9 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for the thread: a slow store may hold it up, and one that is left when Python ends aborts it."""
+        """Stop, and wait for the thread,
+        which a slow store may hold up: one that is left when Python ends aborts it.
+        """
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
@@ -52,16 +55,19 @@ class Watch:
     def look(self, members: Iterable[int]) -> bool:
         """Whether all `members` have ended their scripts; cheap to call often.
 
-        MemberMissing for one whose heartbeat stood still for the time-out, or whose script ended with an error.
+        MemberMissing for one whose heartbeat stood still for the time-out, SystemExit(1) if a script ended with an
+        error.
         """
         now = time.monotonic()
         if now - self.checked < BEAT_SECONDS / 4:
             return False
-        self.checked = now
+        self.checked, me = now, self.control.member
         ends = {member: self.control.read(f"ended/{member}") for member in members}
         failed = [member for member, end in ends.items() if end == "error"]
         if failed:
-            raise MemberMissing("waiting for work: a script ended with an error", failed, 0.0)
+            logger.error("member %d waits for work; the script of member %s ended with an error, see there", me, failed)
+            time.sleep(BEAT_SECONDS)  # let the launcher see the one that failed first
+            raise SystemExit(1)
         if all(end is not None for end in ends.values()):
             return True
         silent = [member for member, end in ends.items() if end is None and self._is_silent(member, now)]

@@ -49,6 +49,7 @@ class Switcher:
         self.listeners: list[OnSwitch] = []
         self.attempt = 1
         self._on_idle = on_idle
+        self._asked: tuple[tuple[int, int], int] = ((0, 0), 0)
         self._pending: PendingSwitch | None = None
         self._preparation: Preparation | None = None
         self._watch = Watch(control)
@@ -60,22 +61,38 @@ class Switcher:
         """See `DynatrainEngine.switch`."""
         if self.engine.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+        if self._pending is not None and self._is_pending(layout, at, changes):
+            return self._pending
         wish, proposal = self._wish(layout, at, changes)
-        self.engine.switches_asked += 1
-        agreed = agreement.agree(self.control, self.engine.switches_asked, wish, self.engine.members, proposal)
+        agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
         self._prepare(agreed)
         self._pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
         return self._pending
+
+    def _is_pending(self, layout: Layout | None, at: int | None, changes: dict[str, int]) -> bool:
+        """Whether the very same switch was asked for before (a loop turns several times per optimizer step)."""
+        try:
+            target = feasible.target_layout(self.engine.layout, layout, changes)
+        except SwitchRefused:
+            return False
+        return self._pending is not None and (self._pending.layout, self._pending.at) == (target, at)
+
+    def _place_in_training(self) -> str:
+        """Key of a wish: the same on all members that ask at the same place, another one at any other place."""
+        now = (self.attempt, int(self.engine.micro_steps))
+        self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
+        return f"{now[0]}/{now[1]}/{self._asked[1]}"
 
     def dry_run(self, layout: Layout | None, changes: dict[str, int]) -> SwitchEstimate:
         """See `DynatrainEngine.plan`."""
         engine = self.engine
         try:
             target = self._checked(layout, changes)
+            members = self._slots(target)
+            feasible.check_memory(self.control.member, self._needs(target, members), engine.nodes)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
-        members = self._slots(target)
         budget = engine.settings.memory_budget_bytes
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._bytes_per_second)

@@ -40,7 +40,8 @@ class CertificateSummary:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members: byte counts are sums, times and memory are the largest of any member."""
+    """One switch, over all of its members: byte counts are sums, phases and pause those of the member that
+    reports, the certificate's time and memory the largest of any member."""
 
     outcome: Outcome
     generation: int
