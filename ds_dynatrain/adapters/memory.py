@@ -63,7 +63,7 @@ def reusable(
         if kind not in vps.present_kinds():
             continue
         before, after = vps.holding(vps.layout, rank, kind), vps.holding(target, target_rank, kind)
-        rows = {piece.buffer: [] for piece in after}  # type: dict[BufferId, list[tuple[int, int, int]]]
+        rows: dict[BufferId, list[tuple[int, int, int]]] = {name: [] for held, name in wanted if held == kind}
         for piece in after:
             rows[piece.buffer].append((piece.start, piece.stop, piece.offset))
         have: dict[BufferId, list[tuple[int, int, int]]] = {}
@@ -71,9 +71,31 @@ def reusable(
             have.setdefault(piece.buffer, []).append((piece.start, piece.stop, piece.offset))
         for name, pieces in rows.items():
             fits = (kind, name) in live and _capacity(live[kind, name]) >= wanted[kind, name]
-            if fits and have.get(name) == pieces:
+            if fits and have.get(name, []) == pieces:
                 kept.add((kind, name))
-    return kept
+        slices = {(kind, name) for name in rows if name.place == "subgroup"}
+        if not slices <= kept:  # slices of one tensor: all of them or none
+            kept -= slices
+    return kept - _masters_apart(target, kept, live)
+
+
+def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
+    """Kept fp32 weights and masters that are not the same memory, where the target has them in one (see `provide`).
+
+    DeepSpeed's own constructor of stage 3 keeps them apart.
+    """
+    pairs = [(live.get((WEIGHT, name)), live.get((MASTER, name))) for _, name in kept]
+    apart = [
+        weight is not None and weight.dtype == torch.float32 and master is not None and not _same(weight, master)
+        for weight, master in pairs
+    ]
+    if target.zero_stage not in (0, 3) or not any(apart):
+        return set()
+    return {key for key in kept if key[0] in (WEIGHT, MASTER) and (MASTER, key[1]) in live}
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
 
 
 def provide(

@@ -83,6 +83,10 @@ class PartitionedStage:
     def release(self, engine: Any, model: ModelMap) -> None:
         """Patched containers and attributes off; parameters keep no data."""
         reset_counters()
+        offload = getattr(engine.optimizer, "parameter_offload", None)
+        if offload is not None:  # classes that it made for the module's hooks keep it in cycles, and it keeps groups
+            offload.get_param_coordinator().__dict__.clear()
+            offload.__dict__.clear()
         for parameter in model.parameters:
             parameter.grad = None
             _forget(parameter)

@@ -194,6 +194,8 @@ def _unregister(group: td.ProcessGroup) -> None:
     c10d._world.pg_backend_config.pop(group, None)
     for tag, tagged in list(c10d._world.tags_to_pg.items()):
         c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
+        if not c10d._world.tags_to_pg[tag]:
+            del c10d._world.tags_to_pg[tag]
     if known:
         _unregister_process_group(group.group_name)
 

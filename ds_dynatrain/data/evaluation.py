@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_dynatrain.data.host import Host
 from ds_dynatrain.data.source import MapStyle, Source
+from ds_dynatrain.data.workers import starting
 from ds_dynatrain.errors import DataError
 
 
@@ -68,6 +69,8 @@ class EvaluationLoader:
         mine = permutation[rank::data].tolist()
         own = [mine[start : start + self.batch_size] for start in range(0, count * self.batch_size, self.batch_size)]
         spare = permutation[:1].tolist()
-        for indices, batch in zip(own, self.source.fetch([indices or spare for indices in own], None), strict=True):
+        with starting():
+            batches = iter(self.source.fetch([indices or spare for indices in own], None))
+        for indices, batch in zip(own, batches, strict=True):
             self.samples = len(indices)
             yield batch

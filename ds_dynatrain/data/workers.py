@@ -8,11 +8,13 @@ left alone.
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +38,26 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Run in the worker process with its number, from 0."""
+        gc.freeze()  # what the parent had not collected yet is not this process's to destroy: process groups, above all
+        gc.enable()
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if self.parent is not None and os.getppid() != self.parent:
                 os._exit(1)  # the parent died before the line above
         if self.then is not None:
             self.then(worker)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Start worker processes inside the block: none of them collects garbage before `WorkerStart` has run in it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def like_stock() -> torch.Generator:

@@ -321,6 +321,7 @@ class DynatrainEngine(HostEngine):
             post_end(self.control)
             self._heartbeat.stop()
             self._switcher.close()
+            self.job.background.see_buried()
             self.close_loaders()
             self.job.claims.erase(f"open/{self.control.member}")
         except RuntimeError:  # the store is gone: there is nobody left to tell

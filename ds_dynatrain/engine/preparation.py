@@ -15,6 +15,7 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import World, build_world, drop
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.errors import SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 from ds_dynatrain.transfer import allocate, prefault
@@ -77,7 +78,7 @@ class Preparation:
         """Let go of groups and memory of a switch that does not come about."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(ABANDON_SECONDS)  # it may wait for a member that is gone; then it cleans up after itself
+            self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None
@@ -89,6 +90,7 @@ class Preparation:
         try:
             self.plan(self.vps.present_kinds())
             self._reserve()
+            self._wait_for_all()
             board = self.control
             self.world = build_world(
                 board.store,
@@ -99,12 +101,26 @@ class Preparation:
                 board.timeout_seconds,
             )
             if self._stop.is_set():
-                drop(self.world)
+                self.control.bury(drop(self.world))
+                self.world = None
         except Exception as error:
             self.error = error
             record["error"] = f"{type(error).__name__}: {error}"
         self.seconds = time.monotonic() - begin
         self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
+
+    def _wait_for_all(self) -> None:
+        """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
+
+        So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile.
+        """
+        board, key = self.control, f"building/{self.proposal.generation}"
+        board.post(f"{key}/{board.member}", True)
+        board.gather(key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned)
+
+    def _stop_if_abandoned(self) -> None:
+        if self._stop.is_set():
+            raise SwitchFailed("the switch was given up while it was being prepared")
 
     def _reserve(self) -> None:
         if self.target_rank is None:
