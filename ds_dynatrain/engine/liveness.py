@@ -28,9 +28,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for the thread,
-        which a slow store may hold up: one that is left when Python ends aborts it.
-        """
+        """Stop, and wait for the thread, which a slow store may hold up; left alone it would abort Python's end."""
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 

@@ -1,0 +1,237 @@
+"""Measure switches against the raw transport: bytes, pause by phase, certificate, memory.
+
+python tools/bench_switch.py                          # the whole table: about ten minutes on two cores
+python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
+python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
+
+One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
+least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
+members exchange the same bytes between the same pairs by plain gloo: the raw time. Figures are medians over laps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from figures import keep, machine, table
+from launch import launch
+
+PROCESSES = 4
+LIMIT_SECONDS = 900
+FACTOR, ALLOWANCE_MS = 1.25, 100.0
+START = {"data": 2, "zero_stage": 1}
+RING: tuple[tuple[str, dict[str, int]], ...] = (
+    ("2→4", {"data": 4}),
+    ("4→3", {"data": 3}),
+    ("3→4", {"data": 4}),
+    ("4→2", {"data": 2}),
+    ("2→3", {"data": 3}),
+    ("3→2", {"data": 2}),
+    ("stage 1→2", {"zero_stage": 2}),
+    ("stage 2→1", {"zero_stage": 1}),
+    ("stage 1→3", {"zero_stage": 3}),
+    ("stage 3→1", {"zero_stage": 1}),
+)
+"""Changes of one lap, each from where the one before it ended; stages change in a world of two."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch: what its members noted, by member."""
+
+    records: dict[int, Record]
+
+    @property
+    def name(self) -> str:
+        """The change."""
+        return str(self.any["change"]["name"])
+
+    @property
+    def mode(self) -> str:
+        """ahead or immediate."""
+        return str(self.any["change"]["mode"])
+
+    @property
+    def any(self) -> Record:
+        """The record of the first member."""
+        return self.records[min(self.records)]
+
+    @property
+    def raw_ms(self) -> float:
+        """The slowest member's time, the median of the repeats."""
+        rounds = zip(*(record["raw_seconds"] for record in self.records.values()), strict=True)
+        return 1e3 * float(median(max(times) for times in rounds))
+
+    @property
+    def apart_ms(self) -> float:
+        """The longest pause of a member, less the certificate's share."""
+        return self.most("pause_ms") - self.most("certificate_ms")
+
+    def phase(self, name: str) -> float:
+        """The longest of one phase, or of one part of a phase."""
+        return float(max(r["phases_ms"].get(name, r.get(f"{name}_ms", 0.0)) for r in self.records.values()))
+
+    def most(self, name: str) -> float:
+        """The largest of one field."""
+        return float(max(record[name] for record in self.records.values()))
+
+
+def measure(size: str, dtype: str, laps: int, immediate: int, repeats: int) -> list[Switch]:
+    """One launch: `laps` times round the ring ahead, `immediate` times immediate."""
+    modes = ["ahead"] * laps + ["immediate"] * immediate
+    walk = [{"name": name, "mode": mode, "target": target} for mode in modes for name, target in RING]
+    notes = launch(
+        "switch_ranks.py", PROCESSES, LIMIT_SECONDS, size=size, dtype=dtype, start=START, walk=walk, repeats=repeats
+    )
+    switches: defaultdict[int, dict[int, Record]] = defaultdict(dict)
+    for member, lines in notes.items():
+        for line in lines:
+            switches[line["event"]["generation"]][member] = line
+    if len(switches) != len(walk):
+        raise SystemExit(f"{size} {dtype}: {len(switches)} of {len(walk)} switches took place")
+    return [Switch(switches[generation]) for generation in sorted(switches)]
+
+
+def summary(size: str, dtype: str, name: str, switches: list[Switch]) -> Record:
+    """Medians of one change, its bytes, and the verdict on its bar."""
+    ahead = [switch for switch in switches if switch.mode == "ahead"] or switches
+    immediate = [switch for switch in switches if switch.mode == "immediate"]
+    event = ahead[-1].any["event"]
+    least = next(record for switch in switches for record in switch.records.values() if "minimum" in record)
+    raw, pause = median(switch.raw_ms for switch in switches), median(switch.apart_ms for switch in ahead)
+    allowed = FACTOR * raw + ALLOWANCE_MS
+    return {
+        "size": size,
+        "dtype": dtype,
+        "change": name,
+        "bytes_sent": event["bytes_sent"],
+        "bytes_minimum": least["minimum"],
+        "bytes_best_slots": least["best_slots"],
+        "raw_ms": raw,
+        "pause_apart_ms": pause,
+        "pause_apart_range_ms": [min(s.apart_ms for s in ahead), max(s.apart_ms for s in ahead)],
+        "allowed_ms": allowed,
+        "ratio": pause / allowed,
+        "pause_ms": median(switch.most("pause_ms") for switch in ahead),
+        "certificate_ms": median(switch.most("certificate_ms") for switch in ahead),
+        "immediate_ms": median(switch.apart_ms for switch in immediate) if immediate else None,
+        "phases_ms": {
+            phase: median(switch.phase(phase) for switch in ahead)
+            for phase in ("meet", "drain", "digest", "rebuild", "move", "exchange", "local", "derived", "carry")
+            + ("verify", "commit", "prepared")
+        },
+        "peak_state_bytes": max(switch.most("state_peak") for switch in ahead),
+        "bound_bytes": event["memory_bound_bytes"],
+        "resident_high_water": max(switch.most("resident_high_water") for switch in ahead),
+        "resident_growth": max(switch.most("resident_growth") for switch in ahead),
+    }
+
+
+def document(rows: list[Record], laps: int, immediate: int) -> str:
+    """The tables."""
+    head: tuple[str, ...] = (
+        "change",
+        "sent MB",
+        "÷ minimum",
+        "raw ms",
+        "pause ms",
+        "range",
+        "bar ms",
+        "pause ÷ bar",
+        "",
+    )
+    head += ("certificate ms", "whole pause ms", "immediate ms")
+    phases = ("meet", "drain", "rebuild", "move", "exchange", "local", "derived", "carry", "commit")
+    text = [
+        f"Measured on: {machine()}. Four ranks; medians of {laps} laps ahead and {immediate} immediate.",
+        "`pause` is without the certificate, for a switch asked for at least one full step ahead; `bar` is 1.25 × raw "
+        "+ 100 ms; `certificate` is the longest of a member's digests and census, without waiting for others; "
+        "`immediate` is the pause without the certificate of a switch that takes effect at once, its preparation "
+        "included.",
+    ]
+    for key in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["size"], row["dtype"]) == key]
+        text += [f"#### {key[0]}, {key[1]}", table(head, map(_pause_row, mine))]
+        text += [
+            "Phases of the pause (ms, the slowest of each; `exchange`, `local` and `derived` are parts of `move`):"
+        ]
+        text += [
+            table(("change", *phases, "digest", "verify", "prepared ahead"), (_phase_row(r, phases) for r in mine))
+        ]
+        text += ["Memory (MB, the member with the most):"]
+        columns = ("change", "state held", "bound of I9", "÷ bound", "resident, high-water", "growth within the switch")
+        text += [table(columns, map(_memory_row, mine))]
+    return "\n\n".join(text)
+
+
+def _pause_row(row: Record) -> list[object]:
+    ratio = row["bytes_sent"] / max(row["bytes_best_slots"], 1) if row["bytes_best_slots"] else 1.0
+    low, high = row["pause_apart_range_ms"]
+    return [
+        row["change"],
+        f"{row['bytes_sent'] / 1e6:.1f}",
+        f"{ratio:.3f}",
+        f"{row['raw_ms']:.0f}",
+        f"{row['pause_apart_ms']:.0f}",
+        f"{low:.0f}–{high:.0f}",
+        f"{row['allowed_ms']:.0f}",
+        f"{row['ratio']:.2f}",
+        "pass" if row["ratio"] <= 1 else f"missed by {row['pause_apart_ms'] - row['allowed_ms']:.0f} ms",
+        f"{row['certificate_ms']:.0f}",
+        f"{row['pause_ms']:.0f}",
+        f"{row['immediate_ms']:.0f}" if row["immediate_ms"] is not None else "–",
+    ]
+
+
+def _phase_row(row: Record, phases: Iterable[str]) -> list[object]:
+    return [row["change"], *(f"{row['phases_ms'][name]:.0f}" for name in (*phases, "digest", "verify", "prepared"))]
+
+
+def _memory_row(row: Record) -> list[object]:
+    peak, bound = row["peak_state_bytes"], row["bound_bytes"]
+    measured = (row["resident_high_water"], row["resident_growth"])
+    return [
+        row["change"],
+        f"{peak / 1e6:.0f}",
+        f"{bound / 1e6:.0f}",
+        f"{peak / bound:.2f}",
+        *(f"{m / 1e6:.0f}" for m in measured),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["30M", "125M"], help="30M, 125M, tiny")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
+    parser.add_argument("--laps", type=int, default=3, help="laps with switches asked for ahead (default 3)")
+    parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
+    parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
+    parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    args = parser.parse_args()
+    rows: list[Record] = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for size in args.sizes:
+        for dtype in args.dtypes:
+            switches = measure(size, dtype, args.laps, args.immediate, args.repeats)
+            for name, _ in RING:
+                rows.append(summary(size, dtype, name, [switch for switch in switches if switch.name == name]))
+            text = document(rows, args.laps, args.immediate)
+            args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            if args.write is not None:
+                keep(args.write, "bench_switch", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

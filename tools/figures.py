@@ -1,0 +1,41 @@
+"""Tables of figures in Markdown, and the place in a document where a command keeps its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; numbers to the right."""
+    lines = [" | ".join(head), " | ".join("---" if not column else "---:" for column in range(len(head)))]
+    lines += [" | ".join(str(cell) for cell in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def machine() -> str:
+    """Where the figures were taken, and how busy it was."""
+    load = os.getloadavg()[0]
+    versions = f"torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed')}"
+    return f"{_processor()}, {os.cpu_count()} cores, {versions}, Python {platform.python_version()}, load {load:.1f}"
+
+
+def keep(file: Path, name: str, text: str) -> None:
+    """Put `text` between `<!-- name -->` and `<!-- /name -->` of a document, which gets them if it has none."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    body = file.read_text(encoding="utf-8") if file.exists() else ""
+    if begin not in body:
+        body = f"{body.rstrip()}\n\n{begin}\n{end}\n".lstrip()
+    before, _, rest = body.partition(begin)
+    after = rest.partition(end)[2]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

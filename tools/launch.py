@@ -1,0 +1,72 @@
+"""Starts a script of this folder under torchrun and reads back what its ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "DS_LOG_LEVEL": "error",
+}
+
+
+def launch(script: str, processes: int, limit_seconds: float, **arguments: Any) -> dict[int, list[dict[str, Any]]]:
+    """Run `script` in `processes` ranks as `script OUT ARGUMENTS` and return the lines that each wrote, by member.
+
+    arguments travel as JSON. SystemExit with the end of the output if a rank fails or the time is up.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynatrain-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += [str(HERE / script), folder, json.dumps(arguments)]
+        status, output = _run(command, limit_seconds)
+        if status:
+            raise SystemExit(f"{script} ended with {status}:\n{output[-12000:]}")
+        return {int(file.stem): _lines(file) for file in sorted(Path(folder).glob("*.jsonl"))}
+
+
+def _run(command: list[str], limit_seconds: float) -> tuple[int, str]:
+    """(exit status, output); whatever ends this process ends the launch too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    environment = {**os.environ, **ENVIRONMENT}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_seconds)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate()
+        return 124, output
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+class Notes:
+    """One member's side: what it writes for `launch` to return."""
+
+    def __init__(self, folder: str, member: int) -> None:
+        self._file = Path(folder) / f"{member}.jsonl"
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line."""
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

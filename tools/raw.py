@@ -1,0 +1,55 @@
+"""The raw transport: how long plain gloo needs for the bytes of a switch, between the same pairs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.worlds import launch_store, make_group
+from ds_dynatrain.transfer import allocate, prefault
+
+Peers = dict[int, tuple[int, int]]
+"""Bytes (to send, to receive) by member."""
+
+
+class RawTransport:
+    """A gloo group over all processes of the launch; make it on each of them before `ds_dynatrain.initialize`."""
+
+    def __init__(self, member: int, size: int) -> None:
+        self.member = member
+        self._group, self._store = make_group(launch_store(), "bench_raw", member, size, 120.0)
+
+    def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
+        """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
+
+        One contiguous buffer per direction and peer, allocated and touched before.
+        """
+        sends = [(peer, _touched(sent)) for peer, (sent, _) in peers.items() if sent]
+        receives = [(peer, _touched(received)) for peer, (_, received) in peers.items() if received]
+        times = [self._once(sends, receives, members) for _ in range(repeats + 1)]
+        return times[1:]
+
+    def _once(self, sends: list[Any], receives: list[Any], members: tuple[int, ...]) -> float:
+        self._meet(members)
+        begin = time.perf_counter()
+        works = [self._group.recv([buffer], peer, 7) for peer, buffer in receives]
+        works += [self._group.send([buffer], peer, 7) for peer, buffer in sends]
+        for work in works:
+            work.wait()
+        return time.perf_counter() - begin
+
+    def _meet(self, members: tuple[int, ...]) -> None:
+        """A barrier of `members`: a byte to the first of them and one back."""
+        token, first = torch.zeros(1, dtype=torch.uint8), members[0]
+        others = members[1:] if self.member == first else (first,)
+        for call in ("recv", "send") if self.member == first else ("send", "recv"):
+            for other in others:
+                getattr(self._group, call)([token], other, 8).wait()
+
+
+def _touched(nbytes: int) -> torch.Tensor:
+    tensor = allocate(nbytes, torch.uint8)
+    prefault(tensor)
+    return tensor

@@ -1,0 +1,93 @@
+"""Switch a hundred times in one set of processes and see that nothing grows: memory, threads, descriptors, groups.
+
+python tools/soak.py                              # 100 random switches of a small model, about two minutes
+python tools/soak.py --switches 40 --seed 7
+python tools/soak.py --write docs/figures.md
+
+After the first ten switches no figure may grow: threads, file descriptors and registered process groups not at all,
+memory by at most the allowance. The exit status is 1 if one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from figures import keep, machine, table
+from launch import launch
+
+PROCESSES = 4
+LIMIT_SECONDS = 900
+WINDOW = 10
+ALLOWED_BYTES_PER_SWITCH = 16 * 1024
+"""Growth of resident memory that counts as the allocator's noise."""
+COUNTS = ("threads", "descriptors", "groups")
+
+Line = dict[str, Any]
+
+
+def windows(notes: dict[int, list[Line]]) -> list[Line]:
+    """Per ten switches: the median pause, and of each count and of memory the lowest seen, on the worst member.
+
+    The lowest, since a member that trains holds more than one that is idle, and a group that is being shut down is
+    still there for a moment.
+    """
+    last = max(line["switch"] for lines in notes.values() for line in lines)
+    rows = []
+    for begin in range(1, last + 1, WINDOW):
+        inside = [[line for line in lines if begin <= line["switch"] < begin + WINDOW] for lines in notes.values()]
+        lines = [line for member in inside for line in member]
+        row: Line = {"from": begin, "to": min(begin + WINDOW - 1, last)}
+        row["pause_ms"] = median(line["pause_ms"] for line in lines)
+        for name in (*COUNTS, "resident"):
+            row[name] = max(min(line[name] for line in member) for member in inside if member)
+        rows.append(row)
+    return rows
+
+
+def growth(rows: list[Line]) -> list[str]:
+    """What grew after the first window, in words; the mean of the first third of the rest against that of the last."""
+    rest = rows[1:]
+    third = max(len(rest) // 3, 1)
+    found = []
+    for name in (*COUNTS, "resident"):
+        early, late = (sum(row[name] for row in part) / len(part) for part in (rest[:third], rest[-third:]))
+        switches = (len(rest) - third) * WINDOW
+        allowed = ALLOWED_BYTES_PER_SWITCH * switches if name == "resident" else 0.0
+        if late - early > allowed:
+            found.append(f"{name}: {early:.0f} -> {late:.0f}, {(late - early) / max(switches, 1):.1f} a switch")
+    return found
+
+
+def main() -> None:
+    """Run and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--switches", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    notes = launch("soak_ranks.py", PROCESSES, LIMIT_SECONDS, switches=args.switches, seed=args.seed, dtype=args.dtype)
+    rows = windows(notes)
+    head = ("switches", "resident MB", *COUNTS, "pause ms")
+    text = table(
+        head,
+        (
+            [f"{r['from']}–{r['to']}", f"{r['resident'] / 1e6:.1f}", *(r[n] for n in COUNTS), f"{r['pause_ms']:.0f}"]
+            for r in rows
+        ),
+    )
+    grown = growth(rows)
+    verdict = "no growth" if not grown else "**growth** of " + "; ".join(grown)
+    text = f"Measured on: {machine()}. {args.switches} switches, seed {args.seed}, {args.dtype}: {verdict}.\n\n{text}"
+    print(text)
+    if args.write is not None:
+        keep(args.write, "soak", text)
+    sys.exit(1 if grown else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One rank of `bench_switch.py`: walks a list of changes in living ranks and notes what each cost.
+
+torchrun ... switch_ranks.py FOLDER '{"size": "30M", "dtype": "bf16", "walk": [...], "start": {...}, "repeats": 3}'
+"""
+
+from __future__ import annotations
+
+import cProfile
+import itertools
+import json
+import sys
+import time
+from typing import Any
+
+import deepspeed
+import memory
+import torch
+import torch.distributed as td
+from launch import Notes
+from raw import RawTransport
+from workload import GPT, SIZES, Samples, config, quiet
+
+import ds_dynatrain
+from ds_dynatrain.engine.transaction import Outcome, Transaction
+from ds_dynatrain.plan import bytes_minimum, plan_switch
+
+BATCH, LENGTH = 12, 8
+
+
+class Watch:
+    """Measures every switch on this member: `last` is what it noted of the latest, `transaction` that switch itself."""
+
+    def __init__(self, profile: cProfile.Profile | None) -> None:
+        self.last: dict[str, Any] = {}
+        self.transaction: Transaction | None = None
+        self._profile = profile
+        self._run = Transaction.run
+
+    def install(self) -> None:
+        """Stand in front of `Transaction.run`."""
+        watch = self
+
+        def run(self: Transaction) -> Outcome:
+            return watch.measure(self)
+
+        Transaction.run = run  # type: ignore[method-assign]
+
+    def measure(self, transaction: Transaction) -> Outcome:
+        """Run it, watched; RuntimeError if it is rolled back."""
+        resident = memory.resident()
+        memory.reset_high_water()
+        begin = time.perf_counter()
+        outcome = self._profiled(transaction)
+        pause = time.perf_counter() - begin
+        high_water = memory.high_water()
+        if not outcome.committed or outcome.stats is None:
+            raise RuntimeError(f"a switch of the walk was rolled back: {outcome.reason}")
+        rounds, stats = transaction._plans()[1].rounds, outcome.stats
+        self.transaction = transaction
+        self.last = {
+            "phases_ms": dict(outcome.phases_ms),
+            "pause_ms": 1e3 * pause,
+            "peers": {exchange.peer: (exchange.sends.nbytes, exchange.receives.nbytes) for exchange in rounds},
+            "exchange_ms": 1e3 * stats.seconds_exchange,
+            "local_ms": 1e3 * stats.seconds_local,
+            "derived_ms": 1e3 * stats.seconds_derived,
+            "certificate_ms": outcome.certificate_ms,
+            "prepared_ms": 1e3 * transaction.preparation.seconds,
+            "state_peak": outcome.peak_memory,
+            "resident_high_water": high_water,
+            "resident_growth": high_water - resident,
+        }
+        return outcome
+
+    def _profiled(self, transaction: Transaction) -> Outcome:
+        if self._profile is None:
+            return self._run(transaction)
+        return self._profile.runcall(self._run, transaction)
+
+
+def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:
+    """The fewest bytes for the members that were chosen, counted element by element, and for the best choice of all."""
+    proposal, vps, kinds = transaction.proposal, transaction.preparation.vps, transaction.kinds
+    slots = itertools.permutations(range(processes), proposal.layout.world_size)
+    best = min(plan_switch(vps, proposal.layout, members, kinds).bytes_sent for members in slots)
+    return {"minimum": bytes_minimum(vps, proposal.layout, proposal.members, kinds), "best_slots": best}
+
+
+def main() -> None:
+    """Walk."""
+    folder, wanted = sys.argv[1], json.loads(sys.argv[2])
+    quiet()
+    deepspeed.init_distributed(verbose=False)
+    member, size = td.get_rank(), td.get_world_size()
+    notes, raw = Notes(folder, member), RawTransport(member, size)
+    profile = cProfile.Profile() if wanted.get("profile") == member else None
+    watch = Watch(profile)
+    watch.install()
+    shape = SIZES[wanted["size"]]
+    settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
+    settings["dynatrain"] = {"layout": wanted["start"], "timeout_seconds": 120}
+    torch.manual_seed(0)
+    data = Samples(10**6, LENGTH, shape["vocabulary"])
+    engine, *_ = ds_dynatrain.initialize(model=GPT(**shape), config=settings)
+    loader = engine.loader(data, num_workers=0)
+    walk = wanted["walk"]
+    counted: set[str] = set()
+
+    def note(event: ds_dynatrain.SwitchEvent) -> None:
+        change = walk[event.generation - 2]
+        transaction, watch.transaction = watch.transaction, None
+        if transaction is None:
+            raise RuntimeError("an event without a switch")
+        union = transaction.proposal.union
+        record = {"change": change, "event": json.loads(event.to_json()), **watch.last}
+        if change["name"] not in counted and member == transaction.proposal.source_members[0]:
+            record.update(least_bytes(transaction, size))
+        counted.add(change["name"])
+        del transaction
+        record["raw_seconds"] = raw.seconds(record["peers"], union, wanted["repeats"])
+        notes.write(record)
+
+    engine.on_switch(note)
+    pending = None
+    for tokens in loader:
+        engine.backward(engine(tokens))
+        engine.step()
+        if engine.global_steps < 2 or (pending is not None and not pending.done):
+            continue
+        done = engine.generation - 1
+        if done == len(walk):
+            break
+        at = engine.global_steps if walk[done]["mode"] == "immediate" else None
+        pending = engine.switch(at=at, **walk[done]["target"])
+    if profile is not None:
+        profile.dump_stats(wanted["profile_file"])
+
+
+if __name__ == "__main__":
+    main()

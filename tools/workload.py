@@ -1,0 +1,92 @@
+"""What the measurements train: a GPT of a stated size, samples that cost nothing, and DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CONTEXT = 256
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
+    "30M": {"layers": 6, "width": 512, "heads": 8, "vocabulary": 20480},
+    "125M": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},
+}
+"""Shapes by name: 29.6 and 124 million parameters, the vocabulary's matrix used twice as in GPT-2."""
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a feed-forward layer, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same shape."""
+        query, key, value = self.qkv(self.norm_attention(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        fed: Tensor = self.down(F.gelu(self.up(self.norm_feed(x))))
+        return x + fed
+
+
+class GPT(nn.Module):
+    """Returns the loss of guessing each next token of a (batch, length) tensor."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The mean cross-entropy."""
+        x = self.tokens(tokens[:, :-1]) + self.places.weight[: tokens.shape[1] - 1]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Samples(torch.utils.data.Dataset[Tensor]):
+    """`count` times the same tokens, made once."""
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        self.count = count
+        self.tokens = torch.arange(length + 1) * 7 % vocabulary
+
+    def __len__(self) -> int:
+        """How many."""
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        """(length + 1,) tokens."""
+        return self.tokens
+
+
+def config(dtype: str, stage: int, batch: int) -> dict[str, Any]:
+    """DeepSpeed's configuration: AdamW of torch, since DeepSpeed's own wants a compiler."""
+    wanted: dict[str, Any] = {
+        "train_batch_size": batch,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000},
+    }
+    if dtype == "bf16":
+        wanted["bf16"] = {"enabled": True}
+    return wanted
+
+
+def quiet() -> None:
+    """One thread a rank, and no log of DeepSpeed's."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
