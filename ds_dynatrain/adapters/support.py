@@ -68,6 +68,8 @@ SUPPORTED_ZERO_KEYS = frozenset(
 )
 OFF: tuple[object, ...] = (None, False, 0, {})
 """Values that say a feature is not used."""
+OFF_FOR_KEY: Mapping[str, object] = {"zero_hpz_partition_size": 1, "gradient_predivide_factor": 1.0}
+"""More of them, for single keys: DeepSpeed's own defaults."""
 
 
 def refuse_unsupported(config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any) -> None:
@@ -78,11 +80,11 @@ def refuse_unsupported(config: Mapping[str, Any], model: nn.Module, optimizer: A
             "dynatrain block there, or set DS_ACCELERATOR=cpu"
         )
     for key, value in config.items():
-        if key not in SUPPORTED_KEYS and not _is_off(value):
+        if key not in SUPPORTED_KEYS and not _is_off(key, value):
             raise UnsupportedError(f"{key}: not supported with a dynatrain block yet; remove the key, or the block")
     zero = config.get("zero_optimization") or {}
     for key, value in zero.items():
-        if key not in SUPPORTED_ZERO_KEYS and not _is_off(value):
+        if key not in SUPPORTED_ZERO_KEYS and not _is_off(key, value):
             raise UnsupportedError(
                 f"zero_optimization.{key}: not supported with a dynatrain block yet; remove the key, or the block"
             )
@@ -116,10 +118,10 @@ def _refuse_optimizer(block: Mapping[str, Any]) -> None:
         )
 
 
-def _is_off(value: object) -> bool:
+def _is_off(key: str, value: object) -> bool:
     if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("device") == "none"):
         return True
-    return value in OFF
+    return value in OFF or value == OFF_FOR_KEY.get(key, OFF)
 
 
 def _refuse_model(model: nn.Module) -> None:

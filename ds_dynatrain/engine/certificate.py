@@ -86,6 +86,8 @@ def verdict(
     tensor, kind and member (a replica that differs), or the members whose carry differs.
     """
     _check_carry(reports, source_members, target_members)
+    _check_streams(reports, source_members, target_members)
+    _check_newcomers(reports, source_members, target_members)
     before = _whole(vps, source, {member: reports[member]["source"] for member in source_members}, "source")
     after = _whole(vps, target, {member: reports[member]["target"] for member in target_members}, "target")
     summary = hashlib.blake2b(digest_size=16)
@@ -116,9 +118,11 @@ def _whole(
     sides = {member: SideDigests.from_json(record) for member, record in records.items()}
     first_member, first = next(iter(sides.items()))
     whole: dict[str, Digests] = {}
+    for member, other in sides.items():
+        if set(other.of) != set(first.of):
+            kinds = sorted(set(other.of) ^ set(first.of))
+            raise CertificateError(f"{side}: only one of members {first_member} and {member} holds {', '.join(kinds)}")
     for kind, values in first.of.items():
-        if not all(kind in other.of for other in sides.values()):
-            raise CertificateError(f"{side}: member {first_member} holds state kind {kind!r} and another does not")
         if not vps.is_replicated(layout, kind):
             whole[kind] = np.sum([other.of[kind] for other in sides.values()], axis=0, dtype=np.uint64)
             continue
@@ -146,6 +150,26 @@ def _check_carry(
                     f"carry of member {member} {when} the moves differs from rank 0's before them in: "
                     f"{', '.join(parts)}"
                 )
+
+
+def _check_streams(
+    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
+) -> None:
+    """A place on the data axis that lives on has the random streams it had, whoever holds it now."""
+    for index, (before, after) in enumerate(zip(source_members, target_members, strict=False)):
+        if reports[before]["stream_before"] != reports[after]["stream_after"]:
+            raise CertificateError(
+                f"random streams of data index {index}: those of member {after} are not those that member {before} had"
+            )
+
+
+def _check_newcomers(
+    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
+) -> None:
+    """What only rank 0 could give (module buffers, the user's objects) arrived as it was sent."""
+    for member in target_members:
+        if member not in source_members and reports[member]["rest"] != reports[source_members[0]]["rest"]:
+            raise CertificateError(f"module buffers or carried objects of member {member} are not those of rank 0")
 
 
 def _same_memory(buffers: Buffers, names: list[BufferId]) -> bool:

@@ -33,7 +33,6 @@ from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
-from ds_dynatrain.engine.feasible import check_batch
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
@@ -127,7 +126,6 @@ def _build(
     layout = _first_layout(own, settings, launch.size)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
-    _refuse_batch(layout, batch_sizes, arguments["model"])
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
@@ -135,14 +133,6 @@ def _build(
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
-
-
-def _refuse_batch(layout: Layout, sizes: BatchSizes, model: nn.Module) -> None:
-    """ConfigError where the first layout cannot share the global batch."""
-    try:
-        check_batch(layout, BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data), model)
-    except SwitchRefused as refusal:
-        raise ConfigError(str(refusal)) from refusal
 
 
 def _build_on(

@@ -13,6 +13,8 @@ from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.report import logger
 
 BEAT_SECONDS = 1.0
+SILENT_BEATS = 5
+"""Fewer missing beats than this are a slow store or a busy machine, however short the time-out."""
 
 
 class Heartbeat:
@@ -79,7 +81,7 @@ class Watch:
         if member not in self.seen or beat != known:
             self.seen[member] = (beat, now)
             return False
-        return now - since > self.control.timeout_seconds
+        return now - since > max(self.control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
 
 
 def post_end(control: Control) -> None:

@@ -243,14 +243,13 @@ class Transaction:
     def _send_rest(self, transport: GroupTransport) -> None:
         """Tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work."""
         deadline = time.monotonic() + self.control.timeout_seconds
-        newcomers = [member for member in self.proposal.members if member not in self.proposal.source_members]
         if self.source_rank == 0:
             tensors: list[torch.Tensor] = []
             encode(self.rest, tensors)
             flat = [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]
-            for handle in [transport.send(part, member, CARRY_TAG) for member in newcomers for part in flat]:
+            for handle in [transport.send(part, member, CARRY_TAG) for member in self.newcomers for part in flat]:
                 handle.wait(deadline)
-        elif self.control.member in newcomers:
+        elif self.control.member in self.newcomers:
             tensors = blank_tensors(self.rest_record)
             flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
             for handle in [transport.receive(part, self.proposal.source_members[0], CARRY_TAG) for part in flat]:
@@ -278,6 +277,9 @@ class Transaction:
         if self.source_rank is not None and self.source_digests is not None:
             record["source"] = self.source_digests.to_json()
             record["carry_before"] = _fingerprints(self.before)
+            record["stream_before"] = fingerprint(self.own_streams)
+        if self.newcomers and (self.source_rank == 0 or self.control.member in self.newcomers):
+            record["rest"] = fingerprint(self.rest)
         begin = time.perf_counter()
         if self.target_rank is not None:
             record.update(self._report_target(self.target_rank))
@@ -303,7 +305,8 @@ class Transaction:
         digests, _ = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, self.kept_share)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place on the data axis has")
-        return {"target": digests.to_json(), "carry_after": _fingerprints(shared_carry(self.engine, scalars))}
+        carry = _fingerprints(shared_carry(self.engine, scalars))
+        return {"target": digests.to_json(), "carry_after": carry, "stream_after": fingerprint(self.new_streams)}
 
     # ---- at and after the commit ---------------------------------------------------------------------------------
 
@@ -353,6 +356,11 @@ class Transaction:
 
     def _plans(self) -> tuple[SwitchPlan, MemberPlan]:
         return self.preparation.plan(self.kinds)
+
+    @property
+    def newcomers(self) -> list[int]:
+        """Members that start to work with this switch."""
+        return [member for member in self.proposal.members if member not in self.proposal.source_members]
 
     def _rank_in(self, members: tuple[int, ...]) -> int | None:
         return members.index(self.engine.control.member) if self.engine.control.member in members else None

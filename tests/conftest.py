@@ -1,0 +1,19 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.pool import RankPool
+
+RANKS = 4
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four rank processes for the whole session, started by the first test that runs a case on them."""
+    ranks = RankPool(RANKS, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()

@@ -1,0 +1,194 @@
+"""All logical state of an engine, gathered the slow way from DeepSpeed's own fields. Shares no code with ds_dynatrain.
+
+The arithmetic of DeepSpeed 0.19.8 as its sources have it: stages 1 and 2 lay an optimizer group's parameters end to
+end and cut the line into equal parts; stage 3 cuts each parameter into `ceil(numel / world)` and lays the parts of a
+sub-group end to end. Every replica that a rank holds is read, and all must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as td
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Key = tuple[str, str]
+"""(name of the parameter, "weight", "master", "exp_avg" or "exp_avg_sq")."""
+
+
+@dataclass
+class State:
+    """Everything that a switch must not change: whole tensors, optimizer steps, hyper-parameters, counters."""
+
+    tensors: dict[Key, torch.Tensor]
+    steps: dict[str, float]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class View:
+    """A run of a logical tensor in this rank's memory, from row-major index `start`."""
+
+    key: Key
+    start: int
+    flat: torch.Tensor
+
+
+def gather(engine: Any) -> State:
+    """The state, whole, on every working rank; a collective of all of them.
+
+    AssertionError for two replicas that differ, an element that nobody holds, or steps that differ.
+    """
+    views = list(_views(engine))
+    mine = [(view.key, view.start, view.flat.detach().clone()) for view in views]
+    steps = dict(_steps(engine))
+    gathered: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(gathered, (mine, steps))
+    sizes = {name: _numel(parameter) for name, parameter in engine.module.named_parameters()}
+    tensors: dict[Key, torch.Tensor] = {}
+    filled: dict[Key, torch.Tensor] = {}
+    all_steps: dict[str, float] = {}
+    for rank, (pieces, their_steps) in enumerate(gathered):
+        for key, start, flat in pieces:
+            whole = tensors.setdefault(key, torch.zeros(sizes[key[0]], dtype=flat.dtype))
+            seen = filled.setdefault(key, torch.zeros(sizes[key[0]], dtype=torch.bool))
+            run = slice(start, start + flat.numel())
+            assert not (seen[run] & (_bits(whole[run]) != _bits(flat))).any(), f"{key}: rank {rank} holds another value"
+            whole[run] = flat
+            seen[run] = True
+        for name, step in their_steps.items():
+            assert all_steps.setdefault(name, step) == step, f"step of {name} differs on rank {rank}"
+    for key, seen in filled.items():
+        assert seen.all(), f"{key}: nobody holds {int((~seen).sum())} elements"
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in engine.basic_optimizer.param_groups
+    ]
+    counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
+    return State(tensors, all_steps, groups, counters)
+
+
+def put(engine: Any, state: State) -> None:
+    """Write the tensors and steps of `state` into a working rank's memory; its engine must have moments."""
+    with torch.no_grad():
+        for view in _views(engine):
+            view.flat.copy_(state.tensors[view.key][view.start : view.start + view.flat.numel()])
+        for holder, names in _holders(engine):
+            engine.basic_optimizer.state[holder]["step"].fill_(state.steps[names[0]])
+
+
+def differences(one: State, other: State, counters: bool = True) -> list[str]:
+    """What is not bit-equal between two states, in words; nothing at all is the proof."""
+    found = [f"{key} is held on one side only" for key in one.tensors.keys() ^ other.tensors.keys()]
+    for key in one.tensors.keys() & other.tensors.keys():
+        unequal = int((_bits(one.tensors[key]) != _bits(other.tensors[key])).sum())
+        if unequal:
+            found.append(f"{key}: {unequal} of {one.tensors[key].numel()} elements differ")
+    for name in ("steps", "groups") + (("counters",) if counters else ()):
+        if getattr(one, name) != getattr(other, name):
+            found.append(f"{name}: {getattr(one, name)} and {getattr(other, name)}")
+    return sorted(found)
+
+
+def _views(engine: Any) -> Iterator[View]:
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    stage, rank, world = engine.zero_optimization_stage(), td.get_rank(), td.get_world_size()
+    if stage == 3:
+        yield from _weights_in_parts(engine, names, rank, world)
+        yield from _stage3(engine, names, rank, world)
+        return
+    for parameter in engine.module.parameters():
+        yield View((names[id(parameter)], "weight"), 0, parameter.data.view(-1))
+    if stage == 0:
+        for parameter, master in _masters_of_stage0(engine):
+            yield from _with_moments(engine, master, [(names[id(parameter)], 0, 0, master.numel())])
+        return
+    zero = engine.optimizer
+    for group, master in enumerate(zero.single_partition_of_fp32_groups):
+        first, runs, position = rank * master.numel(), [], 0
+        for parameter in zero.bit16_groups[group]:
+            low, high = max(position, first), min(position + parameter.numel(), first + master.numel())
+            if low < high:
+                runs.append((names[id(parameter)], low - position, low - first, high - low))
+            position += parameter.numel()
+        yield from _with_moments(engine, master, runs)
+
+
+def _weights_in_parts(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterator[View]:
+    for parameter in engine.module.parameters():
+        key = names[id(parameter)], "weight"
+        start, numel = _part(parameter.ds_numel, rank, world)
+        yield View(key, start, parameter.ds_tensor.data[:numel])
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            yield View(key, 0, parameter.data.view(-1))
+
+
+def _stage3(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterator[View]:
+    zero = engine.optimizer
+    for parameters, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        runs, position = [], 0
+        for parameter in parameters:
+            start, numel = _part(parameter.ds_numel, rank, world)
+            runs.append((names[id(parameter)], start, position, numel))
+            position += -(-parameter.ds_numel // world)
+        yield from _with_moments(engine, master, runs)
+
+
+def _with_moments(engine: Any, master: torch.Tensor, runs: list[tuple[str, int, int, int]]) -> Iterator[View]:
+    """runs: (name, first row-major index, offset in `master`, elements)."""
+    held = engine.basic_optimizer.state.get(master, {})
+    flats = {"master": master, **{moment: held[moment] for moment in MOMENTS if moment in held}}
+    for name, start, offset, numel in runs:
+        for kind, flat in flats.items():
+            yield View((name, kind), start, flat.detach().view(-1)[offset : offset + numel])
+
+
+def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
+    """(tensor that the basic optimizer keeps a state for, names of the parameters in it)."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 0:
+        pairs = [([parameter], master) for parameter, master in _masters_of_stage0(engine)]
+    elif stage == 3:
+        pairs = list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
+    else:
+        pairs = list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
+    for parameters, holder in pairs:
+        yield holder, [names[id(parameter)] for parameter in parameters]
+
+
+def _steps(engine: Any) -> Iterator[tuple[str, float]]:
+    for holder, names in _holders(engine):
+        state = engine.basic_optimizer.state.get(holder, {})
+        if state:
+            yield from ((name, float(state["step"])) for name in names)
+
+
+def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return [pair for lows, highs in pairs for pair in zip(lows, highs, strict=True)]
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, parameter) for parameter in trained]
+
+
+def _part(numel: int, rank: int, world: int) -> tuple[int, int]:
+    """(first index, elements) of a rank's part of a parameter under stage 3."""
+    size = -(-numel // world)
+    start = min(rank * size, numel)
+    return start, min(size, numel - start)
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)

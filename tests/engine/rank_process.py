@@ -1,0 +1,138 @@
+"""The processes behind the pool: `python -m tests.engine.rank_process FD` imports everything once and forks ranks.
+
+One request a line of JSON over the socket FD: {"port": ..., "logs": [...]} with one pipe per rank as file descriptors
+makes ranks and answers their process ids; {"reap": id} answers the exit code of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import operator
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.zero.muon.original_muon  # slow and imported late by DeepSpeed: paid once, here
+import numpy as np
+import torch
+import torch._dynamo  # likewise
+import torch.distributed as td
+
+import ds_dynatrain.engine.initialize  # noqa: F401 - likewise
+
+CASE_SEED = 1234
+REQUEST_BYTES = 1 << 16
+
+
+def main(descriptor: int) -> None:
+    """Serve the test process until it closes the socket."""
+    _end_with_parent()
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
+    torch.set_num_threads(1)
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
+            if not request:
+                return
+            control.sendall(json.dumps(_serve(json.loads(request), pipes, control)).encode())
+
+
+def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket) -> Any:
+    if "reap" in request:
+        return os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+    children = []
+    for rank, log in enumerate(request["logs"]):
+        child = os.fork()
+        if child == 0:
+            control.close()
+            for other in pipes[:rank] + pipes[rank + 1 :]:
+                os.close(other)
+            _run_rank(rank, len(pipes), request["port"], pipes[rank], log)
+        children.append(child)
+    for pipe in pipes:
+        os.close(pipe)
+    return children
+
+
+def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str) -> None:
+    """Join the launch group, say so, and run one call after the other until the pipe closes. Does not return."""
+    _end_with_parent()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    pipe = Connection(descriptor)
+    deepspeed.init_distributed("gloo")
+    td.barrier()
+    group = td.group.WORLD
+    pipe.send_bytes(pickle.dumps((None,)))
+    while (call := _next(pipe)) is not None:
+        pipe.send_bytes(pickle.dumps(_answer(call, group)))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _next(pipe: Connection) -> Any:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return None
+
+
+def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
+    """A 1-tuple with the result, or the trace of what was raised."""
+    module, name, arguments, meet = call
+    random.seed(CASE_SEED)
+    np.random.seed(CASE_SEED)
+    torch.manual_seed(CASE_SEED)
+    try:
+        function = operator.attrgetter(name)(importlib.import_module(module))
+        try:
+            result = function(**arguments)
+        except SystemExit as end:
+            if end.code:
+                raise
+            result = None
+        if meet:
+            _check_end(group)
+            td.barrier()
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        sys.stdout.flush()
+    return (result,)
+
+
+def _check_end(group: Any) -> None:
+    """Every case ends in the launch group, without threads of ours."""
+    gc.collect()
+    if td.group.WORLD is not group:
+        raise AssertionError("the case left another default group than the launch's: end it with engine.destroy()")
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("dynatrain")]
+    if left:
+        raise AssertionError(f"the case left threads: {left}")
+
+
+def _end_with_parent() -> None:
+    """Be killed when the parent process dies (Linux; elsewhere a closed pipe ends us)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""A switch that goes wrong between drain and commit is found out, rolled back on all members, and leaves no trace."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import faults, jobs, oracle
+from tests.engine.models import small_gpt
+from tests.engine.pool import RankPool
+
+FIRST_AT, APART = 3, 6
+"""Steps done at the first switch, and steps from one to the next."""
+CHANGES: dict[str, tuple[jobs.Sizes, jobs.Sizes]] = {
+    "2 to 4": ((2, 1), (4, 1)),
+    "4 to 2": ((4, 1), (2, 1)),
+    "stage 1 to 3": ((2, 1), (2, 3)),
+    "2 to 3, stage 3 to 0": ((2, 3), (3, 0)),
+}
+
+
+def snapshot(engine: Any) -> dict[str, str]:
+    """Hashes of all that training goes on from, gathered by the oracle, and of this rank's random stream."""
+    state = oracle.gather(engine)
+    found = {str(key): hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()) for key, flat in state.tensors.items()}
+    found["rest"] = hashlib.sha256(repr((state.steps, state.groups, state.counters)).encode())
+    found["stream"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+def case(dtype: str, change: str, names: list[str], asks: bool) -> dict[str, Any]:
+    """Train; ask for a switch again and again, each with its fault, and at the end without one. Or ask for none.
+
+    "diverged replica" comes first: one frozen element differs on rank 1 until the next switch.
+    """
+    start, target = CHANGES[change]
+    at = {FIRST_AT + APART * number: name for number, name in enumerate(names)}
+    end = FIRST_AT + APART * len(names)
+    compared = {begin + after for begin, name in at.items() for after in (1, APART) if after > 1 or not _diverges(name)}
+    result: dict[str, Any] = {"record": jobs.Record(), "events": {}, "snapshots": {}}
+    stale: faults.Stale = {}
+    schedule = dict.fromkeys([*at, end], target) if asks else {}
+
+    def each(made: jobs.Job) -> None:
+        engine, step = made.engine, made.engine.global_steps
+        if engine.rank == 1 and at.get(step - APART) == "diverged replica":
+            frozen(engine)[3] *= 0.5
+        result["events"][step] = engine.last_switch
+        if step in compared:
+            result["snapshots"][step] = snapshot(engine)
+        if engine.rank == 1 and at.get(step) == "diverged replica":
+            frozen(engine)[3] *= 2.0
+        if at.get(step + 1) == "stale moment" and engine.rank == faults.WHERE:
+            held = engine.state_buffers()[0]
+            stale.update({key: buffer.clone() for key, buffer in held.items() if key[0] == "exp_avg"})
+
+    settings = jobs.config(dtype, start)
+    with jobs.job(settings, model=small_gpt(dropout=0.1)) as made, faults.injected(names, stale):
+        try:
+            faults.train(made, end + 2, schedule, result["record"], each)
+        finally:
+            result["last"] = made.engine.last_switch
+    return result
+
+
+def _diverges(name: str) -> bool:
+    """Whether the replicas differ up to the next fault: then the oracle has no state to compare."""
+    return name == "diverged replica"
+
+
+def frozen(engine: Any) -> torch.Tensor:
+    """A weight that no step changes, flat, as this rank holds it."""
+    held = engine.module.places
+    flat: torch.Tensor = getattr(held, "ds_tensor", held).detach().view(-1)
+    return flat
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [("fp32", "2 to 4"), ("bf16", "4 to 2"), ("fp32", "stage 1 to 3"), ("bf16", "2 to 3, stage 3 to 0")],
+)
+def test_ten_faults_are_found_and_leave_no_trace(pool: RankPool, dtype: str, change: str) -> None:
+    (start, stage), (target, _) = CHANGES[change]
+    names = [name for name in faults.REASONS if name != "diverged replica" or stage < 3]
+    names.sort(key=lambda name: name != "diverged replica")
+    expected = pool.run(case, dtype=dtype, change=change, names=names, asks=False, seconds=120)
+    found = pool.run(case, dtype=dtype, change=change, names=names, asks=True, seconds=120)
+    for rank in range(start):
+        mine, other = found[rank], expected[rank]
+        for number, name in enumerate(names):
+            begin = FIRST_AT + APART * number
+            event = mine["events"][begin + 1]
+            assert event.outcome == "rolled_back" and event.generation == faults.FIRST_GENERATION + number, (
+                name,
+                event,
+            )
+            assert re.search(faults.REASONS[name], event.reason), (name, event.reason)
+            for step in range(begin, begin + APART):
+                assert mine["record"].losses[step] == other["record"].losses[step], (name, rank, step)
+                assert mine["record"].rates[step] == other["record"].rates[step], (name, rank, step)
+            for step in (begin + 1, begin + APART)[_diverges(name) :]:
+                assert mine["snapshots"][step] == other["snapshots"][step], (name, rank, step)
+    for rank in range(max(start, target)):
+        last = found[rank]["last"]
+        assert last.outcome == "committed" and last.generation == faults.FIRST_GENERATION + len(names), last.reason

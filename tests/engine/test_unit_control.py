@@ -1,0 +1,215 @@
+"""The notice board, agreement on it, and who is still there: threads in the place of members, one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from ds_dynatrain.engine import agreement, liveness
+from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
+from ds_dynatrain.errors import MemberMissing, SwitchRefused
+from ds_dynatrain.space import Layout
+
+
+@pytest.fixture
+def boards() -> Iterator[Callable[..., Control]]:
+    """`boards(member, seconds=1.0)`: a member's board; all are over one store."""
+    store = HashStore()
+    yield lambda member, seconds=1.0, prefix="job": Control(store, prefix, member, seconds)
+
+
+def test_post_and_read(boards: Any) -> None:
+    one, other = boards(0), boards(1)
+    assert other.read("key") is None
+    one.post("key", {"a": [1, None, "ä"]})
+    assert other.read("key") == {"a": [1, None, "ä"]}
+    assert boards(0, prefix="another job").read("key") is None
+    one.erase("key")
+    one.erase("key")
+    assert other.read("key") is None
+
+
+def test_the_first_decision_counts(boards: Any) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        decided = list(threads.map(lambda member: boards(member).decide("record", {"by": member}), range(8)))
+    assert len({each["by"] for each in decided}) == 1
+    assert boards(9).decide("record", {"by": 9}) == decided[0]
+    assert boards(9).read("record") == decided[0]
+
+
+def test_count_numbers_the_calls_of_all(boards: Any) -> None:
+    assert [boards(member).count("calls") for member in range(3)] == [1, 2, 3]
+
+
+def test_gather_waits_for_all(boards: Any) -> None:
+    late = threading.Timer(0.2, lambda: boards(1).post("here/1", "late"))
+    late.start()
+    boards(0).post("here/0", "early")
+    assert boards(0).gather("here", (1, 0), "all") == {0: "early", 1: "late"}
+    late.join()
+    assert boards(0).all_posted("here", (0, 1)) and not boards(0).all_posted("here", (0, 1, 2))
+
+
+def test_gather_names_who_is_missing(boards: Any) -> None:
+    board = boards(0, 0.2)
+    board.post("here/0", 1)
+    begin = time.monotonic()
+    with pytest.raises(MemberMissing, match=r"meeting: no answer from member 2, 3 within 0\.2"):
+        board.gather("here", (3, 0, 2), "meeting")
+    assert time.monotonic() - begin < 2
+    with pytest.raises(MemberMissing) as found:
+        board.gather("here", (0, 2), "meeting", deadline=time.monotonic())
+    assert found.value.members == (2,)
+
+
+def test_gather_can_be_stopped(boards: Any) -> None:
+    def stop() -> None:
+        raise SwitchRefused("given up")
+
+    with pytest.raises(SwitchRefused, match="given up"):
+        boards(0).gather("nobody", (0,), "nothing", stop=stop)
+
+
+# ---- agreement ------------------------------------------------------------------------------------------------------
+
+TWO, FOUR = Layout(data=2, zero_stage=1), Layout(data=4, zero_stage=1)
+
+
+def proposal(target: Layout = FOUR, at: int | None = None) -> Proposal:
+    return Proposal(2, TWO, (0, 1), target, (0, 1, 2, 3), at, 5)
+
+
+def wish(target: Layout = FOUR, at: int | None = None, step: int = 5, refusal: tuple[str, str] | None = None) -> Wish:
+    return Wish(target.to_dict(), at, step, refusal)
+
+
+def all_ask(boards: Any, wishes: dict[int, Wish], seconds: float = 2.0) -> list[Any]:
+    """What `agree` returns or raises on members 0 and 1; those without a wish do not call it."""
+
+    def ask(member: int) -> Any:
+        try:
+            mine = wishes[member]
+            meant = proposal(Layout.from_dict(mine.layout), mine.at)
+            return agreement.agree(boards(member, seconds), "step 5", mine, (0, 1), meant)
+        except SwitchRefused as refusal:
+            return refusal
+
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(ask, wishes))
+
+
+def test_equal_wishes_are_a_proposal(boards: Any) -> None:
+    found = all_ask(boards, {0: wish(at=7), 1: wish(at=7)})
+    assert found == [proposal(at=7)] * 2 and found[0].union == (0, 1, 2, 3)
+    assert Proposal.from_json(boards(3).read("proposal/2")) == proposal(at=7)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (wish(TWO), "wish for different switches: member 0 for .*data=4.*member 1 for .*data=2"),
+        (wish(at=9), "at step 9"),
+        (wish(step=6), "asked at step 6"),
+        (wish(refusal=("no memory", "buy some")), "member 1: no memory; buy some"),
+    ],
+)
+def test_a_different_wish_is_refused_on_all(boards: Any, other: Wish, words: str) -> None:
+    first, second = all_ask(boards, {0: wish(), 1: other})
+    assert isinstance(first, SwitchRefused) and str(first) == str(second)
+    with pytest.raises(SwitchRefused, match=words):
+        raise first
+    assert boards(3).read("proposal/2") is None
+
+
+def test_a_member_that_does_not_ask_is_named(boards: Any) -> None:
+    (refusal,) = all_ask(boards, {0: wish()}, 0.3)
+    assert "member 1" in refusal.reason and "every working member has to ask" in refusal.reason
+    (late,) = all_ask(boards, {1: wish()}, 0.3)
+    assert str(late) == str(refusal), "one that asks late reads what was decided"
+
+
+def test_meeting_step(boards: Any) -> None:
+    board = boards(0)
+    assert agreement.meeting_step(board, proposal(at=9), 1, 5) == 9
+    open_end = proposal()
+    assert agreement.meeting_step(board, open_end, 0, 5) is None
+    for member in range(4):
+        boards(member).post(f"prepared/2/{member}", {"error": None})
+    assert agreement.meeting_step(boards(1), open_end, 1, 6) is None, "rank 0 sets it"
+    assert agreement.meeting_step(board, open_end, 0, 6) == 7
+    assert agreement.meeting_step(boards(1), open_end, 1, 7) == 7
+    assert agreement.meeting_step(board, open_end, 0, 8) == 7, "once"
+
+
+@pytest.mark.parametrize(
+    ("step", "place", "words"),
+    [(5, "train", None), (6, "train", "stands at step 6, rank 0 at step 5"), (5, "other", "waits in 'other'")],
+)
+def test_all_stand_at_one_step_in_one_loader(boards: Any, step: int, place: str, words: str | None) -> None:
+    places = {0: (5, "train"), 1: (step, place), 2: (0, "train"), 3: (0, "train")}
+
+    def stand(member: int) -> str | None:
+        try:
+            agreement.stand(boards(member), proposal(), *places[member])
+        except SwitchRefused as refusal:
+            return str(refusal)
+        return None
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(stand, range(4)))
+    assert len(set(found)) == 1
+    assert found[0] is None if words is None else words in str(found[0])
+
+
+# ---- liveness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_beating_member_is_alive_and_a_silent_one_is_named(boards: Any) -> None:
+    heart = Heartbeat(boards(0))
+    heart.start()
+    watch = Watch(boards(2, 0.5))
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        assert not watch.look((0,))
+        time.sleep(0.02)
+    heart.stop()
+    assert not any(thread.name == "dynatrain-heartbeat" for thread in threading.enumerate())
+    with pytest.raises(MemberMissing, match="no heartbeat: no answer from member 0"):
+        while time.monotonic() < end + 10:
+            watch.look((0,))
+            time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_end_of_all_scripts(boards: Any) -> None:
+    watch = Watch(boards(2))
+    post_end(boards(0))
+    assert not watch.look((0, 1))
+    post_end(boards(1))
+    time.sleep(0.05)
+    assert watch.look((0, 1))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_script_that_ended_with_an_error_is_named(
+    boards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.last_value", ValueError("x"), raising=False)
+    post_end(boards(1))
+    with pytest.raises(SystemExit) as end:
+        Watch(boards(2)).look((0, 1))
+    assert end.value.code == 1 and "script of member [1] ended with an error" in caplog.text
