@@ -16,7 +16,9 @@ from tests.engine.models import Sequences, small_gpt
 HOW = sys.argv[1]
 MEMBER = int(os.environ["RANK"])
 PLAIN = (2, 1)
-STEPS = {"idle raises": 10**9, "on idle": 300}.get(HOW, 6)
+STEPS = 10**9 if HOW == "idle raises" else 6
+SLOW_STEP_SECONDS = 1.0 if HOW in ("idle raises", "on idle") else 0.0
+"""The job must last until its idle members have started to wait."""
 
 
 def idle_work(engine: Any) -> None:
@@ -60,6 +62,7 @@ def body() -> None:
     for batch in loader:
         one(batch)
         step = engine.global_steps
+        time.sleep(SLOW_STEP_SECONDS)
         if HOW == "goes idle" and step == 2:
             engine.switch(data=2, at=step)
         if HOW == "loader workers" and step in (2, 4):
