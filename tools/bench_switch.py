@@ -73,8 +73,14 @@ class Switch:
 
     @property
     def apart_ms(self) -> float:
-        """The longest pause of a member, less the certificate's share."""
-        return self.most("pause_ms") - self.most("certificate_ms")
+        """How long training stood still, less the certificate's share."""
+        return self.pause_ms - self.most("certificate_ms")
+
+    @property
+    def pause_ms(self) -> float:
+        """The longest pause of a member that trains afterwards: one that goes idle takes its time over its memory."""
+        working = self.any["event"]["target"]["members"]
+        return float(max(record["pause_ms"] for member, record in self.records.items() if member in working))
 
     def phase(self, name: str) -> float:
         """The longest of one phase, or of one part of a phase."""
@@ -121,7 +127,7 @@ def summary(size: str, dtype: str, name: str, switches: list[Switch]) -> Record:
         "pause_apart_range_ms": [min(s.apart_ms for s in ahead), max(s.apart_ms for s in ahead)],
         "allowed_ms": allowed,
         "ratio": pause / allowed,
-        "pause_ms": median(switch.most("pause_ms") for switch in ahead),
+        "pause_ms": median(switch.pause_ms for switch in ahead),
         "certificate_ms": median(switch.most("certificate_ms") for switch in ahead),
         "immediate_ms": median(switch.apart_ms for switch in immediate) if immediate else None,
         "phases_ms": {

@@ -144,10 +144,26 @@ def no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
+def brief_tensors() -> Iterator[None]:
+    """Tensors print as one word inside the block.
+
+    ZeRO-3's constructor formats all of its arguments, every parameter among them, for a message that is then not shown:
+    0.1 s and more.
+    """
+    written = torch.Tensor.__repr__
+    torch.Tensor.__repr__ = lambda self, **_: "tensor"  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.__repr__ = written  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
 def hollow(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """All of the above: for building one ZeRO optimizer around `optimizer`."""
     with ExitStack() as stack:
         stack.enter_context(no_collection())
+        stack.enter_context(brief_tensors())
         stack.enter_context(silent_communication())
         stack.enter_context(no_step(optimizer))
         stack.enter_context(HollowMode())  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_dynatrain.data.host import Host
 from ds_dynatrain.data.source import MapStyle, Source
-from ds_dynatrain.data.workers import starting
+from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.errors import DataError
 
 
@@ -69,7 +69,7 @@ class EvaluationLoader:
         mine = permutation[rank::data].tolist()
         own = [mine[start : start + self.batch_size] for start in range(0, count * self.batch_size, self.batch_size)]
         spare = permutation[:1].tolist()
-        with starting():
+        with without_collection():
             batches = iter(self.source.fetch([indices or spare for indices in own], None))
         for indices, batch in zip(own, batches, strict=True):
             self.samples = len(indices)

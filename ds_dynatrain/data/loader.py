@@ -30,7 +30,7 @@ from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.host import Host
 from ds_dynatrain.data.order import EpochOrder
 from ds_dynatrain.data.source import MapStyle, Source
-from ds_dynatrain.data.workers import apart, like_stock, starting
+from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
 
@@ -262,7 +262,7 @@ class _Pass(Iterator[Any]):
                 at = loader._at
                 stream = apart(loader.order.seed, at.epoch, at.step, loader._micro, host.generation, host.rank)
             self._torch = loader.source.fetch(_Remaining(loader, host), stream, persistent=True)
-        with starting():
+        with without_collection():
             return iter(self._torch)
 
 

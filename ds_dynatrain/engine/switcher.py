@@ -16,6 +16,7 @@ import torch
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
+from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, feasible, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.control import Control
@@ -225,7 +226,8 @@ class Switcher:
         begin = time.perf_counter()
         engine = self.engine
         was = engine.layout, engine.members
-        outcome = Transaction(engine, preparation, place).run()
+        with without_collection():
+            outcome = Transaction(engine, preparation, place).run()
         self._preparation = None
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
         engine.last_switch = event
