@@ -41,7 +41,7 @@ def test_whole_block_is_read() -> None:
             {
                 "layout": {"data": 2, "zero_stage": 1, "pipe": 1, "tensor": 1},
                 "safety": "rollback",
-                "memory_budget_bytes": 4096,
+                "memory_budget_bytes": 131072,
                 "verify": "full",
                 "timeout_seconds": 5,
                 "data": {"reshuffle": True},
@@ -51,7 +51,7 @@ def test_whole_block_is_read() -> None:
     )
     assert block is not None
     assert block.layout == LayoutConfig(data=2, zero_stage=1)
-    assert (block.memory_budget_bytes, block.timeout_seconds) == (4096, 5.0)
+    assert (block.memory_budget_bytes, block.timeout_seconds) == (131072, 5.0)
     assert (block.data.reshuffle, block.report.jsonl) == (True, "switches.jsonl")
 
 
