@@ -7,6 +7,7 @@ every member has acknowledged the record.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -321,9 +322,7 @@ class Transaction:
             self.outcome.members = self.control.gather(key, proposal.union, "acknowledging the commit")
         except MemberMissing as missing:  # it is committed all the same: nobody may go back
             self.outcome.warnings.append(str(missing))
-        self.source = {}
-        self.target = {}
-        self.preparation.buffers = {}
+        self._release_source()
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))
         if self.target_rank is None:
@@ -333,6 +332,16 @@ class Transaction:
                 self.control.bury(drop(self.preparation.world))
         elif self.preparation.world is not None:
             self.control.bury(self.preparation.world.retire_transfer())
+
+    def _release_source(self) -> None:
+        """Give the old memory back, in a thread: unmapping it takes 0.2 s a gigabyte,
+        and training can go on meanwhile.
+        """
+        old, self.source, self.target, self.preparation.buffers = self.source, {}, {}, {}
+        thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
+        del old  # the thread holds the last reference
+        thread.start()
+        self.control.bury(thread)
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
