@@ -69,6 +69,15 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     # ---- the four verbs ------------------------------------------------------------------------------------------
 
     @property
+    def present_config(self) -> tuple[dict[str, Any], Any]:
+        """DeepSpeed's configuration at present, as a dictionary and parsed."""
+        return self.config, self._config
+
+    def take_grad_norm(self, norm: float | None) -> None:
+        """The norm of the last step, on a member that did not take it."""
+        self._global_grad_norm = norm
+
+    @property
     def stage_adapter(self) -> StageAdapter:
         """The adapter of the present ZeRO stage."""
         return STAGES[int(self.zero_optimization_stage())]

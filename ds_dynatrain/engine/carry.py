@@ -82,7 +82,7 @@ def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, A
     for name, state in shared["loaders"].items():
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)
-    engine._global_grad_norm = rest["grad_norm"]
+    engine.take_grad_norm(rest["grad_norm"])
     engine.module.train(rest["training"])
     buffers = dict(engine.module.named_buffers())
     with torch.no_grad():

@@ -129,40 +129,29 @@ def _build(
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        return _build_on(claims, control, launch, layout, own, settings, batch_sizes, arguments, on_idle)
+        records = _introduce(control, launch, arguments["model"])
+        nodes = {member: str(record["node"]) for member, record in records.items()}
+        parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
+        return _engine_of(Job(*parts, on_idle), layout, arguments)
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
 
 
-def _build_on(
-    claims: Control,
-    control: Control,
-    launch: LaunchWorld,
-    layout: Layout,
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    batch_sizes: BatchSizes,
-    arguments: dict[str, Any],
-    on_idle: OnIdle | None,
-) -> DynatrainEngine:
-    """The rest of `_build`: this process has announced that it opens an engine."""
-    records = _introduce(control, launch, arguments["model"])
-    members = tuple(range(layout.data))
-    job_seed = int(records[0]["seed"])
-    nodes = {member: record["node"] for member, record in records.items()}
-    working = launch.member in members
-    job = Job(settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, job_seed, on_idle)
-    batch = BatchArithmetic(batch_sizes.train_batch_size, batch_sizes.micro_batch_size, layout.data)
+def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any]) -> DynatrainEngine:
+    """The engine in its first world, or without one."""
+    launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.data))
+    batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
     _check_start(layout, batch, arguments["model"])
     given: dict[str, Any] = {
-        "settings": layout_config(own, layout, batch),
+        "settings": layout_config(job.user_config, layout, batch),
         "job": job,
         "layout": layout,
         "members": members,
     }
-    if working:
-        world = build_world(job.background.store, 1, launch.member, members, members, settings.timeout_seconds)
+    if launch.member in members:
+        seconds = job.settings.timeout_seconds
+        world = build_world(job.background.store, 1, launch.member, members, members, seconds)
         install(world)
         try:
             engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
@@ -187,8 +176,7 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 
 def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
     """Register every logical tensor; thresholds come from DeepSpeed's own reading of the configuration."""
-    zero = engine._config.zero_config
-    rules = ZeroRules(sub_group_size=int(zero.sub_group_size), persistence_threshold=0)
+    rules = ZeroRules(sub_group_size=int(engine.zero_sub_group_size()), persistence_threshold=0)
     kinds = standard_kinds("fp32" if model_is_float(engine.model_map) else "bf16", stale_grad=True)
     return VirtualParameterSpace(engine.model_map.tensors, rules, kinds, layout, members, plan_switch)
 

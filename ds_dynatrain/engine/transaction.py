@@ -80,7 +80,7 @@ class Transaction:
         self.source_digests: SideDigests | None = None
         self.kept_share: dict[str, Digests] = {}
         self.old_world: World | None = engine.world
-        self.old_config = (engine.config, engine._config)
+        self.old_config = engine.present_config
         self.is_detached = self.is_installed = self.has_reported = False
 
     # ---- the protocol --------------------------------------------------------------------------------------------
