@@ -80,8 +80,7 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
         if other != first:
             raise SwitchRefused(
                 f"{where}: tensor {tensors[0]} has {first}, tensor {tensor} has {other}, and the target layout keeps "
-                f"one "
-                "value for both",
+                "one value for both",
                 "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
             )
     return first

@@ -94,8 +94,7 @@ def check_memory(member: int, needs: Mapping[int, int], nodes: Mapping[int, str]
     if max(together, needs.get(member, 0)) > free:
         raise SwitchRefused(
             f"the members on node {nodes[member]!r} need {together} bytes for the new state and staging (member "
-            f"{member} "
-            f"{needs.get(member, 0)}), and {free} are available",
+            f"{member} {needs.get(member, 0)}), and {free} are available",
             "choose a layout with more ranks or a higher ZeRO stage, or lower dynatrain.memory_budget_bytes",
         )
 

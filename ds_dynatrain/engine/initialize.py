@@ -240,8 +240,7 @@ def _difference(first: list[Any], other: list[Any], member: int) -> str:
         if mine != theirs:
             return (
                 f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type): build "
-                f"the "
-                "same model on every process"
+                "the same model on every process"
             )
     return f"the model of member {member} differs from that of member 0"
 

@@ -165,7 +165,12 @@ class Transaction:
         if self.source_rank == 0:
             self.rest = rest_carry(engine)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
-            record = {"shared": encode(self.before, []), "rest": encode(self.rest, []), "kinds": kinds}
+            tensors: list[torch.Tensor] = []
+            record = {"shared": encode(self.before, tensors), "rest": encode(self.rest, []), "kinds": kinds}
+            if tensors:  # they would have to travel apart from the record
+                raise SwitchFailed(
+                    "a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers"
+                )
             self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
 
     def _warn_of_last_gradients(self) -> None:
@@ -175,8 +180,7 @@ class Transaction:
         if names and 3 in stages and len(stages) > 1:
             self.outcome.warnings.append(
                 f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO stage 3 "
-                f"re-uses "
-                "their last gradient, the other stages do not, so their updates change with the stage"
+                "re-uses their last gradient, the other stages do not, so their updates change with the stage"
             )
 
     def _receive_carry(self) -> None:
