@@ -87,7 +87,7 @@ def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], pr
 
 
 def _judge(records: dict[int, Any], proposal: Proposal) -> dict[str, Any]:
-    wishes = {member: Wish(**{**record, "refusal": record["refusal"]}) for member, record in records.items()}
+    wishes = {member: Wish(**record) for member, record in records.items()}
     for member, wish in sorted(wishes.items()):
         if wish.refusal is not None:
             return {"refusal": [f"member {member}: {wish.refusal[0]}", wish.refusal[1]]}

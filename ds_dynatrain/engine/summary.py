@@ -24,7 +24,7 @@ def event_of(
     """The event as this member reports it: bytes are sums over all members, phases its own."""
     proposal = preparation.proposal
     records = list(measured.members.values())
-    kinds = next(iter(preparation.plans)) if preparation.plans else ()
+    kinds = measured.kinds
     plan = preparation.plans.get(kinds)
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None

@@ -47,6 +47,7 @@ class Outcome:
     committed: bool = False
     reason: str = ""
     digest: str = ""
+    kinds: tuple[str, ...] = ()
     stats: TransferStats | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
     certificate_ms: float = 0.0
@@ -187,7 +188,7 @@ class Transaction:
         first = self.proposal.source_members[0]
         record = self._await(f"carry/{self.proposal.generation}", (first,), "the carry of rank 0")[first]
         self.shared, self.rest_record = decode(record["shared"], []), record["rest"]
-        self.kinds = tuple(record["kinds"])
+        self.kinds = self.outcome.kinds = tuple(record["kinds"])
         self._settle_target()
 
     def _digest_source(self) -> None:

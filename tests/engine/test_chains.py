@@ -78,6 +78,16 @@ def test_switch_before_the_first_step(pool: RankPool, dtype: str, start: jobs.Si
     assert switched == losses(pool, target, 6, {}, **more), "the same path of arithmetic, so bitwise"
 
 
+def first_case() -> Any:
+    return jobs.run(jobs.config(start=(2, 1)), 2, {0: (4, 3)})
+
+
+def test_event_before_the_first_step_counts_what_was_there(pool: RankPool) -> None:
+    event = pool.run(first_case)[0].events[0]
+    assert event.bytes_sent == event.bytes_minimum > 0
+    assert event.certificate.kinds == ("weight", "master"), "no moments yet"
+
+
 def consecutive_case() -> Any:
     return jobs.run(jobs.config(start=(2, 1)), 7, {3: (4, 3), 4: (4, 3), 5: (2, 2), 6: (2, 2)})
 
