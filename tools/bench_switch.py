@@ -3,6 +3,7 @@
 python tools/bench_switch.py                          # the whole table: about ten minutes on two cores
 python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
+python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -22,6 +23,7 @@ from typing import Any
 
 from figures import keep, machine, table
 from launch import launch
+from variants import VARIANTS
 
 PROCESSES = 4
 LIMIT_SECONDS = 900
@@ -91,23 +93,22 @@ class Switch:
         return float(max(record[name] for record in self.records.values()))
 
 
-def measure(size: str, dtype: str, laps: int, immediate: int, repeats: int) -> list[Switch]:
-    """One launch: `laps` times round the ring ahead, `immediate` times immediate."""
+def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, repeats: int) -> list[Switch]:
+    """One launch: `laps` times round the ring ahead, `immediate` times immediate. variant: "" for none."""
     modes = ["ahead"] * laps + ["immediate"] * immediate
     walk = [{"name": name, "mode": mode, "target": target} for mode in modes for name, target in RING]
-    notes = launch(
-        "switch_ranks.py", PROCESSES, LIMIT_SECONDS, size=size, dtype=dtype, start=START, walk=walk, repeats=repeats
-    )
+    wanted = {"size": size, "dtype": dtype, "variant": variant, "start": START, "walk": walk, "repeats": repeats}
+    notes = launch("switch_ranks.py", PROCESSES, LIMIT_SECONDS, **wanted)
     switches: defaultdict[int, dict[int, Record]] = defaultdict(dict)
     for member, lines in notes.items():
         for line in lines:
             switches[line["event"]["generation"]][member] = line
     if len(switches) != len(walk):
-        raise SystemExit(f"{size} {dtype}: {len(switches)} of {len(walk)} switches took place")
+        raise SystemExit(f"{size} {variant or dtype}: {len(switches)} of {len(walk)} switches took place")
     return [Switch(switches[generation]) for generation in sorted(switches)]
 
 
-def summary(size: str, dtype: str, name: str, switches: list[Switch]) -> Record:
+def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
     """Medians of one change, its bytes, and the verdict on its bar."""
     ahead = [switch for switch in switches if switch.mode == "ahead"] or switches
     immediate = [switch for switch in switches if switch.mode == "immediate"]
@@ -117,7 +118,7 @@ def summary(size: str, dtype: str, name: str, switches: list[Switch]) -> Record:
     allowed = FACTOR * raw + ALLOWANCE_MS
     return {
         "size": size,
-        "dtype": dtype,
+        "title": title,
         "change": name,
         "bytes_sent": event["bytes_sent"],
         "bytes_minimum": least["minimum"],
@@ -164,8 +165,8 @@ def document(rows: list[Record], laps: int, immediate: int) -> str:
         "`immediate` is the pause without the certificate of a switch that takes effect at once, its preparation "
         "included.",
     ]
-    for key in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
-        mine = [row for row in rows if (row["size"], row["dtype"]) == key]
+    for key in dict.fromkeys((row["size"], row["title"]) for row in rows):
+        mine = [row for row in rows if (row["size"], row["title"]) == key]
         text += [f"#### {key[0]}, {key[1]}", table(head, map(_pause_row, mine))]
         text += [
             "Phases of the pause (ms, the slowest of each; `exchange`, `local` and `derived` are parts of `move`):"
@@ -219,23 +220,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["30M", "125M"], help="30M, 125M, tiny")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
+    parser.add_argument("--variants", nargs="+", default=[], choices=["all", *VARIANTS], help="instead of --dtypes")
     parser.add_argument("--laps", type=int, default=3, help="laps with switches asked for ahead (default 3)")
     parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
     args = parser.parse_args()
+    variants = list(VARIANTS) if "all" in args.variants else args.variants
+    kinds = [(VARIANTS[name].title, VARIANTS[name].dtype, name) for name in variants]
     rows: list[Record] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
-        for dtype in args.dtypes:
-            switches = measure(size, dtype, args.laps, args.immediate, args.repeats)
+        for title, dtype, variant in kinds or [(dtype, dtype, "") for dtype in args.dtypes]:
+            switches = measure(size, dtype, variant, args.laps, args.immediate, args.repeats)
             for name, _ in RING:
-                rows.append(summary(size, dtype, name, [switch for switch in switches if switch.name == name]))
+                rows.append(summary(size, title, name, [switch for switch in switches if switch.name == name]))
             text = document(rows, args.laps, args.immediate)
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
-                keep(args.write, "bench_switch", text)
+                keep(args.write, "bench_variants" if variants else "bench_switch", text)
     print(text)
 
 

@@ -1,6 +1,8 @@
 """One rank of `bench_switch.py`: walks a list of changes in living ranks and notes what each cost.
 
 torchrun ... switch_ranks.py FOLDER '{"size": "30M", "dtype": "bf16", "walk": [...], "start": {...}, "repeats": 3}'
+
+"variant" names one of variants.py, if it is there.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Any
 
 import deepspeed
 import memory
-import torch
 import torch.distributed as td
 from launch import Notes
 from raw import RawTransport
-from workload import GPT, SIZES, Samples, config, quiet
+from variants import VARIANTS, allow_fp16, model_of, settings_of
+from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
 from ds_dynatrain.engine.transaction import Outcome, Transaction
@@ -97,11 +99,14 @@ def main() -> None:
     watch = Watch(profile)
     watch.install()
     shape = SIZES[wanted["size"]]
-    settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
+    variant = VARIANTS.get(wanted.get("variant", ""))
+    settings = settings_of(variant, config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH))
     settings["dynatrain"] = {"layout": wanted["start"], "timeout_seconds": 120}
-    torch.manual_seed(0)
-    data = Samples(10**6, LENGTH, shape["vocabulary"])
-    engine, *_ = ds_dynatrain.initialize(model=GPT(**shape), config=settings)
+    if wanted["dtype"] == "fp16":
+        allow_fp16()
+    data, model = Samples(10**6, LENGTH, shape["vocabulary"]), model_of(variant, shape)
+    groups = variant.groups(model) if variant is not None and variant.groups is not None else None
+    engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=groups, config=settings)
     loader = engine.loader(data, num_workers=0)
     walk = wanted["walk"]
     counted: set[str] = set()
