@@ -38,7 +38,7 @@ def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferI
             found[WEIGHT, BufferId("partition", number)] = part
     if layout.zero_stage in (1, 2):
         for group in sorted({tensor.group for tensor in vps.tensors if tensor.trainable}):
-            size = partition_size(line, vps.rules, data, group)
+            size = partition_size(line, vps.rules, layout, group)
             for kind in kinds:
                 found[kind, BufferId("group", group)] = size * data if kind == WEIGHT else size
     if layout.zero_stage == 3:

@@ -1,9 +1,10 @@
 """A sharding: how one layout cuts one state kind, as arithmetic that holds for every rank at once.
 
-The line falls into segments (a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment of n elements
-is cut in parts of a fixed `width`; rank r holds [r * width, min((r + 1) * width, n)) of it, at `at` elements into its
-buffer. Where the kind is replicated, each rank holds the whole segment. Owner and address of any coordinate follow by
-integer division, so a rank finds its peers without walking over all of them.
+The line falls into segments (a run of a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment lies
+in one piece somewhere in a flat order, its first element at position `lead`; that order is cut in parts of a fixed
+`width`, and rank r holds the positions [r * width, (r + 1) * width), the first of them at `at` elements into its
+buffer. Where the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
+coordinate follow by integer division, so a rank finds its peers without walking over all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Sharding:
     """How a world of `ranks` ranks holds one kind. All arrays have one entry per segment, sorted by start and disjoint.
 
     start, stop: coordinates. width: elements of a rank's part (the segment's length if replicated). buffer: index into
-    `buffers`. at: where a rank's part begins in the buffer, in elements. The buffers are the same on every rank.
+    `buffers`. at: where a rank's part begins in the buffer, in elements (the segment itself, if replicated). lead: the
+    segment's first position in the order that is cut, 0 if replicated. The buffers are the same on every rank.
     """
 
     start: Ints
@@ -31,6 +33,7 @@ class Sharding:
     width: Ints
     buffer: Ints
     at: Ints
+    lead: Ints
     buffers: tuple[BufferId, ...]
     ranks: int
     replicated: bool
@@ -40,12 +43,13 @@ class Sharding:
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a world of {self.ranks}")
         if self.replicated:
-            start, stop = self.start, self.stop
+            start, stop, offset = self.start, self.stop, self.at
         else:
-            start = np.minimum(self.start + rank * self.width, self.stop)
-            stop = np.minimum(start + self.width, self.stop)
+            first = self.start - self.lead + rank * self.width
+            start, stop = np.maximum(first, self.start), np.minimum(first + self.width, self.stop)
+            offset = self.at + start - first
         keep = start < stop
-        return Pieces(start[keep], stop[keep], self.buffer[keep], self.at[keep], self.buffers).coalesce()
+        return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
 
     def region(self) -> tuple[Ints, Ints]:
         """The runs that the ranks hold together, touching ones joined."""
@@ -61,7 +65,7 @@ class Sharding:
             base = np.zeros(len(low), np.int64) + (self.start[0] if len(self.start) else 0)
             width = np.full(len(low), self._even_width())
         else:
-            base, width = self.start[segment], self.width[segment]
+            base, width = (self.start - self.lead)[segment], self.width[segment]
         part, low, high, rank = interval.cut_every(low - base, high - base, width)
         return row[part], low + base[part], high + base[part], rank
 
@@ -75,7 +79,7 @@ class Sharding:
         rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
         """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
-        offset = self.at[segment] + low - self.start[segment]
+        offset = (self.at + self.lead - self.start)[segment] + low
         if not self.replicated:
             offset = offset - rank[row] * self.width[segment]
         return row, low, high, self.buffer[segment], offset

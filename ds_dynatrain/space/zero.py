@@ -11,6 +11,10 @@ Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runti
 | weight, frozen           | tensor, whole| tensor, whole                    | partition, the rank's part         |
 | weight, persistent       |              |                                  | and a copy: tensor, whole          |
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
+
+A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
+the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
+tensor begins at a multiple of `weight_alignment`. A tensor of no element takes no part in either.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class ZeroRules:
     """The numbers of a DeepSpeed configuration that decide where ZeRO cuts; all in elements.
 
     alignment_factor: a flat group is padded to a multiple of alignment_factor x data (stages 1 and 2).
+    round_robin_stages: those of stages 1 and 2 whose flat groups deal their tensors to the ranks in turn.
+    aligned_stages: those of stages 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
     sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
     persistence_threshold: tensors up to this size stay whole on every rank under ZeRO-3, in addition to their parts.
     model_persistence_threshold: the most elements that may be persistent together.
@@ -41,6 +47,9 @@ class ZeroRules:
     """
 
     alignment_factor: int = 2
+    round_robin_stages: frozenset[int] = frozenset()
+    aligned_stages: frozenset[int] = frozenset()
+    weight_alignment: int = 1
     sub_group_size: int = 10**9
     persistence_threshold: int = 100_000
     model_persistence_threshold: int = sys.maxsize
@@ -148,10 +157,25 @@ def subgroups(line: Line, rules: ZeroRules, data: int) -> Ints:
     return result
 
 
-def partition_size(line: Line, rules: ZeroRules, data: int, group: int) -> int:
+def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
+    """A flat group of stages 1 and 2: (tensor numbers in its order, position of each, elements without the tail's pad).
+
+    Tensors of no element are left out, as DeepSpeed does before it numbers them.
+    """
+    tensors = np.flatnonzero((line.groups == group) & (line.numels > 0))
+    if layout.zero_stage in rules.round_robin_stages:
+        tensors = tensors[np.argsort(np.arange(len(tensors)) % layout.data, kind="stable")]
+    step = rules.weight_alignment if layout.zero_stage in rules.aligned_stages else 1
+    numels = line.numels[tensors]
+    room = -(-numels // step) * step
+    position = np.cumsum(room) - room
+    return tensors, position, int(position[-1] + numels[-1]) if len(tensors) else 0
+
+
+def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> int:
     """Elements of a rank's part of a flat group under stages 1 and 2, padding included."""
-    step = rules.alignment_factor * data
-    return -(-int(line.numels[line.groups == group].sum()) // step) * step // data
+    step = rules.alignment_factor * layout.data
+    return -(-flat_order(line, rules, layout, group)[2] // step) * step // layout.data
 
 
 def _check_axes(layout: Layout) -> None:
@@ -172,19 +196,30 @@ def _whole(line: Line, layout: Layout, tensors: Ints, table: Table) -> Sharding:
 
 
 def _flat_groups(line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table) -> Sharding:
-    """One segment per optimizer group, then one per frozen tensor."""
-    groups = np.unique(line.groups[line.groups != FROZEN]) if count else np.empty(0, np.int64)
-    first = np.searchsorted(line.groups[: line.trainable_count], groups, side="left")
-    last = np.searchsorted(line.groups[: line.trainable_count], groups, side="right")
-    frozen = np.arange(line.trainable_count, max(count, line.trainable_count), dtype=np.int64)
-    start = np.concatenate([line.bases[first], line.bases[frozen]])
-    stop = np.concatenate([line.bases[last], line.bases[frozen + 1]])
-    buffer = np.concatenate([len(line.tensors) + groups, frozen])
+    """Segments of optimizer groups, as long as the line and the flat order agree, then one per frozen tensor."""
     replicated = is_replicated(layout, kind)
-    sizes = [partition_size(line, rules, layout.data, int(group)) for group in groups]
-    width = stop - start if replicated else np.array(sizes, dtype=np.int64)
+    trainable = min(count, line.trainable_count)
+    width, position = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for group in np.unique(line.groups[:trainable]).tolist():
+        tensors, found, _ = flat_order(line, rules, layout, group)
+        position[tensors] = found
+        width[tensors] = partition_size(line, rules, layout, group)
+    buffer = np.arange(count, dtype=np.int64)
+    buffer[:trainable] = len(line.tensors) + line.groups[:trainable]
+    filled = np.flatnonzero(line.numels[:count])
+    ends, position, buffer = line.bases[filled], position[filled], buffer[filled]
+    joined = (np.diff(buffer) == 0) & (np.diff(position) == np.diff(ends))
+    first = np.flatnonzero(np.append(True, ~joined))[: len(filled)]
+    last = np.append(first[1:], len(filled))[: len(first)] - 1
+    start, stop = line.bases[filled[first]], line.bases[filled[last] + 1]
+    nothing = np.zeros_like(first)
     return Sharding(
-        *_nonempty(start, stop, width, buffer, np.zeros_like(start)),
+        start,
+        stop,
+        stop - start if replicated else width[filled[first]],
+        buffer[first],
+        position[first] if replicated else nothing,
+        nothing if replicated else position[first],
         buffers=table,
         ranks=layout.data,
         replicated=replicated,
@@ -210,6 +245,7 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     )
 
 
-def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> tuple[Ints, ...]:
+    """The segments that have an element, each with a lead of 0."""
     keep = start < stop
-    return start[keep], stop[keep], width[keep], buffer[keep], at[keep]
+    return start[keep], stop[keep], width[keep], buffer[keep], at[keep], np.zeros_like(start[keep])

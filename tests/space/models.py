@@ -28,6 +28,9 @@ zero_rules = st.builds(
     sub_group_size=st.integers(1, 20),
     persistence_threshold=st.sampled_from([0, 3, 100]),
     model_persistence_threshold=st.sampled_from([10, 10**9]),
+    round_robin_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
+    aligned_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
+    weight_alignment=st.sampled_from([1, 4, 8]),
 )
 layouts = st.builds(Layout, zero_stage=st.integers(0, 3), data=st.integers(1, 4))
 precisions = st.sampled_from(["fp32", "bf16"])
@@ -53,7 +56,7 @@ def addresses(
         for number in numbers:
             main |= {base[number] + i: ("tensor", number, i) for i in range(tensors[number].numel)}
     elif layout.zero_stage < 3:
-        _flat(tensors, rules, layout.data, rank, kind, base, main)
+        _flat(tensors, rules, layout, rank, kind, base, main)
     else:
         _parted(tensors, rules, layout.data, rank, numbers, base, main)
         room = rules.model_persistence_threshold
@@ -67,14 +70,19 @@ def addresses(
 def _flat(
     tensors: list[LogicalTensor],
     rules: ZeroRules,
-    data: int,
+    layout: Layout,
     rank: int,
     kind: str,
     base: list[int],
     out: dict[int, Address],
 ) -> None:
+    data, stage = layout.data, layout.zero_stage
     for group in (0, 1):
-        line = [base[n] + i for n, tensor in enumerate(tensors) if tensor.group == group for i in range(tensor.numel)]
+        line = flat_line(
+            [range(base[n], base[n] + tensor.numel) for n, tensor in enumerate(tensors) if tensor.group == group],
+            data if stage in rules.round_robin_stages else 1,
+            rules.weight_alignment if stage in rules.aligned_stages else 1,
+        )
         step = rules.alignment_factor * data
         line += [-1] * (-len(line) % step)
         part = len(line) // data
@@ -87,6 +95,24 @@ def _flat(
         for number, tensor in enumerate(tensors):
             if not tensor.trainable:
                 out |= {base[number] + i: ("tensor", number, i) for i in range(tensor.numel)}
+
+
+def flat_line(tensors: list[range], deals: int, alignment: int) -> list[int]:
+    """A flat group, element by element, with -1 for padding between tensors.
+
+    As DeepSpeed 0.19.8 writes it (`is_optimized_parameter`, `_round_robin_reorder`, `param_padding`): tensors of no
+    element are dropped, tensor i goes into pile i % deals, and each but the last is padded.
+    """
+    piles: dict[int, list[range]] = {}
+    for i, tensor in enumerate(tensor for tensor in tensors if len(tensor)):
+        piles.setdefault(i % deals, []).append(tensor)
+    ordered = [tensor for pile in piles.values() for tensor in pile]
+    line: list[int] = []
+    for index, tensor in enumerate(ordered):
+        line += tensor
+        if index < len(ordered) - 1:
+            line += [-1] * (-len(line) % alignment)
+    return line
 
 
 def _parted(

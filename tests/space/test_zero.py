@@ -131,3 +131,36 @@ def test_refusals() -> None:
         Line(tensors).index("z")
     with pytest.raises(LayoutError, match="negative dim"):
         LogicalTensor("a", (-1,))
+
+
+def test_tensors_dealt_in_turn_and_aligned() -> None:
+    """The sizes of the measured example under `round_robin_gradients` and `parameter_alignment` in fp32."""
+    tensors = [LogicalTensor(name, (size,)) for name, size in zip("abcdef", (35, 7, 21, 3, 3, 3), strict=True)]
+    stages = frozenset({1, 2})
+    two, three = Layout(zero_stage=1, data=2), Layout(zero_stage=1, data=3)
+    dealt = space(tensors, ZeroRules(round_robin_stages=stages), two, (0, 1))
+    order = zero.flat_order(dealt.line, dealt.rules, two, 0)
+    assert (order[0].tolist(), order[1].tolist(), order[2]) == ([0, 2, 4, 1, 3, 5], [0, 35, 56, 59, 66, 69], 72)
+    assert zero.flat_order(dealt.line, dealt.rules, three, 0)[0].tolist() == [0, 3, 1, 4, 2, 5]
+    assert zero.flat_order(dealt.line, dealt.rules, Layout(zero_stage=3, data=2), 0)[0].tolist() == [*range(6)]
+    assert [piece[:2] + piece[3:] for piece in dealt.holding(two, 0, "master")] == [(0, 35, 0), (42, 43, 35)]
+    assert [piece[:2] + piece[3:] for piece in dealt.holding(two, 1, "master")] == [
+        (35, 42, 23),
+        (43, 63, 0),
+        (63, 66, 30),
+        (66, 69, 20),
+        (69, 72, 33),
+    ]
+    both = space(tensors, ZeroRules(round_robin_stages=stages, aligned_stages=stages, weight_alignment=4), two, (0, 1))
+    order = zero.flat_order(both.line, both.rules, two, 0)
+    assert (order[1].tolist(), order[2]) == ([0, 36, 60, 64, 72, 76], 79)
+    assert zero.partition_size(both.line, both.rules, two, 0) == 40
+
+
+def test_a_plain_flat_group_is_one_segment() -> None:
+    tensors = [LogicalTensor(f"t{number}", (number % 3,), number // 5) for number in range(10)]
+    rules = ZeroRules(aligned_stages=frozenset({2}), weight_alignment=8)
+    layout = Layout(zero_stage=1, data=4)
+    vps = space(tensors, rules, layout, (0, 1, 2, 3))
+    assert vps.sharding(layout, "master").start.tolist() == [0, 4]
+    assert vps.sharding(Layout(zero_stage=2, data=4), "master").lead.tolist() == [0, 8, 16, 0, 8, 16]
