@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.pool import RankPool
+from tests.ops import build
 
 RANKS = 4
 
@@ -17,3 +18,21 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     ranks = RankPool(RANKS, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def fused_adam() -> None:
+    """DeepSpeed's FusedAdam, which a configuration without `torch_adam` means, is compiled."""
+    build("FusedAdamBuilder")
+
+
+@pytest.fixture(scope="session")
+def cpu_adam() -> None:
+    """DeepSpeedCPUAdam, which offload means, is compiled."""
+    build("CPUAdamBuilder")
+
+
+@pytest.fixture(scope="session")
+def cpu_lion() -> None:
+    """DeepSpeedCPULion is compiled."""
+    build("CPULionBuilder")

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.ops import path_with_ninja
+
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0
 CASE_SECONDS = 60.0
@@ -60,7 +62,7 @@ class Nursery:
 
     def __init__(self, log: Path) -> None:
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1"}
+        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", "PATH": path_with_ninja()}
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
             self._process = subprocess.Popen(
