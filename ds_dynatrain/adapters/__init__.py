@@ -12,6 +12,7 @@
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
 | `stage0`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
+| `stages` | which of them an optimizer needs |
 | `gradients` | which parameters got a gradient |
 | `tokens` | gradients by token counts |
 | `host` | DeepSpeed's engine with these openings |

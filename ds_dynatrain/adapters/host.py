@@ -11,17 +11,15 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
+from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import rule_of
-from ds_dynatrain.adapters.stage0 import ReplicatedStage
-from ds_dynatrain.adapters.stage3 import PartitionedStage, reset_counters, restore_linear
-from ds_dynatrain.adapters.stage12 import FlatStages
+from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
+from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
-
-STAGES: dict[int, StageAdapter] = {0: ReplicatedStage(), 1: FlatStages(), 2: FlatStages(), 3: PartitionedStage()}
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -79,8 +77,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def stage_adapter(self) -> StageAdapter:
-        """The adapter of the present ZeRO stage."""
-        return STAGES[int(self.zero_optimization_stage())]
+        """The adapter of the present optimizer."""
+        return adapter_of(self.optimizer)
+
+    @property
+    def element_types(self) -> ElementTypes:
+        """Of what type each state is: by the model and the configuration, the same in every layout."""
+        return ElementTypes(weight=self.model_map.dtype, gradient=self.get_data_types()[1])
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """The live flat buffers of this rank, and the optimizer's scalars."""
@@ -95,10 +98,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
-        old = self.optimizer
+        old, adapter = self.optimizer, self.stage_adapter
         if hasattr(old, "destroy"):
             old.destroy()
-        self.stage_adapter.release(self, self.model_map)
+        adapter.release(self, self.model_map)
         self.basic_optimizer.state.clear()
         for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
             group["params"] = list(parameters)

@@ -5,6 +5,7 @@ or kept from the present layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,9 +20,28 @@ SLACK = 2048
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
-def dtypes(weight: torch.dtype, kinds: tuple[str, ...]) -> dict[str, torch.dtype]:
-    """Element type of each state kind for a model whose parameters are of type `weight`."""
-    return {kind: weight if kind in (WEIGHT, STALE_GRAD) else torch.float32 for kind in kinds}
+@dataclass(frozen=True)
+class ElementTypes:
+    """Of what type the elements of each state kind are, in whatever layout.
+
+    weight: of the parameters. gradient: of accumulated gradients, thus of ZeRO-3's last ones. moments: by name; one
+    that is not named is of the master's type.
+    """
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    master: torch.dtype = torch.float32
+    moments: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def of(self, kind: str) -> torch.dtype:
+        """The type of one kind."""
+        fixed = {WEIGHT: self.weight, STALE_GRAD: self.gradient, MASTER: self.master}
+        return fixed.get(kind) or self.moments.get(kind, self.master)
+
+
+def dtypes(types: ElementTypes, kinds: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Element type of each of `kinds`."""
+    return {kind: types.of(kind) for kind in kinds}
 
 
 def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferId], int]:
@@ -80,13 +100,13 @@ def reusable(
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
-    """Kept fp32 weights and masters that are not the same memory, where the target has them in one (see `provide`).
+    """Kept weights and masters of one type in different memory, where the target has them in one (see `provide`).
 
     DeepSpeed's own constructor of stage 3 keeps them apart.
     """
     pairs = [(live.get((WEIGHT, name)), live.get((MASTER, name))) for _, name in kept]
     apart = [
-        weight is not None and weight.dtype == torch.float32 and master is not None and not _same(weight, master)
+        weight is not None and master is not None and weight.dtype == master.dtype and not _same(weight, master)
         for weight, master in pairs
     ]
     if target.zero_stage not in (0, 3) or not any(apart):
@@ -108,8 +128,8 @@ def provide(
 ) -> Buffers:
     """Every buffer of the target layout: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
 
-    Sub-group buffers of a kind are slices of one tensor; in fp32 the weight and master of ZeRO stages 0 and 3 are the
-    same memory, as DeepSpeed has them.
+    Sub-group buffers of a kind are slices of one tensor; where weight and master are of one type (fp32), those of ZeRO
+    stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
     wanted = {key: size for key, size in sizes(vps, target).items() if key[0] in types}
     buffers: Buffers = {}
@@ -127,7 +147,7 @@ def provide(
             else:
                 slack = SLACK if name.place == "group" and kind == WEIGHT else 0
                 buffers[kind, name] = allocate(size + slack, dtype)[:size]
-    if types[WEIGHT] == torch.float32 and target.zero_stage in (0, 3):
+    if types[WEIGHT] == types.get(MASTER) and target.zero_stage in (0, 3):
         for (kind, name), held in list(buffers.items()):
             if kind == WEIGHT and (MASTER, name) in buffers:
                 buffers[MASTER, name] = held

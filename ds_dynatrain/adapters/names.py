@@ -27,6 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
         "DeepSpeedEngine._configure_python_gc",
+        "DeepSpeedEngine.get_data_types",
     ),
     "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
     "deepspeed.runtime.utils": ("check_internal_apis_for_count_used_parameters",),

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, TypeVar
 
-import torch
 from deepspeed import set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
-
-from ds_dynatrain.adapters.model import ModelMap
 
 E = TypeVar("E", bound=DeepSpeedEngine)
 
@@ -37,8 +34,3 @@ def import_what_is_lazy() -> None:
             importlib.import_module(f"deepspeed.runtime.{name}")
         except ImportError:  # it has moved: the first switch is slower, and right all the same
             continue
-
-
-def model_is_float(model: ModelMap) -> bool:
-    """Whether the parameters are fp32, so that a weight and its master are the same bytes."""
-    return model.dtype == torch.float32

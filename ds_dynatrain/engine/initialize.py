@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, model_is_float
+from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
     LaunchWorld,
@@ -177,7 +177,8 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
     """Register every logical tensor; thresholds come from DeepSpeed's own reading of the configuration."""
     rules = ZeroRules(sub_group_size=int(engine.zero_sub_group_size()), persistence_threshold=0)
-    kinds = standard_kinds("fp32" if model_is_float(engine.model_map) else "bf16", stale_grad=True)
+    types = engine.element_types
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, stale_grad=types.gradient.itemsize)
     return VirtualParameterSpace(engine.model_map.tensors, rules, kinds, layout, members, plan_switch)
 
 

@@ -136,7 +136,7 @@ class Switcher:
         return dict.fromkeys(members, state + min(self.engine.settings.memory_budget_bytes, state))
 
     def _types(self, layout: Layout) -> dict[str, torch.dtype]:
-        return dtypes(self.engine.model_map.dtype, self.engine.vps.present_kinds(layout))
+        return dtypes(self.engine.element_types, self.engine.vps.present_kinds(layout))
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ds_dynatrain.errors import LayoutError
@@ -37,20 +37,21 @@ class Kind:
 
 
 def standard_kinds(
-    precision: str, moments: Iterable[str] = (EXP_AVG, EXP_AVG_SQ), stale_grad: bool = False
+    weight: int,
+    master: int = 4,
+    moments: Iterable[str] | Mapping[str, int] = (EXP_AVG, EXP_AVG_SQ),
+    stale_grad: int | None = None,
 ) -> tuple[Kind, ...]:
-    """The kinds of a training in "fp32" or "bf16" with an optimizer that keeps `moments`.
+    """The kinds of a training, by bytes per element.
 
-    In fp32 a weight and its master are the same bytes; in bf16 a weight is cast from its master. LayoutError for any
-    other precision.
+    weight, master: where they are equal a weight and its master are the same bytes (fp32), else a weight is cast from
+    its master. moments: names that an optimizer keeps, of 4 bytes each, or name -> bytes. stale_grad: of ZeRO-3's last
+    gradients; None leaves the kind out. LayoutError for an item size below one byte.
     """
-    if precision == "fp32":
-        size = 4
-        first = (Kind(WEIGHT, 4, (WEIGHT, MASTER), MASTER), Kind(MASTER, 4, (MASTER, WEIGHT)))
-    elif precision == "bf16":
-        size = 2
-        first = (Kind(WEIGHT, 2, (WEIGHT,), MASTER), Kind(MASTER, 4))
+    if weight == master:
+        first = (Kind(WEIGHT, weight, (WEIGHT, MASTER), MASTER), Kind(MASTER, master, (MASTER, WEIGHT)))
     else:
-        raise LayoutError(f"precision {precision!r} is neither 'fp32' nor 'bf16'")
-    stale = (Kind(STALE_GRAD, size),) if stale_grad else ()
-    return (*first, *(Kind(name, 4) for name in moments), *stale)
+        first = (Kind(WEIGHT, weight, (WEIGHT,), MASTER), Kind(MASTER, master))
+    sizes = moments if isinstance(moments, Mapping) else dict.fromkeys(moments, 4)
+    stale = () if stale_grad is None else (Kind(STALE_GRAD, stale_grad),)
+    return (*first, *(Kind(name, size) for name, size in sizes.items()), *stale)

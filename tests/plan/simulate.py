@@ -65,7 +65,7 @@ def lacking_bytes(
     rules: ZeroRules,
     source: tuple[Layout, int | None],
     target: tuple[Layout, int],
-    precision: str,
+    weight_bytes: int,
     kinds: Iterable[str],
 ) -> int:
     """Least bytes that one member must receive, element by element: source and target as (layout, rank or None)."""
@@ -79,10 +79,10 @@ def lacking_bytes(
         return set() if source[1] is None else held(source[0], source[1], kind)
 
     weight, master = held(*target, "weight"), held(*target, "master")
-    if precision == "fp32":
+    if weight_bytes == 4:
         total = 4 * len((weight | master) - had("weight") - had("master"))
     else:
         total = 2 * len(weight - had("weight") - master) + 4 * len(master - had("master"))
-    for kind, size in (("exp_avg", 4), ("exp_avg_sq", 4), ("stale_grad", 2 if precision == "bf16" else 4)):
+    for kind, size in (("exp_avg", 4), ("exp_avg_sq", 4), ("stale_grad", weight_bytes)):
         total += size * len(held(*target, kind) - had(kind))
     return total

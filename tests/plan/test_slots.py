@@ -12,7 +12,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import assign_slots, bytes_minimum, plan_switch, slot_costs
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
 from tests.plan.simulate import lacking_bytes
-from tests.space.models import layouts, precisions, space, tensor_lists, zero_rules
+from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 
 TENSORS = [
     LogicalTensor("a", (7, 5)),
@@ -25,20 +25,20 @@ KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 
 @settings(deadline=None, max_examples=120)
-@given(tensor_lists(), zero_rules, layouts, layouts, precisions, st.sets(st.integers(0, 5), min_size=4, max_size=5))
+@given(tensor_lists(), zero_rules, layouts, layouts, weight_sizes, st.sets(st.integers(0, 5), min_size=4, max_size=5))
 def test_no_assignment_moves_fewer_bytes(
     tensors: list[LogicalTensor],
     rules: ZeroRules,
     source: Layout,
     target: Layout,
-    precision: str,
+    weight: int,
     candidates: set[int],
 ) -> None:
-    vps = space(tensors, rules, source, tuple(range(source.data)), precision)
+    vps = space(tensors, rules, source, tuple(range(source.data)), weight)
     order = sorted(candidates)
     cost = {
         (member, slot): lacking_bytes(
-            tensors, rules, (source, member if member < source.data else None), (target, slot), precision, KINDS
+            tensors, rules, (source, member if member < source.data else None), (target, slot), weight, KINDS
         )
         for member in order
         for slot in range(target.data)

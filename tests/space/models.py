@@ -33,13 +33,13 @@ zero_rules = st.builds(
     weight_alignment=st.sampled_from([1, 4, 8]),
 )
 layouts = st.builds(Layout, zero_stage=st.integers(0, 3), data=st.integers(1, 4))
-precisions = st.sampled_from(["fp32", "bf16"])
+weight_sizes = st.sampled_from([4, 2])
 
 
 def space(
-    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, members: tuple[int, ...], precision: str = "bf16"
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, members: tuple[int, ...], weight: int = 2
 ) -> VirtualParameterSpace:
-    return VirtualParameterSpace(tensors, rules, standard_kinds(precision, stale_grad=True), layout, members)
+    return VirtualParameterSpace(tensors, rules, standard_kinds(weight, stale_grad=weight), layout, members)
 
 
 def addresses(

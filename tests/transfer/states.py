@@ -24,7 +24,7 @@ SENTINEL = -12345.0
 SHAPES = ((97, 131), (131,), (7,), (300, 211), (1,), (64, 64), (5, 3))
 
 
-def space(layout: Layout, members: tuple[int, ...], precision: str = "bf16") -> VirtualParameterSpace:
+def space(layout: Layout, members: tuple[int, ...], weight: int = 2) -> VirtualParameterSpace:
     """Seven tensors in two groups, one of them frozen."""
     last = len(SHAPES) - 1
     tensors = [
@@ -32,7 +32,7 @@ def space(layout: Layout, members: tuple[int, ...], precision: str = "bf16") -> 
         for number, shape in enumerate(SHAPES)
     ]
     rules = ZeroRules(persistence_threshold=200, sub_group_size=20_000)
-    return VirtualParameterSpace(tensors, rules, standard_kinds(precision), layout, members)
+    return VirtualParameterSpace(tensors, rules, standard_kinds(weight), layout, members)
 
 
 def dtype_of(kind: Kind) -> torch.dtype:
