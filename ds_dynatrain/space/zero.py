@@ -29,7 +29,7 @@ from ds_dynatrain.space.kind import STALE_GRAD, WEIGHT
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.sharding import Sharding
-from ds_dynatrain.space.tensor import FROZEN, Ints, Line
+from ds_dynatrain.space.tensor import Ints, Line
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def is_replicated(layout: Layout, kind: str) -> bool:
 
 
 Table = tuple[BufferId, ...]
+_Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
@@ -245,7 +246,7 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     )
 
 
-def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> tuple[Ints, ...]:
+def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> _Segments:
     """The segments that have an element, each with a lead of 0."""
     keep = start < stop
     return start[keep], stop[keep], width[keep], buffer[keep], at[keep], np.zeros_like(start[keep])
