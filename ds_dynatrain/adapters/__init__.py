@@ -3,7 +3,7 @@
 | file | what it knows |
 |---|---|
 | `names` | which private names are relied on; checked at import |
-| `support` | what is refused, and why |
+| `support` | the table of `ds_dynatrain/support`, applied to live objects |
 | `settings` | DeepSpeed's configuration of one layout |
 | `start` | what surrounds an engine's constructor |
 | `worlds` | process groups of a world: build, install, drop |

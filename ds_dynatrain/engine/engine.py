@@ -20,9 +20,10 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
-from ds_dynatrain.errors import ConfigError, DataError, UnsupportedError
+from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.support import practice
 
 BOUNDARY = "engine.boundary"
 SEE_OFF_SECONDS = 5.0
@@ -286,15 +287,15 @@ class DynatrainEngine(HostEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
-        raise UnsupportedError(f"set_train_batch_size({train_batch_size}): the batch size is settled for the whole job")
+        raise practice("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """UnsupportedError: the micro-batch follows from the global batch and the world."""
-        raise UnsupportedError(f"set_train_micro_batch_size({micro_batch_size}): it follows from the world")
+        raise practice("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def compile(self, *_: Any, **__: Any) -> None:
         """UnsupportedError: a compiled module is not followed through a switch yet."""
-        raise UnsupportedError("engine.compile: a compiled module is not followed through a switch yet; leave it out")
+        raise practice("engine.compile").error()
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

@@ -35,9 +35,10 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.support import Target, practice, refuse_layout
 
 START_SECONDS = 1800.0
 """Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
@@ -45,10 +46,6 @@ DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
 
 Results = tuple[Any, Any, Any, Any]
-TWO_ENGINES = (
-    "this process has an engine with a dynatrain block already (an actor and a critic, say): two worlds in one process "
-    "are not supported yet; give the second one no dynatrain block, or call destroy() on the first"
-)
 
 
 def initialize(
@@ -97,9 +94,7 @@ def initialize(
         return plain
     if model is None:
         raise ConfigError("initialize needs a model")
-    if mesh_param is not None:
-        raise UnsupportedError("mesh_param: only the data axis can change yet; remove the dynatrain block")
-    refuse_unsupported(own, model, optimizer, mpu)
+    refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     _without_compiler()
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
@@ -142,7 +137,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any]) -> Dynatrain
     """The engine in its first world, or without one."""
     launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.data))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
-    _check_start(layout, batch, arguments["model"])
+    _check_start(layout, batch, arguments["model"], job.user_config)
     given: dict[str, Any] = {
         "settings": layout_config(job.user_config, layout, batch),
         "job": job,
@@ -194,10 +189,11 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
     return Layout(data=block.data, zero_stage=block.zero_stage or 0)
 
 
-def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module) -> None:
-    """ConfigError if the first layout cannot deal the batch to this model."""
+def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, config: dict[str, Any]) -> None:
+    """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
         feasible.check_batch(layout, batch, model)
+        refuse_layout(Target(config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
 
@@ -208,11 +204,11 @@ def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
     UnsupportedError if this process has an open engine already.
     """
     if is_ours_installed():
-        raise UnsupportedError(TWO_ENGINES)
+        raise practice("two engines").error()
     store = launch_store()
     claims = Control(store, "dynatrain", launch.member, seconds)
     if claims.read(f"open/{launch.member}") is not None:
-        raise UnsupportedError(TWO_ENGINES)
+        raise practice("two engines").error()
     claims.post(f"open/{launch.member}", True)
     return claims, Control(store, f"dynatrain/{claims.count(f'engines/{launch.member}')}", launch.member, seconds)
 

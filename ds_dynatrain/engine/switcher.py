@@ -29,6 +29,7 @@ from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event
 from ds_dynatrain.space import Layout
+from ds_dynatrain.support import Target, refuse_layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
@@ -124,6 +125,8 @@ class Switcher:
         target = feasible.target_layout(engine.layout, layout, changes)
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
+        optimizer = type(engine.basic_optimizer)
+        refuse_layout(Target(engine.job.user_config, target, engine.layout, optimizer))
         return target
 
     def _slots(self, target: Layout) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch
 
 from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
 from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import put_back, rest_carry, scalars_of, settle_counters, shared_carry, take_over
@@ -150,13 +151,7 @@ class Transaction:
         """No collective is under way and no window is open; what there is to give away is named and posted."""
         engine, generation = self.engine, self.proposal.generation
         if self.source_rank is not None:
-            steps = int(engine.gradient_accumulation_steps())
-            if engine.micro_steps % steps:
-                raise SwitchFailed(
-                    f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches"
-                )
-            if engine.inside_no_sync_ctxt:
-                raise SwitchFailed("a no_sync window is open")
+            refuse_at_boundary(engine)
             engine.settle_parameters()
             self.source, self.scalars = engine.state_buffers()
             check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")

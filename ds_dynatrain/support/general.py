@@ -1,0 +1,73 @@
+"""Rows of the top of DeepSpeed's configuration: batches, printing, monitors, checkpoints, profilers."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import refused, works
+
+_MATRIX = "tests/engine/test_matrix.py"
+_GONE = "DeepSpeed has removed it and refuses the key itself"
+
+BATCHES = (
+    *works("", "train_batch_size", proof="tests/engine/test_loops.py"),
+    *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world", "tests/engine/test_loops.py"),
+    *works("", "gradient_accumulation_steps", "follows in every world: leave it out", "tests/engine/test_loops.py"),
+    *refused(
+        "",
+        "managed_gradient_accumulation",
+        "with false a step is whatever ends with step(), and the loaders count windows by their micro-batches",
+        "leave it out: managed accumulation is the default",
+        off=(None, True),
+    ),
+    *works("", "gradient_clipping", proof=_MATRIX),
+    *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),
+    *refused("", "prescale_gradients"),
+    *refused("", "gradient_predivide_factor", off=(None, 1.0)),
+    *refused("", "gradient_allreduce_op", off=(None, "mean")),
+    *refused("", "communication_data_type seq_parallel_communication_data_type"),
+    *refused("", "disable_allgather"),
+)
+
+REPORTS = (
+    *works("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", proof=_MATRIX),
+    *works("", "disable_python_gc"),
+    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8"),
+    *works("", "tensorboard", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
+    *works("tensorboard", "enabled output_path job_name"),
+    *works("", "wandb", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
+    *works("wandb", "enabled group team project"),
+    *works("", "csv_monitor", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
+    *works("csv_monitor", "enabled output_path job_name"),
+    *refused("", "comet", switch=("enabled", False), below=True),
+    *refused("", "comms_logger", switch=("enabled", False), below=True),
+    *refused("", "flops_profiler", switch=("enabled", False), below=True),
+    *refused("", "timers", below=True),
+    *refused("", "autotuning", "it restarts the job with other settings", switch=("enabled", False), below=True),
+)
+
+CHECKPOINTS = (
+    *works(
+        "",
+        "checkpoint",
+        "save_checkpoint and load_checkpoint work between switches",
+        "tests/engine/test_checkpoints.py",
+    ),
+    *works("checkpoint", "tag_validation checkpoint_serialization use_node_local_storage"),
+    *refused("checkpoint", "load_universal writer"),
+    *refused("checkpoint", "parallel_write", "it is for pipelines", below=True),
+    *refused("", "datastates_ckpt", off=(False,), below=True),
+)
+
+REMOVED = (
+    *refused(
+        "", "nebula compression_training amp quantize_training sparse_gradients eigenvalue", _GONE, off=(), below=True
+    ),
+    *refused("", "sparse_attention elasticity graph_harvesting", _GONE, off=(), below=True),
+    *refused("", "curriculum_learning progressive_layer_drop", _GONE, off=(), below=True),
+    *refused(
+        "zero_optimization",
+        "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
+        _GONE,
+        off=(),
+        below=True,
+    ),
+)

@@ -1,0 +1,82 @@
+"""Rows of what users do around DeepSpeed's configuration. `adapters/support.py` looks for those that are refused."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import Row, Verdict
+
+_AXIS = "only the data axis can change yet"
+_NO_BLOCK = "remove the dynatrain block"
+
+
+_HERE = "tests/adapters/test_support.py::test_"
+
+
+def _start(name: str, why: str, instead: str, test: str) -> Row:
+    return Row(name, Verdict.AT_START, why, instead, proof=test if "::" in test else _HERE + test)
+
+
+def _switch(name: str, why: str, instead: str, test: str) -> Row:
+    return Row(name, Verdict.AT_SWITCH, why, instead, proof=test if "::" in test else _HERE + test)
+
+
+PRACTICES = (
+    _start(
+        "accelerator",
+        "a live switch is tested on CPU members only",
+        f"{_NO_BLOCK} there, or set DS_ACCELERATOR=cpu",
+        "another_accelerator",
+    ),
+    _start("PipelineModule", _AXIS, _NO_BLOCK, "pipeline_module"),
+    _start("mpu", _AXIS, _NO_BLOCK, "mpu"),
+    _start("mesh_param", _AXIS, _NO_BLOCK, "mesh_param"),
+    _start("mixture of experts", "the expert axis cannot change yet", _NO_BLOCK, "modules"),
+    _start(
+        "no optimizer",
+        "there is nothing to train with",
+        "pass one to initialize, or put an `optimizer` block in",
+        "no_optimizer",
+    ),
+    _start("zero.Init", "not supported yet", "build the model outside of it; initialize shards it", "parameters"),
+    _start("meta device", "not supported yet", "give the model real parameters", "parameters"),
+    _start("element types", "only float32 and bfloat16 are supported yet", "convert the parameter", "parameters"),
+    _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),
+    _start(
+        "torch.compile",
+        "a compiled module is not followed through a switch yet",
+        "pass the plain module",
+        "compiled_module",
+    ),
+    _start(
+        "engine.compile", "a compiled module is not followed through a switch yet", "leave it out", "calls_of_an_engine"
+    ),
+    _start(
+        "set_train_batch_size",
+        "the batch size is settled for the whole job",
+        "give it at the start",
+        "calls_of_an_engine",
+    ),
+    _start(
+        "set_train_micro_batch_size",
+        "it follows from the global batch and the world",
+        "leave it out",
+        "calls_of_an_engine",
+    ),
+    _start(
+        "two engines",
+        "this process has an engine with a dynatrain block already, and two are not supported yet",
+        "give the second one no dynatrain block, or call destroy() on the first",
+        "tests/engine/test_bad_input.py::test_a_second_engine_is_refused",
+    ),
+    _switch(
+        "open accumulation window",
+        "its gradients belong to the old layout",
+        "switch after engine.step()",
+        "what_must_not_be_open_at_a_boundary",
+    ),
+    _switch(
+        "no_sync",
+        "its gradients are not reduced yet",
+        "leave the window before the boundary",
+        "what_must_not_be_open_at_a_boundary",
+    ),
+)

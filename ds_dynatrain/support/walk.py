@@ -1,0 +1,114 @@
+"""A user's configuration, key by key, against the rows of the table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_dynatrain.errors import SwitchRefused, UnsupportedError
+from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
+from ds_dynatrain.support.tables import CONFIG_ROWS
+
+AUTO = "auto"
+SECTIONS_WITHOUT_AUTO = frozenset(
+    {"zero_optimization", "bf16", "bfloat16", "fp16", "tensorboard", "wandb", "csv_monitor", "comet", "compile"}
+    | {"hybrid_engine", "tensor_parallel", "weight_quantization", "comms_logger"}
+)
+"""Sections in which DeepSpeed takes "auto" for a key that was left out."""
+_AUTO_REFUSAL = Refusal("'auto' is filled in by Hugging Face's Trainer only", "give a value, or leave the key out")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the table says of one key of a configuration.
+
+    row: None for a key that is in no row. refusal: why the job would not start. is_off: the key asks for nothing.
+    """
+
+    key: str
+    value: object
+    row: Row | None
+    is_off: bool = False
+    refusal: Refusal | None = None
+
+    @property
+    def subject(self) -> str:
+        """The key, with its value where that is a plain one."""
+        plain = isinstance(self.value, str | int | float) and not isinstance(self.value, bool)
+        return f"{self.key} = {self.value!r}" if plain and self.row is not None else self.key
+
+    @property
+    def verdict(self) -> Verdict:
+        """What comes of it."""
+        if self.refusal is not None:
+            return Verdict.AT_START
+        return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict
+
+
+def examine(config: Mapping[str, Any]) -> list[Finding]:
+    """What the table says of every key of a configuration (without its `dynatrain` block), in the order of its keys."""
+    return [finding for key, value in config.items() for finding in _look(str(key), value, config)]
+
+
+def refuse_config(config: Mapping[str, Any]) -> None:
+    """UnsupportedError, naming the key, the reason and the way out, for the first key that is not supported."""
+    for finding in examine(config):
+        if finding.refusal is not None:
+            raise UnsupportedError(f"{finding.subject}: {finding.refusal.why}; {finding.refusal.instead}")
+
+
+def refuse_layout(target: Target) -> None:
+    """SwitchRefused for the first key of the configuration that cannot be had in the target's layout."""
+    for finding in examine(target.config):
+        if finding.row is None or finding.row.at_layout is None or finding.is_off:
+            continue
+        refusal = finding.row.at_layout(target)
+        if refusal is not None:
+            raise SwitchRefused(f"{finding.subject}: {refusal.why}", refusal.instead)
+
+
+def row_of(key: str, value: object = None) -> Row | None:
+    """The row of a dotted key: the one about `value`, else the one of the key, else one that stands for all below."""
+    rows = CONFIG_ROWS.get(key, ())
+    for row in (*(row for row in rows if row.is_about(value)), *(row for row in rows if not row.values)):
+        return row
+    section = key.rpartition(".")[0]
+    above = row_of(section) if section else None
+    return above if above is not None and above.below else None
+
+
+def _look(key: str, value: object, config: Mapping[str, Any]) -> Iterator[Finding]:
+    row = row_of(key, value)
+    if row is None:
+        yield Finding(key, value, None, refusal=_unknown(key))
+        return
+    if row.is_off(value) or (value == AUTO and key.partition(".")[0] in SECTIONS_WITHOUT_AUTO):
+        yield Finding(key, value, row, is_off=True)
+        return
+    finding = Finding(key, value, row, refusal=_refusal(row, value, config))
+    yield finding
+    if finding.refusal is None and isinstance(value, Mapping) and not row.below:
+        for name, inner in value.items():
+            yield from _look(f"{key}.{name}", inner, config)
+
+
+def _refusal(row: Row, value: object, config: Mapping[str, Any]) -> Refusal | None:
+    if row.verdict is Verdict.AT_START:
+        return Refusal(row.why, row.instead)
+    if value == AUTO:
+        return _AUTO_REFUSAL
+    if not isinstance(value, Mapping) and _is_section(row.key):
+        return Refusal(f"{value!r} is no object of keys", "write it as a section")
+    return None if row.at_start is None else row.at_start(config)
+
+
+def _is_section(key: str) -> bool:
+    return any(other.startswith(f"{key}.") for other in CONFIG_ROWS)
+
+
+def _unknown(key: str) -> Refusal:
+    close = difflib.get_close_matches(key, CONFIG_ROWS, n=1, cutoff=0.8)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return Refusal("an unknown key, which was not tried", f"{hint}remove it, or the dynatrain block")

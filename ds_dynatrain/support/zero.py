@@ -1,0 +1,50 @@
+"""Rows of `zero_optimization` and of what belongs to it."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import refused, works
+
+_MATRIX = "tests/engine/test_matrix.py"
+_ZERO = "zero_optimization"
+
+ZERO = (
+    *works("", _ZERO, proof=_MATRIX),
+    *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one", _MATRIX),
+    *works(_ZERO, "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm", proof=_MATRIX),
+    *works(_ZERO, "allgather_partitions allgather_bucket_size", proof=_MATRIX),
+    *works(_ZERO, "sub_group_size ignore_unused_parameters load_from_fp32_weights", proof=_MATRIX),
+    *works(_ZERO, "max_live_parameters max_reuse_distance prefetch_bucket_size", proof=_MATRIX),
+    *works(_ZERO, "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size", proof=_MATRIX),
+    *works(_ZERO, "param_persistence_threshold model_persistence_threshold", proof=_MATRIX),
+    *works(_ZERO, "stage3_param_persistence_threshold stage3_model_persistence_threshold", proof=_MATRIX),
+    *works(_ZERO, "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save"),
+    *refused(
+        _ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "stage3_gather_16bit_weights_on_model_save"
+    ),
+    *refused(_ZERO, "use_multi_rank_bucket_allreduce", off=(None, True)),
+    *refused(_ZERO, "compute_grad_norm", "stages 0 and 3 do not start with it", off=(None, True)),
+    *refused(_ZERO, "elastic_checkpoint legacy_stage1"),
+    *refused(_ZERO, "round_robin_gradients parameter_alignment"),
+    *refused(_ZERO, "zero_hpz_partition_size", off=(None, 0, 1)),
+    *refused(_ZERO, "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
+    *refused(_ZERO, "memory_efficient_linear override_module_apply", off=(None, True)),
+    *refused(_ZERO, "module_granularity_threshold stage3_module_granularity_threshold", off=(None, 0)),
+    *refused(_ZERO, "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params"),
+    *refused(_ZERO, "allgather_sequential stage3_allgather_sequential"),
+    *refused(_ZERO, "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks"),
+    *refused(_ZERO, "save_muon_momentum_buffer_in_memory"),
+    *refused(_ZERO, "leaf_module", below=True),
+)
+
+OFFLOAD = (
+    *refused(_ZERO, "offload_param offload_optimizer", switch=("device", "none"), below=True),
+    *refused(
+        _ZERO,
+        "cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
+        "an old name",
+        "offload_optimizer, offload_param",
+    ),
+    *refused(_ZERO, "zenflow", below=True),
+    *refused("", "zenflow", below=True),
+    *works("", "aio", "only read where something is offloaded to NVMe", below=True),
+)
