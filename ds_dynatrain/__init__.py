@@ -14,11 +14,20 @@ from ds_dynatrain.errors import DynatrainError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 
 if TYPE_CHECKING:
+    from ds_dynatrain.adapters.optimizers import register_optimizer
     from ds_dynatrain.engine.initialize import initialize
     from ds_dynatrain.report import SwitchEvent
 
 __version__ = "0.1.0"
-__all__ = ["DynatrainError", "Layout", "SwitchEvent", "SwitchRefused", "__version__", "initialize"]
+__all__ = [
+    "DynatrainError",
+    "Layout",
+    "SwitchEvent",
+    "SwitchRefused",
+    "__version__",
+    "initialize",
+    "register_optimizer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from ds_dynatrain.engine.initialize import initialize
 
         return initialize
+    if name == "register_optimizer":
+        from ds_dynatrain.adapters.optimizers import register_optimizer
+
+        return register_optimizer
     if name == "SwitchEvent":
         from ds_dynatrain.report import SwitchEvent
 

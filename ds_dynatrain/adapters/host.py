@@ -13,7 +13,7 @@ from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import rule_of
+from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
@@ -55,7 +55,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         else:
             basic = client_optimizer(model_parameters)
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
-        rule_of(basic)
+        check_optimizer(basic)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self._gradients = GradientWatch(self.model_map)
         if self._build_attached:

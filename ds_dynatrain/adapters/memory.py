@@ -52,7 +52,7 @@ def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferI
     for number, tensor in enumerate(vps.tensors):
         part = -(-tensor.numel // data)
         if layout.zero_stage == 0 or (layout.zero_stage < 3 and not tensor.trainable):
-            held = kinds if tensor.trainable else (WEIGHT,)
+            held = [kind for kind in kinds if vps.has(kind, tensor.group)] if tensor.trainable else [WEIGHT]
             found.update({(kind, BufferId("tensor", number)): tensor.numel for kind in held})
         elif layout.zero_stage == 3 and not tensor.trainable:
             found[WEIGHT, BufferId("partition", number)] = part
@@ -60,12 +60,16 @@ def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferI
         for group in sorted({tensor.group for tensor in vps.tensors if tensor.trainable}):
             size = partition_size(line, vps.rules, layout, group)
             for kind in kinds:
-                found[kind, BufferId("group", group)] = size * data if kind == WEIGHT else size
+                if vps.has(kind, group):
+                    found[kind, BufferId("group", group)] = size * data if kind == WEIGHT else size
     if layout.zero_stage == 3:
         parts = -(-line.numels[: line.trainable_count] // data)
-        totals = np.bincount(subgroups(line, vps.rules, data), weights=parts).astype(np.int64)
+        numbers = subgroups(line, vps.rules, data)
+        totals = np.bincount(numbers, weights=parts).astype(np.int64)
+        group_of = dict(zip(numbers.tolist(), line.groups.tolist(), strict=False))
         for kind in kinds:
-            found.update({(kind, BufferId("subgroup", j)): int(total) for j, total in enumerate(totals)})
+            present = [j for j in range(len(totals)) if vps.has(kind, group_of[j])]
+            found.update({(kind, BufferId("subgroup", j)): int(totals[j]) for j in present})
     return found
 
 

@@ -1,72 +1,79 @@
-"""Which per-element states and scalars an optimizer keeps: a table of known classes, never a guess from live state."""
+"""An optimizer's states of one tensor that it steps: read and written by the rule of its class (see `optimizers`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.state import Scalars
-from ds_dynatrain.errors import CensusError, SwitchRefused, UnsupportedError
-
-
-@dataclass(frozen=True)
-class OptimizerRule:
-    """moments: names of per-element fp32 states; scalars: names of 0-dim tensors kept beside them."""
-
-    moments: tuple[str, ...]
-    scalars: tuple[str, ...] = ("step",)
-
-
-ADAM = OptimizerRule(("exp_avg", "exp_avg_sq"))
-
-KNOWN: Mapping[type[torch.optim.Optimizer], OptimizerRule] = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM}
-"""Exact classes (a subclass may keep other states)."""
-
-
-def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
-    """The rule of an optimizer; UnsupportedError, naming the class, for one whose states are not known."""
-    rule = KNOWN.get(type(optimizer))
-    if rule is None:
-        names = ", ".join(sorted(known.__name__ for known in KNOWN))
-        raise UnsupportedError(
-            f"optimizer {type(optimizer).__name__} is not among those whose states are known ({names}); use one of them"
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("amsgrad"):
-            raise UnsupportedError(f"optimizer group {number}: amsgrad keeps a third moment; set amsgrad to false")
-    return rule
+from ds_dynatrain.adapters.optimizers import Number, full_name, rule_of
+from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.errors import CensusError, SwitchRefused
+from ds_dynatrain.space import BufferId
 
 
 def read_state(
-    optimizer: torch.optim.Optimizer, holder: torch.Tensor, rule: OptimizerRule
+    optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """(moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`; both empty before the first step."""
+    """(moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
+
+    Both are empty before the first step. CensusError for states that its rule does not tell.
+    """
     state: dict[str, Any] = optimizer.state.get(holder, {})
     if not state:
         return {}, {}
-    missing = {*rule.moments, *rule.scalars} ^ set(state)
-    if missing:
+    moments, scalars = _names(optimizer, group)
+    if {*moments, *scalars} ^ set(state):
         raise CensusError(
-            f"{type(optimizer).__name__} keeps {sorted(state)}; expected {[*rule.moments, *rule.scalars]}"
+            f"{full_name(type(optimizer))} keeps {sorted(state)} in group {group}; expected {[*moments, *scalars]}"
         )
+    for name in moments:
+        if not isinstance(state[name], torch.Tensor) or state[name].numel() != holder.numel():
+            raise CensusError(
+                f"{full_name(type(optimizer))}: {name} in group {group} is not one value per element of its tensor"
+            )
     return (
-        {name: state[name].detach().view(-1) for name in rule.moments},
-        {name: float(state[name]) for name in rule.scalars},
+        {name: state[name].detach().view(-1) for name in moments},
+        {name: float(state[name]) for name in scalars},
     )
 
 
 def write_state(
-    optimizer: torch.optim.Optimizer, holder: torch.Tensor, moments: dict[str, torch.Tensor], scalars: dict[str, float]
+    optimizer: torch.optim.Optimizer,
+    holder: torch.Tensor,
+    group: int,
+    moments: dict[str, torch.Tensor],
+    scalars: dict[str, float],
 ) -> None:
     """Give `holder` these flat moments (shaped as the holder is) and scalars; nothing if there are none yet."""
-    if not moments:
+    if not moments and not scalars:
         return
+    first = _names(optimizer, group)[1]
     state = {name: flat.view(holder.shape) for name, flat in moments.items()}
-    steps = {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
-    optimizer.state[holder] = {**steps, **state}
+    optimizer.state[holder] = {**{name: _as_stored(value, first[name]) for name, value in scalars.items()}, **state}
+
+
+def held_moments(
+    optimizer: torch.optim.Optimizer, group: int, buffers: Buffers, name: BufferId
+) -> dict[str, torch.Tensor]:
+    """The buffers called `name` of the moments of `group`'s tensors, by moment; none before the first step."""
+    moments, _ = _names(optimizer, group)
+    return {moment: buffers[moment, name] for moment in moments if (moment, name) in buffers}
+
+
+def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
+    """Where an optimizer counts on one tensor of a group for all, give each tensor of it the highest count.
+
+    groups: the optimizer group of each tensor number.
+    """
+    if not rule_of(optimizer).counts_by_group:
+        return
+    for table in scalars.values.values():
+        highest: dict[int, float] = {}
+        for tensor, value in table.items():
+            highest[groups[tensor]] = max(value, highest.get(groups[tensor], value))
+        table.update({tensor: highest[groups[tensor]] for tensor in table})
 
 
 def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
@@ -84,3 +91,15 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
                 "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
             )
     return first
+
+
+def _names(optimizer: torch.optim.Optimizer, group: int) -> tuple[tuple[str, ...], dict[str, Number]]:
+    rule, settings = rule_of(optimizer), optimizer.param_groups[group]
+    return rule.moments_of(settings), rule.scalars_of(settings)
+
+
+def _as_stored(value: float, first: Number) -> Number:
+    """A scalar in the type of its first value."""
+    if isinstance(first, torch.Tensor):
+        return torch.tensor(value, dtype=first.dtype)
+    return type(first)(value)

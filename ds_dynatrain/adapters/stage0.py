@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import read_state, rule_of, write_state
+from ds_dynatrain.adapters.moments import held_moments, level_counts, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
@@ -25,16 +25,17 @@ class ReplicatedStage:
         """One buffer per tensor and state kind."""
         buffers: Buffers = {}
         scalars = Scalars()
-        rule = rule_of(engine.basic_optimizer)
+        groups = [tensor.group for tensor in model.tensors]
         for number, parameter in enumerate(model.parameters):
             buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
         for number, master in enumerate(_masters(engine, model)):
             buffers[MASTER, BufferId("tensor", number)] = master.data.view(-1)
-            moments, steps = read_state(engine.basic_optimizer, master, rule)
+            moments, steps = read_state(engine.basic_optimizer, master, groups[number])
             for name, moment in moments.items():
                 buffers[name, BufferId("tensor", number)] = moment
             for name, value in steps.items():
                 scalars.values.setdefault(name, {})[number] = value
+        level_counts(engine.basic_optimizer, scalars, groups)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
@@ -52,12 +53,11 @@ class ReplicatedStage:
         """Parameters, masters and states become views of the buffers."""
         for number, parameter in enumerate(model.parameters):
             parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
-        moments = rule_of(engine.basic_optimizer).moments
         for number, master in enumerate(_masters(engine, model)):
-            name = BufferId("tensor", number)
+            name, group = BufferId("tensor", number), model.tensors[number].group
             master.data = buffers[MASTER, name].view(model.tensors[number].shape)
-            held = {moment: buffers[moment, name] for moment in moments if (moment, name) in buffers}
-            write_state(engine.basic_optimizer, master, held, scalars.of(number))
+            held = held_moments(engine.basic_optimizer, group, buffers, name)
+            write_state(engine.basic_optimizer, master, group, held, scalars.of(number))
 
 
 def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, write_state
+from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
@@ -24,7 +24,6 @@ class FlatStages:
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
         """Per group: the flat weights, this rank's master and moments; frozen tensors one by one."""
         zero = engine.optimizer
-        rule = rule_of(engine.basic_optimizer)
         buffers: Buffers = {}
         scalars = Scalars()
         for group, (flat, master) in enumerate(
@@ -33,7 +32,7 @@ class FlatStages:
             name = BufferId("group", group)
             buffers[WEIGHT, name] = flat.data
             buffers[MASTER, name] = master.data
-            moments, steps = read_state(engine.basic_optimizer, master, rule)
+            moments, steps = read_state(engine.basic_optimizer, master, group)
             for kind, moment in moments.items():
                 buffers[kind, name] = moment
             for kind, value in steps.items():
@@ -72,7 +71,6 @@ class FlatStages:
         Fragment maps are linked anew.
         """
         zero = engine.optimizer
-        moments = rule_of(engine.basic_optimizer).moments
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
             name = BufferId("group", group)
             zero.bit16_groups_flat[group] = buffers[WEIGHT, name]
@@ -81,9 +79,9 @@ class FlatStages:
                 buffers[WEIGHT, name], group
             )
             master.data = buffers[MASTER, name]
-            held = {kind: buffers[kind, name] for kind in moments if (kind, name) in buffers}
-            steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}") if held else {}
-            write_state(engine.basic_optimizer, master, held, steps)
+            held = held_moments(engine.basic_optimizer, group, buffers, name)
+            steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}")
+            write_state(engine.basic_optimizer, master, group, held, steps)
         for number, parameter in model.frozen():
             parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
         zero._link_all_hp_params()

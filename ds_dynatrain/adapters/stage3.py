@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMeth
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, write_state
+from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId
 
@@ -36,7 +36,6 @@ class PartitionedStage:
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
         """Per sub-group: weight parts, master, moments and last gradients; frozen parts one by one."""
         zero = engine.optimizer
-        rule = rule_of(engine.basic_optimizer)
         number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
         buffers: Buffers = {}
         scalars = Scalars()
@@ -47,10 +46,10 @@ class PartitionedStage:
             buffers[WEIGHT, name] = zero.fp16_partitioned_groups_flat[index].data
             buffers[MASTER, name] = master.data
             buffers[STALE_GRAD, name] = zero.grad_partitions_flat_buffer.narrow(0, position, size)
-            moments, steps = read_state(engine.basic_optimizer, master, rule)
+            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
+            moments, steps = read_state(engine.basic_optimizer, master, model.tensors[members[0]].group)
             for kind, moment in moments.items():
                 buffers[kind, name] = moment
-            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
             for kind, value in steps.items():
                 scalars.values.setdefault(kind, {}).update(dict.fromkeys(members, value))
             position += size
@@ -101,7 +100,6 @@ class PartitionedStage:
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         """Every flat buffer and every part's view becomes the given memory."""
         zero = engine.optimizer
-        kinds = rule_of(engine.basic_optimizer).moments
         number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
         gradients = getattr(zero, _GRADIENT_PARTS)
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
@@ -114,10 +112,11 @@ class PartitionedStage:
                 parameter.ds_tensor.data = buffers[WEIGHT, name].narrow(0, position, size)
                 gradients[parameter.ds_id] = buffers[STALE_GRAD, name].narrow(0, position, size)
                 position += size
-            held = {kind: buffers[kind, name] for kind in kinds if (kind, name) in buffers}
             members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
-            steps = common_scalars(scalars, members, f"ZeRO-3 sub-group {index}") if held else {}
-            write_state(engine.basic_optimizer, master, held, steps)
+            group = model.tensors[members[0]].group
+            held = held_moments(engine.basic_optimizer, group, buffers, name)
+            steps = common_scalars(scalars, members, f"ZeRO-3 sub-group {index}")
+            write_state(engine.basic_optimizer, master, group, held, steps)
         zero.lp_param_buffer = whole(buffers, WEIGHT)
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
         frozen: Any

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_unsupported
@@ -173,7 +174,8 @@ def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) ->
     """Register every logical tensor; thresholds come from DeepSpeed's own reading of the configuration."""
     rules = ZeroRules(sub_group_size=int(engine.zero_sub_group_size()), persistence_threshold=0)
     types = engine.element_types
-    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, stale_grad=types.gradient.itemsize)
+    moments = moment_kinds(engine.basic_optimizer, types)
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, types.gradient.itemsize)
     return VirtualParameterSpace(engine.model_map.tensors, rules, kinds, layout, members, plan_switch)
 
 

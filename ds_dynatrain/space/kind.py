@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_dynatrain.errors import LayoutError
@@ -21,12 +21,14 @@ class Kind:
     itemsize: bytes of an element.
     sources: the kinds whose bytes are equal to this one's, itself first; any of them may be read for it.
     derived_from: the kind that a rank can cast it from locally, or None.
+    groups: the optimizer groups whose tensors have it; None for all trainable tensors (weights: for all tensors).
     """
 
     name: str
     itemsize: int
     sources: tuple[str, ...] = ()
     derived_from: str | None = None
+    groups: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         """Put the kind itself first among its sources; LayoutError for an item size below one byte."""
@@ -39,19 +41,18 @@ class Kind:
 def standard_kinds(
     weight: int,
     master: int = 4,
-    moments: Iterable[str] | Mapping[str, int] = (EXP_AVG, EXP_AVG_SQ),
+    moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ),
     stale_grad: int | None = None,
 ) -> tuple[Kind, ...]:
     """The kinds of a training, by bytes per element.
 
     weight, master: where they are equal a weight and its master are the same bytes (fp32), else a weight is cast from
-    its master. moments: names that an optimizer keeps, of 4 bytes each, or name -> bytes. stale_grad: of ZeRO-3's last
-    gradients; None leaves the kind out. LayoutError for an item size below one byte.
+    its master. moments: what an optimizer keeps; a mere name is of 4 bytes and of all groups. stale_grad: of ZeRO-3's
+    last gradients; None leaves the kind out. LayoutError for an item size below one byte.
     """
     if weight == master:
         first = (Kind(WEIGHT, weight, (WEIGHT, MASTER), MASTER), Kind(MASTER, master, (MASTER, WEIGHT)))
     else:
         first = (Kind(WEIGHT, weight, (WEIGHT,), MASTER), Kind(MASTER, master))
-    sizes = moments if isinstance(moments, Mapping) else dict.fromkeys(moments, 4)
     stale = () if stale_grad is None else (Kind(STALE_GRAD, stale_grad),)
-    return (*first, *(Kind(name, size) for name, size in sizes.items()), *stale)
+    return (*first, *(held if isinstance(held, Kind) else Kind(held, 4) for held in moments), *stale)

@@ -9,9 +9,11 @@ coordinate follow by integer division, so a rank finds its peers without walking
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
@@ -50,6 +52,12 @@ class Sharding:
             offset = self.at + start - first
         keep = start < stop
         return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
+
+    def only(self, rows: npt.NDArray[np.bool_]) -> Sharding:
+        """Some of the segments; a replicated kind's owners are then an even split of what is left."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        cut: dict[str, Any] = {name: held[rows] for name, held in columns.items() if isinstance(held, np.ndarray)}
+        return replace(self, **cut)
 
     def region(self) -> tuple[Ints, Ints]:
         """The runs that the ranks hold together, touching ones joined."""

@@ -96,6 +96,10 @@ class Line:
         """Number of trainable tensors; they come first."""
         return int(np.count_nonzero(self.groups != FROZEN))
 
+    def groups_at(self, coordinates: Ints) -> Ints:
+        """Optimizer group of the tensor at each coordinate, or FROZEN."""
+        return self.groups[np.searchsorted(self.bases[:-1], coordinates, side="right") - 1]
+
     def index(self, name: str) -> int:
         """Place of the tensor in the registration; LayoutError if there is none of that name."""
         try:

@@ -97,10 +97,18 @@ class VirtualParameterSpace:
         """How a layout holds a kind (or its second, whole copies); computed once."""
         key = (layout, kind, copies)
         if key not in self._shardings:
-            self.kind(kind)
+            groups = self.kind(kind).groups
             make = zero.copies_sharding if copies else zero.sharding
-            self._shardings[key] = make(self.line, self.rules, layout, kind, self.buffers(layout))
+            cut = make(self.line, self.rules, layout, kind, self.buffers(layout))
+            if groups is not None:
+                cut = cut.only(np.isin(self.line.groups_at(cut.start), sorted(groups)))
+            self._shardings[key] = cut
         return self._shardings[key]
+
+    def has(self, kind: str, group: int) -> bool:
+        """Whether the trainable tensors of an optimizer group have a state kind."""
+        groups = self.kind(kind).groups
+        return groups is None or group in groups
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
         """The buffers that a rank has under a layout; all of its pieces number them alike. Computed once."""

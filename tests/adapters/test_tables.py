@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's, optimizer states, batch sizes, the logical tensors of a model."""
+"""Names of DeepSpeed's, batch sizes, the logical tensors of a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import nn
 
 import ds_dynatrain
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import common_scalars, read_state, rule_of, write_state
 from ds_dynatrain.adapters.names import NAMES, TESTED, check_names
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.data import BatchArithmetic
-from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import FROZEN, Layout
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -47,76 +45,6 @@ def test_a_name_that_deepspeed_loses_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(DeepSpeedEngine, "_take_model_step")
     with pytest.raises(ImportError, match=r"DeepSpeedEngine\._take_model_step"):
         check_names(NAMES)
-
-
-# ---- moments --------------------------------------------------------------------------------------------------------
-
-
-def stepped(kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, nn.Parameter]:
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = kind([parameter], lr=0.1, **options)
-    parameter.grad = torch.ones(2, 3)
-    optimizer.step()
-    return optimizer, parameter
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_states_go_out_and_in(kind: Any) -> None:
-    optimizer, parameter = stepped(kind)
-    moments, scalars = read_state(optimizer, parameter, rule_of(optimizer))
-    assert {name: flat.shape for name, flat in moments.items()} == {"exp_avg": (6,), "exp_avg_sq": (6,)}
-    assert scalars == {"step": 1.0}
-    before = {name: value.clone() for name, value in optimizer.state[parameter].items()}
-    optimizer.state.clear()
-    write_state(optimizer, parameter, moments, scalars)
-    after = optimizer.state[parameter]
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in before)
-    assert after["exp_avg"].data_ptr() == moments["exp_avg"].data_ptr()
-    optimizer.step()
-
-
-def test_no_state_before_the_first_step() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([parameter])
-    assert read_state(optimizer, parameter, rule_of(optimizer)) == ({}, {})
-    write_state(optimizer, parameter, {}, {})
-    assert not optimizer.state
-
-
-class Mine(torch.optim.AdamW):
-    """A subclass may keep other states."""
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, Mine])
-def test_an_unknown_optimizer_is_refused(kind: Any) -> None:
-    with pytest.raises(UnsupportedError, match=rf"optimizer {kind.__name__} is not among .*Adam, AdamW"):
-        rule_of(kind([nn.Parameter(torch.ones(1))], lr=0.1))
-
-
-def test_amsgrad_is_refused() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    groups: list[dict[str, Any]] = [{"params": [parameter]}, {"params": [nn.Parameter(torch.ones(1))], "amsgrad": True}]
-    with pytest.raises(UnsupportedError, match="optimizer group 1: amsgrad"):
-        rule_of(torch.optim.AdamW(groups, lr=0.1))
-
-
-def test_an_unexpected_state_is_an_error() -> None:
-    optimizer, parameter = stepped()
-    optimizer.state[parameter]["more"] = torch.zeros(1)
-    with pytest.raises(CensusError, match=r"AdamW keeps .*'more'"):
-        read_state(optimizer, parameter, rule_of(optimizer))
-    optimizer.state[parameter] = {"step": torch.tensor(1.0)}
-    with pytest.raises(CensusError, match="expected"):
-        read_state(optimizer, parameter, rule_of(optimizer))
-
-
-def test_common_scalars() -> None:
-    scalars = Scalars({"step": {0: 3.0, 1: 3.0, 2: 2.0}})
-    assert common_scalars(scalars, [0, 1], "here") == {"step": 3.0}
-    assert common_scalars(scalars, [], "here") == {}
-    with pytest.raises(SwitchRefused, match=r"here: tensor 0 has .*3\.0.*tensor 2 has .*2\.0"):
-        common_scalars(scalars, [0, 1, 2], "here")
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import torch.distributed as td
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNTED_ON_ONE = ("FusedAdam", "FusedLion")
+"""Optimizers that count on the last tensor of a group for all of it: `state['step'] += 1` after the loop over them."""
 Key = tuple[str, str]
-"""(name of the parameter, "weight", "master", "exp_avg" or "exp_avg_sq")."""
+"""(name of the parameter, "weight", "master" or the name of a per-element state of the optimizer)."""
 
 
 @dataclass
@@ -26,7 +27,8 @@ class State:
     """Everything that a switch must not change: whole tensors, optimizer steps, hyper-parameters, counters."""
 
     tensors: dict[Key, torch.Tensor]
-    steps: dict[str, float]
+    steps: dict[str, dict[str, float]]
+    """Per parameter the optimizer's scalars, such as {"step": 3.0}; no entry where there are none."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ def gather(engine: Any) -> State:
     sizes = {name: _numel(parameter) for name, parameter in engine.module.named_parameters()}
     tensors: dict[Key, torch.Tensor] = {}
     filled: dict[Key, torch.Tensor] = {}
-    all_steps: dict[str, float] = {}
+    all_steps: dict[str, dict[str, float]] = {}
     for rank, (pieces, their_steps) in enumerate(gathered):
         for key, start, flat in pieces:
             whole = tensors.setdefault(key, torch.zeros(sizes[key[0]], dtype=flat.dtype))
@@ -80,7 +82,9 @@ def put(engine: Any, state: State) -> None:
         for view in _views(engine):
             view.flat.copy_(state.tensors[view.key][view.start : view.start + view.flat.numel()])
         for holder, names in _holders(engine):
-            engine.basic_optimizer.state[holder]["step"].fill_(state.steps[names[0]])
+            held = engine.basic_optimizer.state.get(holder, {})
+            for scalar, value in state.steps.get(names[0], {}).items():
+                held[scalar] = torch.full_like(held[scalar], value) if torch.is_tensor(held[scalar]) else int(value)
 
 
 def differences(one: State, other: State, counters: bool = True) -> list[str]:
@@ -143,7 +147,7 @@ def _stage3(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterat
 def _with_moments(engine: Any, master: torch.Tensor, runs: list[tuple[str, int, int, int]]) -> Iterator[View]:
     """runs: (name, first row-major index, offset in `master`, elements)."""
     held = engine.basic_optimizer.state.get(master, {})
-    flats = {"master": master, **{moment: held[moment] for moment in MOMENTS if moment in held}}
+    flats = {"master": master, **{name: value for name, value in held.items() if _is_per_element(value, master)}}
     for name, start, offset, numel in runs:
         for kind, flat in flats.items():
             yield View((name, kind), start, flat.detach().view(-1)[offset : offset + numel])
@@ -163,11 +167,24 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
         yield holder, [names[id(parameter)] for parameter in parameters]
 
 
-def _steps(engine: Any) -> Iterator[tuple[str, float]]:
+def _steps(engine: Any) -> Iterator[tuple[str, dict[str, float]]]:
+    found: dict[str, dict[str, float]] = {}
     for holder, names in _holders(engine):
         state = engine.basic_optimizer.state.get(holder, {})
-        if state:
-            yield from ((name, float(state["step"])) for name in names)
+        scalars = {name: float(value) for name, value in state.items() if not _is_per_element(value, holder)}
+        if scalars:
+            found.update(dict.fromkeys(names, scalars))
+    if type(engine.basic_optimizer).__name__ in COUNTED_ON_ONE and engine.zero_optimization_stage() == 0:
+        names_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        for group in engine.basic_optimizer.param_groups:
+            held = [names_of[id(parameter)] for parameter in group["params"] if id(parameter) in names_of]
+            counts = [found[name]["step"] for name in held if name in found]
+            found.update({name: {"step": max(counts)} for name in held if name in found})
+    yield from found.items()
+
+
+def _is_per_element(value: Any, holder: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == holder.shape
 
 
 def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:

@@ -24,7 +24,7 @@ def compare(made: jobs.Job) -> None:
         with GatheredParameters([parameter], enabled=stage == 3):
             assert torch.equal(parameter.detach().view(-1), state.tensors[name, "weight"]), name
         if stage and parameter.requires_grad:
-            seen = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in oracle.MOMENTS}
+            seen = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
             seen["master"] = safe_get_full_fp32_param(parameter)
             for kind, whole in seen.items():
                 assert torch.equal(whole.view(-1), state.tensors[name, kind]), f"{kind} of {name}"

@@ -20,8 +20,10 @@ def memory(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Iterabl
     """All elements on a rank, by (kind, place, index, offset)."""
     found: Memory = {}
     for kind in kinds:
+        groups = vps.kind(kind).groups
         for part in addresses(list(vps.tensors), vps.rules, layout, rank, kind):
-            found |= {(kind, *where): value(vps, kind, at) for at, where in part.items()}
+            held = {at for at in part if groups is None or vps.locate(at)[0].group in groups}
+            found |= {(kind, *where): value(vps, kind, at) for at, where in part.items() if at in held}
     return found
 
 

@@ -59,7 +59,7 @@ def test_places_outside_of_the_world() -> None:
 def test_kinds_know_their_equals() -> None:
     weight, master = standard_kinds(4)[:2]
     assert weight.sources == ("weight", "master") and master.sources == ("master", "weight")
-    weight, master, *moments, stale = standard_kinds(2, moments={"exp_avg": 2, "exp_avg_sq": 4}, stale_grad=4)
+    weight, master, *moments, stale = standard_kinds(2, moments=(Kind("exp_avg", 2), "exp_avg_sq"), stale_grad=4)
     assert (weight.itemsize, master.itemsize, stale.itemsize) == (2, 4, 4) and weight.derived_from == "master"
     assert weight.sources == ("weight",) and [kind.itemsize for kind in moments] == [2, 4]
     assert [kind.name for kind in standard_kinds(2)] == ["weight", "master", "exp_avg", "exp_avg_sq"]

@@ -1,0 +1,198 @@
+"""Which per-element states and scalars an optimizer keeps: a table of known classes, never a guess from live state.
+
+A rule is written for one exact class; a subclass may keep other states and needs a rule of its own. Users add their
+classes with `register_optimizer`. What cannot be cut by element (factored or quantized states), or would need
+messages of its own, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.memory import ElementTypes
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, Kind
+
+Group = Mapping[str, Any]
+"""A parameter group of a torch optimizer: its hyper-parameters by name."""
+Number = int | float | torch.Tensor
+"""A scalar's value before the first step, stored as it is given: a Python number, or a tensor of no dims."""
+Moments = Iterable[str] | Callable[[Group], Iterable[str]]
+Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """What an optimizer keeps in `state[parameter]`, per parameter group.
+
+    moments: names of the per-element states, of the element type and shape of the parameter.
+    scalars: names of the scalars beside them, with their value before the first step.
+    counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
+        the highest count of a group is the count of each.
+    """
+
+    moments: Moments = ()
+    scalars: Scalars = field(default_factory=dict)
+    counts_by_group: bool = False
+
+    def moments_of(self, group: Group) -> tuple[str, ...]:
+        """Names of the per-element states of a group's parameters."""
+        return tuple(self.moments(group) if callable(self.moments) else self.moments)
+
+    def scalars_of(self, group: Group) -> dict[str, Number]:
+        """Names and first values of the scalars of a group's parameters."""
+        return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
+
+
+STEP: Mapping[str, Number] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+"""As torch's optimizers count."""
+
+
+def _adam(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+
+
+def _sgd(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+def _rmsprop(group: Group) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+    return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
+
+
+_NADAM: Mapping[str, Number] = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
+
+KNOWN: Mapping[str, OptimizerRule] = {
+    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP),
+    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP),
+    "torch.optim.sgd.SGD": OptimizerRule(_sgd),
+    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP),
+    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM),
+    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP),
+    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP),
+}
+"""By full name, so that no class is imported (some compile when they are)."""
+
+_registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
+"""The users' own classes: the one documented registry of the package; filled once per class, never emptied."""
+
+
+def register_optimizer(
+    cls: type[torch.optim.Optimizer], moments: Moments, scalars: Scalars | None = None
+) -> type[torch.optim.Optimizer]:
+    """Tell which states an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
+
+    cls: this exact class; a subclass must be registered itself. moments: names of the states with one value per
+    element, each computed from values of the same element (and of nothing else), or a function from a parameter group
+    to them. scalars: names of the other states and their values before the first step, in the type that they are
+    stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them.
+
+    Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
+    names that cannot be.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"register_optimizer: {cls!r} is no subclass of torch.optim.Optimizer")
+    if full_name(cls) in KNOWN:
+        raise ConfigError(f"register_optimizer: the states of {full_name(cls)} are known already; leave the call out")
+    if cls in _registered:
+        raise ConfigError(f"register_optimizer: {full_name(cls)} is registered already; register a class once")
+    _refuse_by_name(cls)
+    rule = OptimizerRule(moments if callable(moments) else tuple(moments), scalars if scalars is not None else {})
+    if not callable(rule.moments) and not callable(rule.scalars):
+        _check_names(cls, rule.moments_of({}), rule.scalars_of({}))
+    _registered[cls] = rule
+    return cls
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
+    """The rule of an optimizer; UnsupportedError, naming the class and the way out, for one that is not known."""
+    cls = type(optimizer)
+    rule = _registered.get(cls) or KNOWN.get(full_name(cls))
+    if rule is None:
+        _refuse_by_name(cls)
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in KNOWN))
+        raise UnsupportedError(
+            f"optimizer {full_name(cls)} is not among those whose states are known ({names}); if each of its states "
+            "has one value per element, register it with ds_dynatrain.register_optimizer, else use one of them"
+        )
+    return rule
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedError for an optimizer that a switch cannot carry: its class, or what its groups hold."""
+    rule = rule_of(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        _check_names(type(optimizer), rule.moments_of(group), rule.scalars_of(group))
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"optimizer group {number}: {name} is a tensor, which a compiled step changes behind the engine's "
+                    "back; give a number"
+                )
+        if group.get("capturable"):
+            raise UnsupportedError(f"optimizer group {number}: capturable keeps counts on the device; set it to false")
+
+
+def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple[Kind, ...]:
+    """The state kinds of an optimizer's moments, each with the parameter groups that have it."""
+    rule = rule_of(optimizer)
+    found: dict[str, set[int]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in rule.moments_of(group):
+            found.setdefault(name, set()).add(number)
+    every = set(range(len(optimizer.param_groups)))
+    return tuple(
+        Kind(name, types.of(name).itemsize, groups=None if held == every else frozenset(held))
+        for name, held in found.items()
+    )
+
+
+def full_name(cls: type) -> str:
+    """Module and name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_NOT_PER_ELEMENT = "its states are not one value per element, so no other layout can hold them"
+_OWN_MESSAGES = "it sends messages of its own, over groups that a switch does not know"
+REFUSED: Mapping[str, str] = {
+    "adafactor": "it keeps factored second moments at ZeRO stage 0 and whole ones above: two algorithms",
+    "shampoo": _NOT_PER_ELEMENT,
+    "distributedshampoo": _NOT_PER_ELEMENT,
+    "soap": _NOT_PER_ELEMENT,
+    "lbfgs": "it keeps a history over all parameters together",
+    "sparseadam": "it needs sparse gradients, which ZeRO does not reduce",
+    "onebitadam": _OWN_MESSAGES,
+    "zerooneadam": _OWN_MESSAGES,
+    "onebitlamb": _OWN_MESSAGES,
+    "fusedlamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
+    "lamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
+}
+"""Lower-case class names, and why they cannot be carried."""
+
+
+def _refuse_by_name(cls: type) -> None:
+    """UnsupportedError for what a rule could not make right."""
+    if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
+        raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
+    reason = REFUSED.get(cls.__name__.lower())
+    if reason is not None:
+        raise UnsupportedError(f"optimizer {full_name(cls)}: {reason}; use AdamW, or one that ds_dynatrain knows")
+
+
+def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Number]) -> None:
+    names = [*moments, *scalars]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"optimizer {full_name(cls)}: a state is named twice in {names}")
+    taken = sorted({WEIGHT, MASTER, STALE_GRAD} & set(moments))
+    if taken:
+        raise ConfigError(f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here")
+    for name, value in scalars.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+            raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} starts as {value!r}; give a number")
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} is a tensor of shape {tuple(value.shape)}")

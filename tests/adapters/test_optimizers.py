@@ -1,0 +1,228 @@
+"""Rules of optimizers: which states they keep, how those go out and in, what is refused, what users register."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_dynatrain
+from ds_dynatrain.adapters import optimizers
+from ds_dynatrain.adapters.memory import ElementTypes
+from ds_dynatrain.adapters.moments import common_scalars, level_counts, read_state, write_state
+from ds_dynatrain.adapters.optimizers import OptimizerRule, check_optimizer, moment_kinds, register_optimizer, rule_of
+from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
+
+OPTIM = torch.optim
+TYPES = ElementTypes(weight=torch.bfloat16, gradient=torch.bfloat16)
+MOMENTS: list[tuple[Any, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    (OPTIM.Adam, {}, ("exp_avg", "exp_avg_sq"), ("step",)),
+    (OPTIM.AdamW, {"amsgrad": True}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",)),
+    (OPTIM.SGD, {"momentum": 0.9, "nesterov": True}, ("momentum_buffer",), ()),
+    (OPTIM.SGD, {"momentum": 0.9, "dampening": 0.5}, ("momentum_buffer",), ()),
+    (OPTIM.SGD, {}, (), ()),
+    (OPTIM.RMSprop, {}, ("square_avg",), ("step",)),
+    (OPTIM.RMSprop, {"momentum": 0.5, "centered": True}, ("square_avg", "momentum_buffer", "grad_avg"), ("step",)),
+    (OPTIM.NAdam, {}, ("exp_avg", "exp_avg_sq"), ("step", "mu_product")),
+    (OPTIM.RAdam, {}, ("exp_avg", "exp_avg_sq"), ("step",)),
+    (OPTIM.Adamax, {}, ("exp_avg", "exp_inf"), ("step",)),
+]
+
+
+def stepped(kind: Any, steps: int = 3, **options: Any) -> tuple[Any, nn.Parameter]:
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.randn(2, 3))
+    optimizer = kind([parameter], lr=0.1, **options)
+    for _ in range(steps):
+        parameter.grad = torch.randn(2, 3)
+        optimizer.step()
+    return optimizer, parameter
+
+
+@pytest.mark.parametrize(("kind", "options", "moments", "scalars"), MOMENTS)
+def test_states_go_out_and_in(
+    kind: Any, options: dict[str, Any], moments: tuple[str, ...], scalars: tuple[str, ...]
+) -> None:
+    optimizer, parameter = stepped(kind, **options)
+    check_optimizer(optimizer)
+    flats, values = read_state(optimizer, parameter, 0)
+    assert {name: flat.shape for name, flat in flats.items()} == dict.fromkeys(moments, (6,))
+    assert tuple(values) == scalars
+    before = {name: value.clone() for name, value in optimizer.state[parameter].items()}
+    assert set(before) == {*moments, *scalars}
+    optimizer.state.clear()
+    write_state(optimizer, parameter, 0, flats, values)
+    after = optimizer.state.get(parameter, {})
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in before)
+    assert all(after[name].data_ptr() == flat.data_ptr() for name, flat in flats.items())
+    other, twin = stepped(kind, **options)
+    parameter.grad = twin.grad = torch.ones(2, 3)
+    optimizer.step()
+    other.step()
+    assert torch.equal(parameter, twin)
+
+
+def test_no_state_before_the_first_step() -> None:
+    optimizer, parameter = stepped(OPTIM.Adam, steps=0)
+    assert read_state(optimizer, parameter, 0) == ({}, {})
+    write_state(optimizer, parameter, 0, {}, {})
+    assert not optimizer.state
+
+
+def test_kinds_by_group() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameters[0]], "momentum": 0.9},
+        {"params": [parameters[1]], "momentum": 0.0},
+        {"params": [parameters[2]], "momentum": 0.5},
+    ]
+    (kind,) = moment_kinds(OPTIM.SGD(groups, lr=0.1), TYPES)
+    assert (kind.name, kind.itemsize, kind.groups) == ("momentum_buffer", 4, frozenset({0, 2}))
+    assert moment_kinds(OPTIM.SGD(groups[1:2], lr=0.1), TYPES) == ()
+    assert [kind.groups for kind in moment_kinds(OPTIM.Adam(groups, lr=0.1), TYPES)] == [None, None]
+
+
+class Mine(OPTIM.AdamW):
+    """A subclass may keep other states."""
+
+
+class Adafactor(OPTIM.AdamW):
+    """A name that is refused, whatever is in it."""
+
+
+@pytest.mark.parametrize("kind", [OPTIM.Adadelta, OPTIM.ASGD, OPTIM.Rprop, Mine])
+def test_an_unknown_optimizer_is_refused(kind: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not among .*AdamW.*register_optimizer"):
+        check_optimizer(kind([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [OPTIM.Adafactor, OPTIM.LBFGS, OPTIM.SparseAdam, Adafactor])
+def test_refused_by_name(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
+        check_optimizer(optimizer)
+    with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
+        register_optimizer(kind, moments=("exp_avg",))
+
+
+def test_eight_bit_optimizers_are_refused_by_module() -> None:
+    made = type("AdamW8bit", (OPTIM.Optimizer,), {"__module__": "bitsandbytes.optim.adamw"})
+    under = type("Mine8bit", (made,), {"__module__": "my.own"})
+    for cls in (made, under):
+        with pytest.raises(UnsupportedError, match=r"8bit: .* not one value per element"):
+            rule_of(cls([nn.Parameter(torch.ones(1))], {}))  # type: ignore[arg-type]
+
+
+def test_hyper_parameters_that_are_tensors_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedError, match="optimizer group 0: lr is a tensor"):
+        check_optimizer(OPTIM.AdamW([parameter], lr=torch.tensor(0.1)))
+    with pytest.raises(UnsupportedError, match="optimizer group 0: capturable"):
+        check_optimizer(OPTIM.AdamW([parameter], lr=0.1, capturable=True))
+
+
+def test_an_unexpected_state_is_an_error() -> None:
+    optimizer, parameter = stepped(OPTIM.AdamW)
+    optimizer.state[parameter]["more"] = torch.zeros(1)
+    with pytest.raises(CensusError, match=r"AdamW keeps .*'more'"):
+        read_state(optimizer, parameter, 0)
+    optimizer.state[parameter] = {"step": torch.tensor(1.0)}
+    with pytest.raises(CensusError, match="expected"):
+        read_state(optimizer, parameter, 0)
+    optimizer, parameter = stepped(OPTIM.AdamW)
+    optimizer.state[parameter]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(CensusError, match="exp_avg in group 0 is not one value per element"):
+        read_state(optimizer, parameter, 0)
+
+
+def test_common_scalars() -> None:
+    scalars = Scalars({"step": {0: 3.0, 1: 3.0, 2: 2.0}})
+    assert common_scalars(scalars, [0, 1], "here") == {"step": 3.0}
+    assert common_scalars(scalars, [], "here") == {}
+    with pytest.raises(SwitchRefused, match=r"here: tensor 0 has .*3\.0.*tensor 2 has .*2\.0"):
+        common_scalars(scalars, [0, 1, 2], "here")
+
+
+# ---- registered by users ---------------------------------------------------------------------------------------------
+
+
+class Signed(OPTIM.Optimizer):
+    """Signs of an average; counts in a Python int and keeps a decaying Python float."""
+
+    def __init__(self, params: Any, lr: float = 0.1, slow: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "slow": slow})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(count=0, rate=1.0, total=torch.zeros(()), average=torch.zeros_like(parameter))
+                    if group["slow"]:
+                        state["second"] = torch.zeros_like(parameter)
+                state["count"] += 1
+                state["rate"] *= 0.9
+                state["total"] += 1
+                state["average"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(torch.sign(state["average"]), alpha=group["lr"] * state["rate"])
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A registry of its own for a test."""
+    monkeypatch.setattr(optimizers, "_registered", {})
+    yield
+
+
+SCALARS: dict[str, Any] = {"count": 0, "rate": 1.0, "total": torch.zeros(())}
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.usefixtures("own")
+def test_a_registered_class_keeps_its_types(slow: bool) -> None:
+    assert ds_dynatrain.register_optimizer is register_optimizer
+    moments = lambda group: ("average", "second") if group["slow"] else ("average",)  # noqa: E731
+    assert register_optimizer(Signed, moments=moments, scalars=SCALARS) is Signed
+    optimizer, parameter = stepped(Signed, slow=slow)
+    check_optimizer(optimizer)
+    flats, values = read_state(optimizer, parameter, 0)
+    assert values == {"count": 3.0, "rate": pytest.approx(0.729), "total": 3.0}
+    before = dict(optimizer.state[parameter])
+    optimizer.state.clear()
+    write_state(optimizer, parameter, 0, flats, values)
+    after = optimizer.state[parameter]
+    assert {name: type(value) for name, value in after.items()} == {name: type(v) for name, v in before.items()}
+    assert (after["count"], after["rate"], after["total"].item()) == (3, before["rate"], 3.0)
+
+
+@pytest.mark.usefixtures("own")
+def test_registration_that_contradicts() -> None:
+    register_optimizer(Signed, moments=["average"], scalars=SCALARS)
+    with pytest.raises(ConfigError, match="Signed is registered already"):
+        register_optimizer(Signed, moments=["average"])
+    with pytest.raises(ConfigError, match="AdamW are known already"):
+        register_optimizer(OPTIM.AdamW, moments=["exp_avg"])
+    with pytest.raises(ConfigError, match=r"no subclass of torch\.optim\.Optimizer"):
+        register_optimizer(nn.Linear, moments=["a"])  # type: ignore[arg-type]
+    for moments, scalars, words in [
+        (["master"], {}, "cannot be named 'master'"),
+        (["a", "a"], {}, "named twice"),
+        (["a"], {"a": 0}, "named twice"),
+        (["a"], {"b": True}, "starts as True"),
+        (["a"], {"b": torch.zeros(2)}, r"tensor of shape \(2,\)"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            register_optimizer(Mine, moments=moments, scalars=scalars)  # type: ignore[arg-type]
+
+
+def test_counts_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_registered", {Mine: OptimizerRule(("exp_avg",), {"step": 0}, True)})
+    scalars = Scalars({"step": {0: 0.0, 1: 3.0, 2: 2.0}})
+    level_counts(Mine([nn.Parameter(torch.ones(1))]), scalars, [0, 0, 1])
+    assert scalars.values == {"step": {0: 3.0, 1: 3.0, 2: 2.0}}

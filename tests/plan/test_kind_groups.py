@@ -1,0 +1,64 @@
+"""State kinds that only some optimizer groups have: who holds them, what moves, how much memory they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_dynatrain.adapters.memory import provide, reusable, sizes
+from ds_dynatrain.plan import bytes_minimum, plan_switch
+from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, standard_kinds
+from tests.plan.simulate import memory, play
+from tests.plan.test_plan import RULES, TENSORS, WORLDS
+
+MOMENTS = (
+    Kind("exp_avg", 4, groups=frozenset({1})),
+    Kind("momentum_buffer", 2, groups=frozenset({0})),
+    Kind("nowhere", 4, groups=frozenset()),
+)
+
+
+def space(layout: Layout, members: tuple[int, ...], weight: int) -> VirtualParameterSpace:
+    return VirtualParameterSpace(TENSORS, RULES, standard_kinds(weight, moments=MOMENTS), layout, members, plan_switch)
+
+
+@pytest.mark.parametrize("weight", [4, 2])
+@pytest.mark.parametrize("source", WORLDS[::3], ids=str)
+def test_every_target(source: Layout, weight: int) -> None:
+    vps = space(source, tuple(range(source.data)), weight)
+    for number, target in enumerate(WORLDS):
+        members = tuple(range(number % 3, number % 3 + target.data))
+        plan = plan_switch(vps, target, members)
+        after, crossed = play(plan)
+        assert after == {member: memory(vps, target, rank, plan.kinds) for rank, member in enumerate(members)}
+        assert crossed == bytes_minimum(vps, target, members)
+
+
+@pytest.mark.parametrize("layout", WORLDS, ids=str)
+def test_owners_tile_the_groups(layout: Layout) -> None:
+    vps = space(layout, tuple(range(layout.data)), 2)
+    for kind, groups in (("exp_avg", {1}), ("momentum_buffer", {0}), ("nowhere", set()), ("master", {0, 1})):
+        owned: list[int] = []
+        for rank in range(layout.data):
+            for piece in vps.owned(layout, rank, kind):
+                owned += range(piece.start, piece.stop)
+        wanted = [at for at in range(len(vps.line)) if vps.locate(at)[0].group in groups]
+        assert sorted(owned) == wanted
+
+
+@pytest.mark.parametrize("layout", WORLDS, ids=str)
+def test_buffers(layout: Layout) -> None:
+    import torch
+
+    vps = space(layout, tuple(range(layout.data)), 2)
+    found = sizes(vps, layout)
+    for rank in range(layout.data):
+        for kind in vps.present_kinds():
+            pieces = vps.holding(layout, rank, kind)
+            for piece in pieces:
+                assert piece.offset + piece.stop - piece.start <= found[kind, piece.buffer]
+    assert not [kind for kind, _ in found if kind == "nowhere"]
+    assert {name for kind, name in found if kind == "exp_avg"} < {name for kind, name in found if kind == "master"}
+    types = {kind.name: torch.float32 if kind.itemsize == 4 else torch.bfloat16 for kind in vps.kinds}
+    live = provide(vps, layout, types, set(), {}, lambda size, dtype: torch.zeros(size, dtype=dtype))
+    assert set(live) == set(found)
+    assert reusable(vps, 0, layout, 0, live) == set(found)
