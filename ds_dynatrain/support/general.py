@@ -23,7 +23,8 @@ BATCHES = (
     *refused("", "prescale_gradients"),
     *refused("", "gradient_predivide_factor", off=(None, 1.0)),
     *refused("", "gradient_allreduce_op", off=(None, "mean")),
-    *refused("", "communication_data_type seq_parallel_communication_data_type"),
+    *refused("", "communication_data_type"),
+    *works("", "seq_parallel_communication_data_type", "not used without a sequence axis"),
     *refused("", "disable_allgather"),
 )
 
@@ -52,7 +53,8 @@ CHECKPOINTS = (
         "tests/engine/test_checkpoints.py",
     ),
     *works("checkpoint", "tag_validation checkpoint_serialization use_node_local_storage"),
-    *refused("checkpoint", "load_universal writer"),
+    *refused("checkpoint", "load_universal"),
+    *refused("checkpoint", "writer", below=True),
     *refused("checkpoint", "parallel_write", "it is for pipelines", below=True),
     *refused("", "datastates_ckpt", off=(False,), below=True),
 )

@@ -45,6 +45,5 @@ OFFLOAD = (
         "offload_optimizer, offload_param",
     ),
     *refused(_ZERO, "zenflow", below=True),
-    *refused("", "zenflow", below=True),
     *works("", "aio", "only read where something is offloaded to NVMe", below=True),
 )
