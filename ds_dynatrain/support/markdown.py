@@ -1,0 +1,72 @@
+"""The support table as Markdown, and a page of the docs with its tables brought up to date.
+
+    python -m ds_dynatrain.support.markdown docs/support.md
+
+writes the tables between the page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
+from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES
+
+_MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def markdown(name: str) -> str:
+    """One table; neighbouring rows that say the same share a line."""
+    lines = [_line(name, list(same)) for _, same in itertools.groupby(TABLES[name], _what_is_said)]
+    head = "what" if name not in CONFIG_TABLES else "key"
+    return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])
+
+
+def filled(page: str) -> str:
+    """The page with all its tables anew; ConfigError unless each table stands on it once."""
+    on_page = [found["name"] for found in _MARKED.finditer(page)]
+    wrong = sorted(set(on_page) ^ set(TABLES)) or [name for name in on_page if on_page.count(name) > 1]
+    if wrong:
+        raise ConfigError(f"the page must have each table once: {', '.join(wrong)}")
+    return _MARKED.sub(lambda found: f"<!-- table: {found['name']} -->\n{markdown(found['name'])}\n<!-- end -->", page)
+
+
+def note(row: Row) -> str:
+    """The reason or the note, what to do, and which values may stand there all the same."""
+    why = "" if row.why == NOT_TRIED else row.why
+    instead = "" if row.instead == REMOVE else row.instead
+    said = "; ".join(part for part in (why, instead) if part)
+    fine = [str(value).lower() if isinstance(value, bool) else str(value) for value in row.off if value not in OFF]
+    if row.verdict is Verdict.AT_START and fine:
+        said = "; ".join(part for part in (said, f"`{'`, `'.join(fine)}` may stand there") if part)
+    return said
+
+
+def _what_is_said(row: Row) -> tuple[object, ...]:
+    section = "" if row.values else row.key.rpartition(".")[0]
+    return (section, row.key if row.values else "", row.verdict, note(row))
+
+
+def _line(name: str, rows: Sequence[Row]) -> str:
+    return f"| {', '.join(_names(name, rows))} | {rows[0].verdict.value} | {note(rows[0])} |"
+
+
+def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Keys as they are shown: the first of a line in full, the others without their section."""
+    for place, row in enumerate(rows):
+        if name not in CONFIG_TABLES:
+            yield row.key
+        elif row.values:
+            yield f"`{row.key}`: " + ", ".join(f"`{value}`" for value in row.values)
+        else:
+            yield f"`{row.key if place == 0 else '.' * ('.' in row.key) + row.key.rpartition('.')[2]}`"
+
+
+if __name__ == "__main__":
+    for file in map(Path, sys.argv[1:]):
+        file.write_text(filled(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,39 @@
+"""`docs/support.md` says what the rows say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.support import TABLES
+from ds_dynatrain.support.markdown import filled, markdown
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+
+def test_the_page_has_the_rows() -> None:
+    page = PAGE.read_text()
+    assert filled(page) == page, "run: python -m ds_dynatrain.support.markdown docs/support.md"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_is_shown(name: str) -> None:
+    text = markdown(name)
+    for row in TABLES[name]:
+        assert row.key.rpartition(".")[2] in text or row.key in text
+        assert row.verdict.value in text
+
+
+def test_other_text_stays() -> None:
+    marks = "\n".join(f"## {name}\n<!-- table: {name} -->\nold\n<!-- end -->\nprose" for name in TABLES)
+    page = filled(marks)
+    assert page.count("prose") == len(TABLES) and "\nold\n" not in page
+    assert filled(page) == page
+    with pytest.raises(ConfigError, match="practices"):
+        filled(marks.replace("<!-- table: practices -->", ""))
+    with pytest.raises(ConfigError, match="no such"):
+        filled(marks + "\n<!-- table: no such -->\n<!-- end -->")
+    with pytest.raises(ConfigError, match="zero"):
+        filled(marks + "\n<!-- table: zero -->\n<!-- end -->")
