@@ -20,6 +20,11 @@ class GradientWatch:
             for number, parameter in enumerate(model.parameters[: model.trainable])
         ]
 
+    @property
+    def waiting(self) -> int:
+        """Number of parameters that got a gradient since the last call of `missing`."""
+        return len(self._seen)
+
     def missing(self) -> tuple[str, ...]:
         """Names of the parameters without a gradient since the last call."""
         names: tuple[str, ...] = ()

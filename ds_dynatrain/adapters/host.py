@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
+from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
 
@@ -36,6 +37,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     without_gradient: tuple[str, ...]
     """Trainable parameters that got no gradient on this rank in the last window."""
     _gradients: GradientWatch
+    _gathers: GatherWatch
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
@@ -58,6 +60,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         check_optimizer(basic)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self._gradients = GradientWatch(self.model_map)
+        self._gathers = GatherWatch(self.model_map.parameters)
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
@@ -112,6 +115,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def let_module_go(self) -> None:
         """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
+        self._gathers.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.__dict__:
                 self.__dict__.pop(hook).remove()
@@ -160,6 +164,16 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
         self._configure_checkpointing()
         self.tput_timer.batch_size = self.train_batch_size()
+
+    @property
+    def open_gathers(self) -> int:
+        """Number of `GatheredParameters` blocks that the user has open over parameters of this engine."""
+        return self._gathers.count
+
+    @property
+    def waiting_gradients(self) -> int:
+        """Number of parameters with a gradient that no optimizer step has used yet."""
+        return self._gradients.waiting
 
     def settle_parameters(self) -> None:
         """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""

@@ -17,6 +17,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.pipe": ("PipelineModule",),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": ("get_cuda_rng_tracker",),
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.config": ("DeepSpeedConfig",),
     "deepspeed.runtime.engine": (
@@ -38,6 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ZeROOrderedDict",
     ),
     "deepspeed.runtime.zero.partition_parameters": (
+        "GatheredParameters.__enter__",
         "Init.param_id",
         "Init.num_persisted_parameters",
         "Init.num_persisted_elements",

@@ -40,8 +40,16 @@ def refuse_at_boundary(engine: Any) -> None:
     if engine.micro_steps % steps:
         have = f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches"
         raise practice("open accumulation window").refused(have)
+    if getattr(engine.optimizer, "_coalesce_grad_reduction", False):
+        raise practice("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
     if engine.inside_no_sync_ctxt:
         raise practice("no_sync").refused("a no_sync window is open")
+    if engine.open_gathers:
+        have = f"a deepspeed.zero.GatheredParameters block is open ({engine.open_gathers})"
+        raise practice("GatheredParameters").refused(have)
+    if engine.waiting_gradients:
+        have = f"gradients of {engine.waiting_gradients} parameters wait for an optimizer step"
+        raise practice("gradients without a step").refused(have)
 
 
 def _refuse_model(model: nn.Module) -> None:

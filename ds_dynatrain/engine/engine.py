@@ -65,6 +65,8 @@ class DynatrainEngine(HostEngine):
     carried: dict[str, Any]
     _switcher: Switcher
     _window_samples: int | None
+    _last_dealt: bool
+    """Whether the micro-batch that was dealt last closes its global batch."""
 
     def __init__(
         self, *, job: Job, layout: Layout, members: tuple[int, ...], world: World | None, **arguments: Any
@@ -72,7 +74,7 @@ class DynatrainEngine(HostEngine):
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
         self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0)
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
-        self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False)
+        self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, launch=job.launch, control=job.control, nodes=job.nodes)
         self.__dict__.update(_switcher=Switcher(self, job.control, job.on_idle), _heartbeat=Heartbeat(job.control))
         super().__init__(attached=world is not None, **arguments)
@@ -216,7 +218,7 @@ class DynatrainEngine(HostEngine):
         """Called by a train loader with the slot of the micro-batch that it is about to return."""
         self.slot_weight = slot.weight
         self.slot_is_borrowed = slot.samples == 0
-        self._dealt = True
+        self._dealt, self._last_dealt = True, last
         if slot.weight:
             self._window_samples = round(slot.samples * self.batch.slots / slot.weight)
 
@@ -253,9 +255,20 @@ class DynatrainEngine(HostEngine):
         return output
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """DeepSpeed's; a complete window opens the way to the next boundary."""
+        """DeepSpeed's; a complete window opens the way to the next boundary.
+
+        UnsupportedError for a step by `set_gradient_accumulation_boundary(True)` in the middle of a global batch: in
+        another world that would be another set of samples.
+        """
+        steps, by_hand = int(self.gradient_accumulation_steps()), bool(self._is_gradient_accumulation_boundary)
+        if by_hand and self._dealt and not self._last_dealt:
+            raise practice("set_gradient_accumulation_boundary").error(
+                f"set_gradient_accumulation_boundary(True) in the middle of a global batch of {steps} micro-batches"
+            )
         super().step(lr_kwargs)
-        if self.micro_steps % int(self.gradient_accumulation_steps()) == 0:
+        if by_hand:  # one call for all of the window's micro-batches
+            self.micro_steps += -self.micro_steps % steps
+        if self.micro_steps % steps == 0:
             if self._window_samples is not None:
                 self.global_samples += self._window_samples - self.batch.train_batch_size
             self._dealt, self._window_samples = False, None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from ds_dynatrain.support.row import refused, works
 
+_CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
 _AXIS = "only the data axis can change yet"
 
 FEATURES = (
-    *works("", "activation_checkpointing"),
-    *refused("activation_checkpointing", "partition_activations contiguous_memory_optimization cpu_checkpointing"),
-    *refused("activation_checkpointing", "number_checkpoints synchronize_checkpoint_boundary profile"),
+    *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only", _CHECKPOINTING),
+    *works("activation_checkpointing", "partition_activations contiguous_memory_optimization", proof=_CHECKPOINTING),
+    *works("activation_checkpointing", "cpu_checkpointing number_checkpoints", proof=_CHECKPOINTING),
+    *works("activation_checkpointing", "synchronize_checkpoint_boundary profile", proof=_CHECKPOINTING),
     *refused("", "compile", below=True),
     *refused("", "data_efficiency", switch=("enabled", False), below=True),
     *refused("", "hybrid_engine", switch=("enabled", False), below=True),

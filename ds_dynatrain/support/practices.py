@@ -9,6 +9,7 @@ _NO_BLOCK = "remove the dynatrain block"
 
 
 _HERE = "tests/adapters/test_support.py::test_"
+_WINDOWS = "tests/engine/test_windows.py"
 
 
 def _start(name: str, why: str, instead: str, test: str) -> Row:
@@ -78,5 +79,36 @@ PRACTICES = (
         "its gradients are not reduced yet",
         "leave the window before the boundary",
         "what_must_not_be_open_at_a_boundary",
+    ),
+    _switch(
+        "coalesce_grad_reduction",
+        "its gradients are not reduced yet",
+        "leave the window and call engine.step() before the boundary",
+        f"{_WINDOWS}::test_an_open_window_is_named_and_stays_as_it_is",
+    ),
+    _switch(
+        "GatheredParameters",
+        "its parameters would change under it",
+        "leave the block before the boundary",
+        f"{_WINDOWS}::test_an_open_window_is_named_and_stays_as_it_is",
+    ),
+    _switch(
+        "gradients without a step",
+        "they belong to the old layout",
+        "put the boundary after engine.step(), not between it and the backward pass",
+        f"{_WINDOWS}::test_an_open_window_is_named_and_stays_as_it_is",
+    ),
+    Row(
+        "set_gradient_accumulation_boundary",
+        Verdict.NOTE,
+        "with the last micro-batch of a global batch; in another world its middle would be other samples",
+        "call engine.step() after every micro-batch, or set the boundary with the last one of a global batch",
+        proof=f"{_WINDOWS}::test_boundaries_set_by_hand_follow_the_world",
+    ),
+    Row(
+        "activation checkpointing",
+        Verdict.NOTE,
+        "deepspeed.checkpointing or torch's; random streams of get_cuda_rng_tracker() belong to the data index",
+        proof="tests/engine/test_checkpointing_streams.py::test_kinds_of_checkpointing_agree",
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,8 @@ class Standing:
     def __init__(self, micro_steps: int = 4, **more: Any) -> None:
         self.micro_steps = micro_steps
         self.inside_no_sync_ctxt = False
+        self.open_gathers = self.waiting_gradients = 0
+        self.optimizer = SimpleNamespace(_coalesce_grad_reduction=False)
         self.__dict__.update(more)
 
     def gradient_accumulation_steps(self) -> int:
@@ -307,6 +310,12 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
     for engine, words in (
         (Standing(5), "an accumulation window is open: 1 of 2 micro-batches"),
         (Standing(inside_no_sync_ctxt=True), "a no_sync window is open"),
+        (
+            Standing(optimizer=SimpleNamespace(_coalesce_grad_reduction=True)),
+            "a coalesce_grad_reduction window is open",
+        ),
+        (Standing(open_gathers=2), r"GatheredParameters block is open \(2\)"),
+        (Standing(waiting_gradients=3), "gradients of 3 parameters wait for an optimizer step"),
     ):
         with pytest.raises(SwitchRefused, match=words):
             refuse_at_boundary(engine)
