@@ -9,6 +9,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 
+from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
@@ -31,6 +32,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     model_map: ModelMap
+    optimizer: Any
     slot_weight: float
     slot_is_borrowed: bool
     window_tokens: int | None
@@ -64,6 +66,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
+            correct_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
 

@@ -29,6 +29,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedEngine._take_model_step",
         "DeepSpeedEngine._configure_python_gc",
         "DeepSpeedEngine.get_data_types",
+        "DeepSpeedEngine.zero_cpu_offload",
+        "DeepSpeedEngine.zero_parameter_alignment",
+        "DeepSpeedEngine.zero_round_robin_gradients",
     ),
     "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
     "deepspeed.runtime.utils": ("check_internal_apis_for_count_used_parameters",),
@@ -57,8 +60,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedZeroOptimizer.get_data_parallel_partitions",
         "DeepSpeedZeroOptimizer._link_all_hp_params",
         "DeepSpeedZeroOptimizer._create_param_mapping",
+        "DeepSpeedZeroOptimizer._create_optimizer_mapping",
     ),
     "deepspeed.runtime.zero.utils": ("gc", "defragment"),
+    "deepspeed.utils": ("link_hp_params",),
     "deepspeed.utils.groups": ("_WORLD_GROUP",),
 }
 

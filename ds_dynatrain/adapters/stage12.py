@@ -1,12 +1,13 @@
 """ZeRO stages 1 and 2: per optimizer group one flat weight buffer on every rank, and one part of it as fp32 master.
 
-`param._hp_mapping` is not read: it is derived, and wrong under `round_robin_gradients` (DeepSpeed 0.19.8).
+`param._hp_mapping` is not read: it is derived, and wrong under `round_robin_gradients` (see `fragments`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
@@ -87,6 +88,7 @@ class FlatStages:
         zero._link_all_hp_params()
         zero._hp_optimizer_states_linked = False
         zero._param_slice_mappings = zero._create_param_mapping()
+        correct_fragments(zero)
 
 
 def tensors_of(model: ModelMap, group: int) -> list[int]:

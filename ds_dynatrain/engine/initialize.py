@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.optimizers import moment_kinds
+from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_unsupported
@@ -38,7 +39,7 @@ from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.plan import plan_switch
-from ds_dynatrain.space import Layout, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.space import Layout, VirtualParameterSpace, standard_kinds
 from ds_dynatrain.support import Target, practice, refuse_layout
 
 START_SECONDS = 1800.0
@@ -171,12 +172,11 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 
 
 def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
-    """Register every logical tensor; thresholds come from DeepSpeed's own reading of the configuration."""
-    rules = ZeroRules(sub_group_size=int(engine.zero_sub_group_size()), persistence_threshold=0)
+    """Register every logical tensor; what cuts them comes from DeepSpeed's own reading of the configuration."""
     types = engine.element_types
     moments = moment_kinds(engine.basic_optimizer, types)
     kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, types.gradient.itemsize)
-    return VirtualParameterSpace(engine.model_map.tensors, rules, kinds, layout, members, plan_switch)
+    return VirtualParameterSpace(engine.model_map.tensors, rules_of(engine), kinds, layout, members, plan_switch)
 
 
 def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int) -> Layout:

@@ -192,7 +192,7 @@ def test_no_section() -> None:
 
 
 def test_one_is_not_true() -> None:
-    refused(settings(zero_optimization={"stage": 1, "round_robin_gradients": 1}), "round_robin_gradients")
+    refused(settings(zero_optimization={"stage": 1, "elastic_checkpoint": 1}), "elastic_checkpoint")
     accepted(settings(gradient_predivide_factor=1))
     refused(settings(gradient_predivide_factor=True), "gradient_predivide_factor")
     refused(settings(managed_gradient_accumulation=False), "^managed_gradient_accumulation")

@@ -1,7 +1,8 @@
 """All logical state of an engine, gathered the slow way from DeepSpeed's own fields. Shares no code with ds_dynatrain.
 
 The arithmetic of DeepSpeed 0.19.8 as its sources have it: stages 1 and 2 lay an optimizer group's parameters end to
-end and cut the line into equal parts; stage 3 cuts each parameter into `ceil(numel / world)` and lays the parts of a
+end (dealt out in turn under `round_robin_gradients`, each from a multiple of 16 bytes under `parameter_alignment`) and
+cut the line into equal parts; stage 3 cuts each parameter into `ceil(numel / world)` and lays the parts of a
 sub-group end to end. Every replica that a rank holds is read, and all must agree bit for bit.
 """
 
@@ -115,13 +116,30 @@ def _views(engine: Any) -> Iterator[View]:
         return
     zero = engine.optimizer
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
-        first, runs, position = rank * master.numel(), [], 0
-        for parameter in zero.bit16_groups[group]:
+        first, runs, covered = rank * master.numel(), [], torch.zeros(master.numel(), dtype=torch.bool)
+        for position, parameter in _flat_order(zero, zero.bit16_groups[group], world):
             low, high = max(position, first), min(position + parameter.numel(), first + master.numel())
             if low < high:
                 runs.append((names[id(parameter)], low - position, low - first, high - low))
-            position += parameter.numel()
+                covered[low - first : high - first] = True
+            place = (parameter.data_ptr() - zero.bit16_groups_flat[group].data_ptr()) // parameter.element_size()
+            assert place == position, f"{names[id(parameter)]} lies at {place} of its flat buffer, not at {position}"
+        for flat in (master, *_moments(engine, master).values()):
+            assert not flat.detach()[~covered].any(), f"padding of group {group} is not zero"
         yield from _with_moments(engine, master, runs)
+
+
+def _flat_order(zero: Any, parameters: list[Any], world: int) -> Iterator[tuple[int, Any]]:
+    """(first element in the flat buffer, parameter) as `stage_1_and_2.py` lays out a group of stages 1 and 2."""
+    deals = world if getattr(zero, "round_robin_gradients", False) else 1
+    piles = [parameters[deal::deals] for deal in range(deals)]
+    position = 0
+    for parameter in (parameter for pile in piles for parameter in pile):
+        if getattr(zero, "parameter_alignment", False):
+            while position * parameter.element_size() % 16:
+                position += 1
+        yield position, parameter
+        position += parameter.numel()
 
 
 def _weights_in_parts(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterator[View]:
@@ -146,11 +164,15 @@ def _stage3(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterat
 
 def _with_moments(engine: Any, master: torch.Tensor, runs: list[tuple[str, int, int, int]]) -> Iterator[View]:
     """runs: (name, first row-major index, offset in `master`, elements)."""
-    held = engine.basic_optimizer.state.get(master, {})
-    flats = {"master": master, **{name: value for name, value in held.items() if _is_per_element(value, master)}}
+    flats = {"master": master, **_moments(engine, master)}
     for name, start, offset, numel in runs:
         for kind, flat in flats.items():
             yield View((name, kind), start, flat.detach().view(-1)[offset : offset + numel])
+
+
+def _moments(engine: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    held = engine.basic_optimizer.state.get(master, {})
+    return {name: value for name, value in held.items() if _is_per_element(value, master)}
 
 
 def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:

@@ -1,158 +1,24 @@
-"""Every ordered pair of (data, ZeRO stage) in living ranks: one long walk per dtype.
-
-Before each switch the same reference state is written into the engine and its loader set back, so that what follows a
-switch to a layout can be held against one run that was *started* in that layout from the same state, whatever layout
-the switch came from.
-"""
+"""Every ordered pair of (data, ZeRO stage) in living ranks: one long walk per dtype."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from ds_dynatrain.plan import bytes_minimum
-from ds_dynatrain.space import Layout
-from tests.engine import jobs, oracle
-from tests.engine.models import Sequences
+from tests.engine import walks
 from tests.engine.paths import LAYOUTS, circuit, part
 from tests.engine.pool import RankPool
 
-STEPS = 8
-WARM_STEPS = 3
 SEED = 5
 SMALL_PART = 24
-Losses = dict[int, list[float]]
-
-
-def settings(dtype: str, start: jobs.Sizes) -> dict[str, Any]:
-    """12 samples in one micro-batch a rank: 1, 2, 3 and 4 ranks have equal shares."""
-    return jobs.config(dtype, start, train_micro_batch_size_per_gpu=12)
-
-
-def data() -> Sequences:
-    return Sequences(12 * (WARM_STEPS + STEPS + 2))
-
-
-def reference_case(dtype: str) -> tuple[oracle.State, dict[str, Any]] | None:
-    """A state after some steps, and the loader's position there."""
-    with jobs.job(settings(dtype, (2, 1)), data=data()) as made:
-        jobs.train(made, WARM_STEPS)
-        return oracle.gather(made.engine), made.loader.state_dict()
-    return None
-
-
-def set_back(made: jobs.Job, state: oracle.State, position: dict[str, Any]) -> None:
-    """Put reference state and position into a working member."""
-    oracle.put(made.engine, state)
-    made.loader.load_state_dict(position)
-
-
-def some_steps(made: jobs.Job, iterator: Any, batch: Any) -> list[float]:
-    """The local loss of each of the next steps, the first on a batch that is there already."""
-    record = jobs.Record()
-    for number in range(STEPS):
-        batch = next(iterator) if number else batch
-        jobs.one_micro_batch(made.engine, batch, record)
-    return [loss for parts in record.losses.values() for loss, _ in parts]
-
-
-def static_case(dtype: str, layouts: list[jobs.Sizes], state: oracle.State, position: dict[str, Any]) -> Losses:
-    """Losses of the next steps from the reference state, each layout in an engine that starts in it."""
-    found: Losses = {}
-    for number, sizes in enumerate(layouts):
-        with jobs.job(settings(dtype, sizes), data=data()) as made:
-            iterator = iter(made.loader)
-            jobs.one_micro_batch(made.engine, next(iterator), jobs.Record())  # moments exist after it
-            set_back(made, state, position)
-            found[number] = some_steps(made, iterator, next(iterator))
-    return found
-
-
-def walk_case(dtype: str, path: list[jobs.Sizes], state: oracle.State, position: dict[str, Any]) -> Losses:
-    """Walk the path; per place on it the losses of the steps after arriving. Everything else is checked here."""
-    found: Losses = {}
-    with jobs.job(settings(dtype, path[0]), data=data()) as made:
-        engine, iterator = made.engine, iter(made.loader)
-        batch = next(iterator)  # a member that starts idle wakes in here
-        if engine.generation == 1:
-            jobs.one_micro_batch(engine, batch, jobs.Record())
-        while True:
-            number = engine.generation - 1
-            if number:
-                _check_arrival(engine, path[number], state)
-                found[number] = some_steps(made, iterator, batch)
-            if number + 1 == len(path):
-                return found
-            set_back(made, state, position)
-            assert oracle.differences(state, oracle.gather(engine), counters=False) == []
-            counters = oracle.gather(engine).counters
-            least = _least_bytes(engine, path[number + 1])
-            jobs.ask(engine, path[number + 1])
-            batch = next(iterator)
-            if engine.generation == number + 2:  # this member went from one place to the next, not idle in between
-                _check_event(engine, path[number], path[number + 1], least)
-                now = {name: getattr(engine, name) for name in counters}
-                assert now == counters
-    return found
-
-
-def _least_bytes(engine: Any, sizes: jobs.Sizes) -> int:
-    target = Layout(data=sizes[0], zero_stage=sizes[1])
-    kinds = ["weight", "master", "exp_avg", "exp_avg_sq"]
-    if engine.layout.zero_stage == 3 and sizes[1] == 3:
-        kinds.append("stale_grad")
-    return bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
-
-
-def _check_arrival(engine: Any, sizes: jobs.Sizes, state: oracle.State) -> None:
-    assert (engine.layout.data, engine.layout.zero_stage) == sizes
-    assert oracle.differences(state, oracle.gather(engine), counters=False) == []
-
-
-def _check_event(engine: Any, source: jobs.Sizes, target: jobs.Sizes, least: int) -> None:
-    event = engine.last_switch
-    assert event.outcome == "committed", event.reason
-    assert [(side.layout["data"], side.layout["zero_stage"]) for side in (event.source, event.target)] == [
-        source,
-        target,
-    ]
-    assert event.warnings == ()
-    assert event.certificate is not None
-    assert event.bytes_sent == event.bytes_minimum == least
-
-
-def _means(ranks: list[Losses | None]) -> dict[int, list[float]]:
-    """Per place the mean over the ranks that worked there: their shares are equal."""
-    places = sorted({place for losses in ranks if losses for place in losses})
-    found = {}
-    for place in places:
-        held = [losses[place] for losses in ranks if losses and place in losses]
-        found[place] = [sum(values) / len(values) for values in zip(*held, strict=True)]
-    return found
-
-
-def _walk_and_compare(pool: RankPool, dtype: str, path: list[jobs.Sizes], seconds: float) -> None:
-    state, position = pool.run(reference_case, dtype=dtype)[0]
-    static = _means(
-        pool.run(static_case, dtype=dtype, layouts=list(LAYOUTS), state=state, position=position, seconds=180)
-    )
-    switched = _means(pool.run(walk_case, dtype=dtype, path=path, state=state, position=position, seconds=seconds))
-    assert list(switched) == list(range(1, len(path)))
-    bitwise = 0
-    for place, (source, target) in enumerate(pairwise(path), start=1):
-        expected = static[LAYOUTS.index(target)]
-        assert jobs.furthest(switched[place], expected) <= 1e-6, f"{source} -> {target}"
-        bitwise += switched[place] == expected
-    print(f"{dtype}: {bitwise} of {len(path) - 1} continuations are bitwise those of a static run")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_part_of_all_pairs(pool: RankPool, dtype: str) -> None:
     path = part(SEED, SMALL_PART)
     assert set(path) == set(LAYOUTS) and len(path) == SMALL_PART + 1
-    _walk_and_compare(pool, dtype, path, seconds=120)
+    walks.compare(pool, walks.settings(dtype), path)
 
 
 @pytest.mark.full
@@ -161,4 +27,5 @@ def test_a_part_of_all_pairs(pool: RankPool, dtype: str) -> None:
 def test_all_pairs(pool: RankPool, dtype: str) -> None:
     path = circuit(SEED)
     assert sorted(pairwise(path)) == sorted((one, other) for one in LAYOUTS for other in LAYOUTS)
-    _walk_and_compare(pool, dtype, path, seconds=900)
+    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900)
+    print(f"{dtype}: {bitwise} of {len(path) - 1} continuations are bitwise those of a static run")

@@ -1,0 +1,37 @@
+"""The numbers of DeepSpeed's configuration that decide where ZeRO cuts, as `space` wants them."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+
+from ds_dynatrain.space import ZeroRules
+
+ALIGNED_BYTES = 16
+"""What `parameter_alignment` rounds the start of a tensor up to."""
+
+
+def rules_of(engine: Any) -> ZeroRules:
+    """The rules of all layouts, from DeepSpeed's own reading of the configuration.
+
+    Persistent parameters of ZeRO-3 are not counted as held twice: they are gathered again at their first use.
+    """
+    itemsize = int(engine.model_map.dtype.itemsize)
+    flat = _stages_with_options(engine)
+    return ZeroRules(
+        sub_group_size=int(engine.zero_sub_group_size()),
+        persistence_threshold=0,
+        round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),
+        aligned_stages=flat if engine.zero_parameter_alignment() else frozenset(),
+        weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
+    )
+
+
+def _stages_with_options(engine: Any) -> frozenset[int]:
+    """Stages whose optimizer knows the two options: not stage 1 where it is BF16_Optimizer."""
+    types = engine.get_data_types()
+    if types == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload():
+        return frozenset({2})
+    return frozenset({1, 2})
