@@ -8,6 +8,8 @@
 | `start` | what surrounds an engine's constructor |
 | `worlds` | process groups of a world: build, install, drop |
 | `model` | the logical tensors of a module and its optimizer groups |
+| `rules` | which numbers of the configuration decide where ZeRO cuts |
+| `fragments` | `param._hp_mapping`, set right where DeepSpeed links it wrong |
 | `moments` | which states an optimizer keeps |
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
