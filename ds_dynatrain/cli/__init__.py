@@ -1,0 +1,9 @@
+"""The command `ds-dynatrain`. Heavy imports happen inside of a command: `--help` answers at once.
+
+| file | what it does |
+|---|---|
+| `main` | the commands and their options |
+| `environment` | versions, names, accelerator, compiler, launch variables |
+| `configuration` | a configuration file against the support table and DeepSpeed's own reading |
+| `show` | both, as tables or JSON |
+"""

@@ -1,0 +1,121 @@
+"""A configuration file: what the support table says of its keys, and whether a job with it would start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.config import BLOCK, DynatrainConfig, read_config, split_config
+from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.support import Finding, Target, examine, practice, refuse_layout
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class JobReport:
+    """What would come of a job with this configuration.
+
+    layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
+    whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
+    to know.
+    """
+
+    path: str
+    layout: Layout | None = None
+    findings: list[Finding] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    stages: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def would_start(self) -> bool:
+        """Whether `initialize` would accept it."""
+        return not self.problems and all(finding.refusal is None for finding in self.findings)
+
+
+def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobReport:
+    """Report on a file; ConfigError if it is no readable configuration.
+
+    processes: of the launch, None to take what the environment or the block says. has_deepspeed: DeepSpeed can be asked
+    for its own reading.
+    """
+    if not path.is_file():
+        raise ConfigError(f"configuration {str(path)!r}: no such file")
+    whole = read_config(path)
+    report = JobReport(str(path))
+    if BLOCK not in whole:
+        report.notes.append(
+            f"there is no {BLOCK} block: initialize is deepspeed.initialize then; below, what an empty block would do"
+        )
+        whole = {**whole, BLOCK: {}}
+    own, block = _split(whole, report)
+    report.findings = examine(own)
+    if "optimizer" not in own:
+        report.notes.append(f"no optimizer block: {practice('no optimizer').instead}")
+    if block is not None:
+        _look_at_layouts(own, block, processes, report)
+    if report.layout is not None and report.would_start and has_deepspeed:
+        _ask_deepspeed(own, report.layout, report)
+    return report
+
+
+def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any], DynatrainConfig | None]:
+    try:
+        return split_config(whole)
+    except ConfigError as error:
+        report.problems.append(str(error))
+        return {key: value for key, value in whole.items() if key != BLOCK}, None
+
+
+def _look_at_layouts(own: dict[str, Any], block: DynatrainConfig, processes: int | None, report: JobReport) -> None:
+    """The first layout, and which stages it can go to."""
+    wanted = block.layout
+    launch = processes or int(os.environ.get("WORLD_SIZE") or 0) or (wanted.data if wanted is not None else 1)
+    zero = own.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if wanted is not None:
+        if wanted.data > launch:
+            report.problems.append(
+                f"{BLOCK}.layout.data is {wanted.data} and the launch has {launch} processes: start more, or lower it"
+            )
+        stage = wanted.zero_stage
+    if isinstance(stage, bool) or stage not in STAGES:
+        report.problems.append(f"zero_optimization.stage is {stage!r}: give 0, 1, 2 or 3")
+        return
+    report.layout = Layout(data=wanted.data if wanted is not None else launch, zero_stage=stage)
+    for other in STAGES:
+        present = None if other == stage else report.layout
+        try:
+            refuse_layout(Target(own, report.layout.replace(zero_stage=other), present))
+            report.stages[other] = ""
+        except SwitchRefused as refusal:
+            report.stages[other] = str(refusal)
+    if report.stages[stage]:
+        report.problems.append(f"the first layout, {report.layout}: {report.stages[stage]}")
+
+
+def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> None:
+    """The arithmetic of the batch, and DeepSpeed's own reading of the values, as `initialize` lets it read them."""
+    from torch import nn
+
+    from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+    from ds_dynatrain.data import BatchArithmetic
+    from ds_dynatrain.engine.feasible import check_batch
+
+    try:
+        sizes = BatchSizes.of(own, layout.data)
+        check_batch(layout, BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data), nn.Module())
+        alone = BatchArithmetic(
+            sizes.micro_batch_size, sizes.micro_batch_size, 1
+        )  # outside of a launch there is one rank
+        with redirect_stdout(sys.stderr):
+            layout_config(own, layout.replace(data=1), alone)
+    except Exception as error:  # whatever it says is what would end the start
+        report.problems.append(f"{type(error).__name__}: {error}")

@@ -1,0 +1,124 @@
+"""What a job would find on this machine: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import metadata
+
+from ds_dynatrain import __version__
+from ds_dynatrain.support import practice
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+TESTED_DEEPSPEED = "0.19.8"
+OLDEST_TORCH = (2, 13)
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+)
+"""Environment variables that decide about a launch."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line about this machine. is_well: None where there is nothing to judge. note: what to do, or what for."""
+
+    name: str
+    value: str
+    is_well: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """All of them; a job can start if none is bad."""
+
+    checks: tuple[Check, ...]
+    variables: dict[str, str]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing stands against a start."""
+        return all(check.is_well is not False for check in self.checks)
+
+    @property
+    def has_deepspeed(self) -> bool:
+        """Whether DeepSpeed is there with all the names that are relied on."""
+        return any(check.name == "names" and check.is_well for check in self.checks)
+
+
+def examine_environment() -> Environment:
+    """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
+    checks = (*_versions(), *_deepspeed(), _compiler())
+    return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("ds_dynatrain", __version__, True)
+    python = sys.version_info[:2]
+    fits = OLDEST_PYTHON <= python <= NEWEST_PYTHON
+    yield Check("Python", platform.python_version(), fits, "" if fits else "use Python 3.10 to 3.13")
+    yield _torch()
+    yield _deepspeed_version()
+    transformers = _version("transformers")
+    if transformers is not None:
+        yield Check("transformers", transformers)
+
+
+def _torch() -> Check:
+    found = _version("torch")
+    if found is None:
+        return Check("torch", "not installed", False, "pip install 'torch>=2.13'")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    fits = numbers >= OLDEST_TORCH
+    return Check("torch", found, fits, "" if fits else "2.13 or newer is needed")
+
+
+def _deepspeed_version() -> Check:
+    found = _version("deepspeed")
+    if found is None:
+        return Check("DeepSpeed", "not installed", False, f"pip install deepspeed=={TESTED_DEEPSPEED}")
+    if found.split("+")[0] == TESTED_DEEPSPEED:
+        return Check("DeepSpeed", found, True, "the version that is tested")
+    return Check("DeepSpeed", found, None, f"tested with {TESTED_DEEPSPEED}; the line `names` says if this one may do")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _deepspeed() -> Iterator[Check]:
+    """The private names, and the accelerator; what DeepSpeed prints while it is imported goes to stderr."""
+    with redirect_stdout(sys.stderr):
+        try:
+            from deepspeed.accelerator import get_accelerator
+
+            from ds_dynatrain import adapters  # noqa: F401
+
+            device = str(get_accelerator().device_name())
+        except Exception as error:  # a broken installation fails in many ways: each is what the user wants to know
+            yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
+            return
+    yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
+    row = practice("accelerator")
+    fits = device == "cpu"
+    yield Check("accelerator", device, fits, "" if fits else f"{row.why}; {row.instead}")
+
+
+def _compiler() -> Check:
+    """What torch's extensions are compiled with."""
+    wanted = os.environ.get("CXX", "c++")
+    found = shutil.which(wanted)
+    ninja = shutil.which("ninja") or _version("ninja")
+    if found is not None and ninja:
+        return Check("C++ compiler", found, None, "DeepSpeed compiles operators with it at first use: CPU Adam, Lion")
+    lacking = " and ".join(what for what, there in ((wanted, found), ("ninja", ninja)) if not there)
+    return Check("C++ compiler", f"no {lacking}", None, "works without, except for DeepSpeed's own CPU optimizers")

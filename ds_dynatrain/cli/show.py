@@ -1,0 +1,115 @@
+"""The doctor's report for eyes and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from ds_dynatrain.cli.configuration import JobReport
+from ds_dynatrain.cli.environment import Environment
+from ds_dynatrain.support import TABLES, Finding, Verdict
+from ds_dynatrain.support.markdown import markdown, note
+
+OFF = "off"
+_MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
+
+
+def report(environment: Environment, job: JobReport | None) -> None:
+    """Print it for a reader, the verdict last."""
+    console = Console(highlight=False)
+    console.print(_machine(environment))
+    is_well = environment.is_well
+    if job is not None:
+        _print_job(console, job)
+        is_well = is_well and job.would_start
+    what = "a job" if job is None else f"a job with {escape(job.path)}"
+    verdict = f"[bold green]{what} would start[/]" if is_well else f"[bold red]{what} would be refused[/]"
+    console.print(f"\n{verdict}", soft_wrap=True)
+
+
+def json_report(environment: Environment, job: JobReport | None) -> None:
+    """Print one object; its keys are documented in docs/doctor.md."""
+    said: dict[str, Any] = {
+        "would_start": environment.is_well and (job is None or job.would_start),
+        "environment": [
+            {"name": check.name, "value": check.value, "ok": check.is_well, "note": check.note}
+            for check in environment.checks
+        ],
+        "variables": environment.variables,
+        "config": None,
+    }
+    if job is not None:
+        said["config"] = {
+            "path": job.path,
+            "layout": None if job.layout is None else job.layout.to_dict(),
+            "keys": [_key(finding) for finding in job.findings],
+            "problems": job.problems,
+            "stages": job.stages,
+            "notes": job.notes,
+        }
+    print(json.dumps(said, indent=2, default=str))
+
+
+def whole_table() -> None:
+    """Print every row, as the docs have them."""
+    print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in TABLES))
+
+
+def _machine(environment: Environment) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for check in environment.checks:
+        table.add_row(check.name, escape(check.value), _MARKS[check.is_well], escape(check.note))
+    for name, value in environment.variables.items():
+        table.add_row(name, escape(value))
+    return table
+
+
+def _print_job(console: Console, job: JobReport) -> None:
+    start = "" if job.layout is None else f", to start with {job.layout}"
+    console.print(f"\n[bold]{escape(job.path)}[/]{start}", soft_wrap=True)
+    for line in job.notes:
+        console.print(f"[yellow]note[/] {escape(line)}")
+    said = [(finding, _key(finding)) for finding in job.findings]
+    for title, colour in (
+        (Verdict.AT_START.value, "red"),
+        (Verdict.AT_SWITCH.value, "yellow"),
+        (Verdict.NOTE.value, ""),
+    ):
+        _print_long(console, title, colour, ((one, key) for one, key in said if key["verdict"] == title))
+    for title in (Verdict.WORKS.value, OFF):
+        keys = ", ".join(key["key"] for _, key in said if key["verdict"] == title)
+        if keys:
+            console.print(f"[green]{title}[/]: {escape(keys)}")
+    for stage, why in job.stages.items():
+        if why:
+            console.print(f"[yellow]no ZeRO stage {stage}[/]: {escape(why)}")
+    for line in job.problems:
+        console.print(f"[red]problem[/] {escape(line)}")
+
+
+def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[Finding, Mapping[str, Any]]]) -> None:
+    """Keys with their reasons, one below the other; nothing if there is none."""
+    for place, (finding, key) in enumerate(rows):
+        if place == 0:
+            console.print(f"[{colour}]{title}[/]" if colour else title)
+        console.print(Padding(f"[bold]{escape(finding.subject)}[/]", (0, 2), expand=False))
+        for line in (key["why"], key["instead"] and f"-> {key['instead']}"):
+            if line:
+                console.print(Padding(escape(line), (0, 6), expand=False))
+
+
+def _key(finding: Finding) -> dict[str, Any]:
+    """One key for the JSON report."""
+    why, instead = "", ""
+    if finding.refusal is not None:
+        why, instead = finding.refusal.why, finding.refusal.instead
+    elif finding.row is not None and not finding.is_off:
+        why = note(finding.row)
+    verdict = OFF if finding.is_off else finding.verdict.value
+    return {"key": finding.key, "value": finding.value, "verdict": verdict, "why": why, "instead": instead}

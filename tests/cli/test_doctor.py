@@ -1,0 +1,207 @@
+"""`ds-dynatrain doctor`: what it says, in two forms, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ds_dynatrain.adapters import names
+from ds_dynatrain.cli import environment
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.support import TABLES
+from ds_dynatrain.support import walk as walk_module
+from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
+
+ROOT = Path(__file__).parents[2]
+GOOD: dict[str, Any] = {
+    "train_batch_size": 12,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "dynatrain": {"layout": {"data": 2, "zero_stage": 3}},
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU, whatever this machine has, and no launch."""
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", CPU_Accelerator())
+    for name in environment.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def doctor(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def written(folder: Path, text: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return path
+
+
+def told(path: Path, *options: object) -> dict[str, Any]:
+    """The JSON report; its verdict agrees with the exit code."""
+    result = doctor(path, "--json", *options)
+    said: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (0 if said["would_start"] else 1)
+    return said
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom ds_dynatrain.cli.main import app\n"
+        "try: app(['doctor', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'deepspeed', 'scipy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+def test_this_machine() -> None:
+    result = doctor()
+    assert result.exit_code == 0, result.output
+    for words in ("ds_dynatrain", "DeepSpeed", "torch", "Python", "names", "accelerator", "C++ compiler"):
+        assert words in result.stdout
+    assert "a job would start" in result.stdout
+
+
+def test_versions_are_those_of_the_package() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    oldest, newest = environment.OLDEST_PYTHON, environment.NEWEST_PYTHON
+    assert f'requires-python = ">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in project
+    assert f'"torch>={".".join(map(str, environment.OLDEST_TORCH))}"' in project
+    assert names.TESTED == environment.TESTED_DEEPSPEED
+    assert 'ds-dynatrain = "ds_dynatrain.cli.main:main"' in project
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    result = doctor(path)
+    assert result.exit_code == 0, result.output
+    assert "would start" in result.stdout.splitlines()[-1]
+    said = told(path)
+    assert said["config"]["layout"]["data"] == 2 and said["config"]["layout"]["zero_stage"] == 3
+    assert {key["key"]: key["verdict"] for key in said["config"]["keys"]}["train_batch_size"] == "works"
+    assert set(said["config"]["stages"].values()) == {""} and said["config"]["problems"] == []
+
+
+def test_a_refused_file(tmp_path: Path) -> None:
+    zero = {"stage": 1, "round_robin_gradient": True, "elastic_checkpoint": True, "zero_hpz_partition_size": 1}
+    path = written(tmp_path, {**GOOD, "zero_optimization": zero})
+    result = doctor(path)
+    assert result.exit_code == 1
+    assert "would be refused" in result.stdout.splitlines()[-1]
+    keys = {key["key"]: key for key in told(path)["config"]["keys"]}
+    assert keys["zero_optimization.elastic_checkpoint"]["verdict"] == "refused at start"
+    assert keys["zero_optimization.elastic_checkpoint"]["instead"]
+    assert "did you mean 'zero_optimization.round_robin" in keys["zero_optimization.round_robin_gradient"]["instead"]
+    assert keys["zero_optimization.zero_hpz_partition_size"]["verdict"] == "off"
+
+
+def test_no_block(tmp_path: Path) -> None:
+    path = written(tmp_path, {key: value for key, value in GOOD.items() if key != "dynatrain"})
+    said = told(path, "--processes", 4)
+    assert said["config"]["layout"]["data"] == 4 and said["would_start"]
+    assert any("no dynatrain block" in note for note in said["config"]["notes"])
+
+
+def test_the_size_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, GOOD)
+    assert "the launch has 1 processes" in told(path, "--processes", 1)["config"]["problems"][0]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    said = told(path)
+    assert "the launch has 1 processes" in said["config"]["problems"][0]
+    assert said["variables"] == {"WORLD_SIZE": "1"}
+
+
+def test_a_bad_block(tmp_path: Path) -> None:
+    said = told(written(tmp_path, {**GOOD, "dynatrain": {"timeout_second": 3}}))
+    assert "dynatrain.timeout_second: unknown key; did you mean 'timeout_seconds'" in said["config"]["problems"][0]
+
+
+@pytest.mark.parametrize("stage", [7, "two", True, None])
+def test_a_bad_stage(tmp_path: Path, stage: object) -> None:
+    block = {**GOOD, "dynatrain": {}, "zero_optimization": {"stage": stage}}
+    assert "stage" in told(written(tmp_path, block))["config"]["problems"][0]
+
+
+def test_what_deepspeed_itself_refuses(tmp_path: Path) -> None:
+    path = written(tmp_path, {**GOOD, "zero_optimization": {"stage": 1, "reduce_bucket_size": -1}})
+    assert "reduce_bucket_size" in told(path)["config"]["problems"][0]
+    sizes = {**GOOD, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3}
+    assert "12 != 3 samples x 3 accumulation steps x data=2" in told(written(tmp_path, sizes))["config"]["problems"][0]
+    small = {**GOOD, "train_batch_size": 1}
+    assert "data=2 ranks share a train_batch_size of 1" in told(written(tmp_path, small))["config"]["problems"][0]
+
+
+def test_a_stage_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_stage_0(target: Target) -> Refusal | None:
+        return Refusal("not there", "use 1") if target.layout.zero_stage == 0 else None
+
+    row = Row("prescale_gradients", Verdict.NOTE, "not at stage 0", at_layout=no_stage_0)
+    monkeypatch.setitem(walk_module.CONFIG_ROWS, "prescale_gradients", (row,))  # type: ignore[arg-type]
+    said = told(written(tmp_path, {**GOOD, "prescale_gradients": True}))
+    assert said["would_start"] and "use 1" in said["config"]["stages"]["0"] and said["config"]["stages"]["1"] == ""
+    start = {**GOOD, "prescale_gradients": True, "dynatrain": {"layout": {"data": 2, "zero_stage": 0}}}
+    said = told(written(tmp_path, start))
+    assert not said["would_start"] and "the first layout" in said["config"]["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "neither a readable file nor JSON"),
+        ("[1, 2]", "expected an object of keys"),
+        ('{"train_batch_size": 1, "train_batch_size": 2}', "stands twice"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "nothing.json" if text is None else written(tmp_path, text)
+    result = doctor(path)
+    assert result.exit_code == 2
+    assert words in result.stderr and "Traceback" not in result.output
+
+
+def test_an_accelerator_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
+    result = doctor("--json")
+    assert result.exit_code == 1
+    checks = {check["name"]: check for check in json.loads(result.stdout)["environment"]}
+    assert checks["accelerator"]["ok"] is False and "DS_ACCELERATOR=cpu" in checks["accelerator"]["note"]
+
+
+def test_deepspeed_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The support table speaks without it."""
+    monkeypatch.setitem(sys.modules, "ds_dynatrain.adapters", None)
+    monkeypatch.delattr(sys.modules["ds_dynatrain"], "adapters", raising=False)
+    said = told(written(tmp_path, GOOD))
+    checks = {check["name"]: check for check in said["environment"]}
+    assert checks["names"]["ok"] is False and "ModuleNotFoundError" in checks["names"]["note"]
+    assert said["config"]["keys"] and not said["config"]["problems"] and not said["would_start"]
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = doctor("--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["environment"]}
+    assert checks["C++ compiler"]["value"] == "no no-such-compiler" and result.exit_code == 0
+
+
+def test_the_whole_table() -> None:
+    result = doctor("--table")
+    assert result.exit_code == 0
+    assert all(f"## {name}\n" in result.stdout for name in TABLES)
