@@ -9,6 +9,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 
+from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
@@ -40,6 +41,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     """Trainable parameters that got no gradient on this rank in the last window."""
     _gradients: GradientWatch
     _gathers: GatherWatch
+    compilations: CompileWatch
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
@@ -63,6 +65,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self._gradients = GradientWatch(self.model_map)
         self._gathers = GatherWatch(self.model_map.parameters)
+        self.compilations = CompileWatch()
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
@@ -119,6 +122,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
+        self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.__dict__:
                 self.__dict__.pop(hook).remove()

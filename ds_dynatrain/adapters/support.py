@@ -13,6 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
 
 
@@ -32,6 +34,13 @@ def refuse_unsupported(
     if optimizer is None and not (config.get("optimizer") or {}).get("type"):
         raise practice("no optimizer").error()
     _refuse_model(model)
+
+
+def refuse_module(model: nn.Module, layout: Layout) -> None:
+    """SwitchRefused for a module that cannot run in a layout."""
+    wrapped = compiled_by_wrapping(model)
+    if wrapped and layout.zero_stage == 3:
+        raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
 
 
 def refuse_at_boundary(engine: Any) -> None:
@@ -69,5 +78,3 @@ def _refuse_model(model: nn.Module) -> None:
             raise practice("mixture of experts").error(f"{name!r} is a mixture-of-experts layer")
         if isinstance(part, nn.Embedding) and part.sparse:
             raise practice("sparse gradients").error(f"{name!r} has sparse gradients")
-        if isinstance(part, torch._dynamo.eval_frame.OptimizedModule) or part._compiled_call_impl is not None:
-            raise practice("torch.compile").error(f"torch.compile: {name or 'the model'!r} is compiled")

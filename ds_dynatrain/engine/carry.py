@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_dynatrain.adapters.compiled import compiled_in_place
 from ds_dynatrain.adapters.state import Scalars
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         },
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
+        "compiled modules": compiled_in_place(engine.module),
     }
 
 

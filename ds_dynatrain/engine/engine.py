@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.host import HostEngine
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, drop
@@ -269,6 +270,7 @@ class DynatrainEngine(HostEngine):
         if by_hand:  # one call for all of the window's micro-batches
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
+            self._switcher.note_first_step()
             if self._window_samples is not None:
                 self.global_samples += self._window_samples - self.batch.train_batch_size
             self._dealt, self._window_samples = False, None
@@ -306,9 +308,23 @@ class DynatrainEngine(HostEngine):
         """UnsupportedError: the micro-batch follows from the global batch and the world."""
         raise practice("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
-    def compile(self, *_: Any, **__: Any) -> None:
-        """UnsupportedError: a compiled module is not followed through a switch yet."""
-        raise practice("engine.compile").error()
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """DeepSpeed's, with `torch.compile`; call it on every process, idle ones too. Each switch compiles anew.
+
+        UnsupportedError for a schedule of DeepCompile and for compiled autograd.
+        """
+        if schedule is not None:
+            raise practice("DeepCompile").error("engine.compile(schedule=...)")
+        if compiled_autograd_enabled:
+            raise practice("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
+        given = {} if backend is None else {"backend": backend}
+        super().compile(compile_kwargs=compile_kwargs or {}, **given)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -363,7 +379,8 @@ class DynatrainEngine(HostEngine):
         self._is_open = True
         self._heartbeat.start()
         if self.idle:  # pay first imports now, not in a pause
-            for stage in sorted({self.layout.zero_stage, 3}):
+            others = set() if compiled_by_wrapping(self.module) else {3}
+            for stage in sorted({self.layout.zero_stage} | others):
                 self._switcher.rehearse(self.layout.replace(zero_stage=stage), 0)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
-from ds_dynatrain.adapters.support import refuse_unsupported
+from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
     LaunchWorld,
     build_world,
@@ -195,6 +195,7 @@ def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, confi
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
         feasible.check_batch(layout, batch, model)
+        refuse_module(model, layout)
         refuse_layout(Target(config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
 from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, feasible, streams
@@ -27,7 +29,7 @@ from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event
+from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import Target, refuse_layout
 
@@ -53,6 +55,8 @@ class Switcher:
         self._on_idle = on_idle
         self._asked: tuple[tuple[int, int], int] = ((0, 0), 0)
         self._pending: PendingSwitch | None = None
+        self._answered: PendingSwitch | None = None
+        self._first_step_is_due = False
         self._preparation: Preparation | None = None
         self._watch = Watch(control)
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
@@ -125,6 +129,7 @@ class Switcher:
         target = feasible.target_layout(engine.layout, layout, changes)
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
+        refuse_module(engine.module, target)
         optimizer = type(engine.basic_optimizer)
         refuse_layout(Target(engine.job.user_config, target, engine.layout, optimizer))
         return target
@@ -233,18 +238,47 @@ class Switcher:
             outcome = Transaction(engine, preparation, place).run()
         self._preparation = None
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
-        engine.last_switch = event
+        engine.last_switch, self._first_step_is_due = event, True
+        engine.compilations.begin()
+        if outcome.is_rebuilt and engine.compilations.count:
+            engine.compilations.forget()  # after the pause was measured; compiling again is measured with it
         if self._pending is not None:
-            self._pending.event, self._pending = event, None
+            self._pending.event = event
+            self._answered, self._pending = self._pending, None
         if engine.rank == 0:
             log_event(event)
-            if engine.settings.report.jsonl is not None:
-                EventWriter(Path(engine.settings.report.jsonl)).write(event)
+            if self._writer is not None:
+                self._writer.write(event)
         if event.outcome == "committed":
             if event.bytes_sent:
                 self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)
+
+    def note_first_step(self) -> None:
+        """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.
+
+        `last_switch` and the pending switch get the new event, the file a line of its own.
+        """
+        engine = self.engine
+        if not self._first_step_is_due:
+            return
+        self._first_step_is_due = False
+        event = engine.last_switch
+        if event is None or not engine.compilations.seconds:
+            return
+        engine.last_switch = replace(event, recompile_ms=1e3 * engine.compilations.seconds)
+        if self._answered is not None and self._answered.event is event:
+            self._answered.event = engine.last_switch
+        if engine.rank == 0:
+            log_recompile(engine.last_switch)
+            if self._writer is not None:
+                self._writer.write_recompile(engine.last_switch)
+
+    @property
+    def _writer(self) -> EventWriter | None:
+        path = self.engine.settings.report.jsonl
+        return None if path is None else EventWriter(Path(path))
 
     def close(self) -> None:
         """Let go of whatever is being prepared."""

@@ -42,10 +42,11 @@ class Outcome:
     """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
 
     certificate_ms: digests and census of both sides, without waiting for others.
-    members: what each one measured.
+    is_rebuilt: whether the optimizer was taken off, be it put back on. members: what each one measured.
     """
 
     committed: bool = False
+    is_rebuilt: bool = False
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()
@@ -217,10 +218,10 @@ class Transaction:
     def _rebuild(self) -> None:
         """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
         if self.source_rank is not None:
-            self.is_detached = True
+            self.is_detached = self.outcome.is_rebuilt = True
             self.engine.detach()
         if self.target_rank is not None and self.preparation.world is not None:
-            self.is_installed = True
+            self.is_installed = self.outcome.is_rebuilt = True
             install(self.preparation.world)
             scalars = self.scalars if self.source_rank is not None else scalars_of(self.shared)
             config = self.engine.config_for(self.proposal.layout)

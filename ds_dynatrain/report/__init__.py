@@ -6,7 +6,7 @@ Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
 from __future__ import annotations
 
 from ds_dynatrain.report.event import CertificateSummary, Outcome, Side, SwitchEvent
-from ds_dynatrain.report.log import log_event, logger
+from ds_dynatrain.report.log import log_event, log_recompile, logger
 from ds_dynatrain.report.writer import EventWriter, read_events
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Side",
     "SwitchEvent",
     "log_event",
+    "log_recompile",
     "logger",
     "read_events",
 ]

@@ -68,6 +68,9 @@ class SwitchEvent:
     """The most that a member held between drain and release."""
     memory_bound_bytes: int = 0
     """What it was allowed to hold."""
+    recompile_ms: float | None = None
+    """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
+    None before that step, and where nothing is compiled."""
     certificate: CertificateSummary | None = None
     reason: str = ""
     """Why it was rolled back or cancelled."""

@@ -16,3 +16,8 @@ def log_event(event: SwitchEvent) -> None:
     """
     quiet = event.outcome == "committed" and not event.warnings
     logger.log(logging.INFO if quiet else logging.WARNING, "%s", event.line())
+
+
+def log_recompile(event: SwitchEvent) -> None:
+    """Log, as information, what the first step after a switch took to compile again."""
+    logger.info("switch %d: compiled again in %.0f ms, after the pause", event.generation, event.recompile_ms or 0.0)

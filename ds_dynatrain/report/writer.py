@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_dynatrain.report.event import SwitchEvent
+
+_RECOMPILE = "recompile"
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,41 @@ class EventWriter:
 
     def write(self, event: SwitchEvent) -> None:
         """Append one event; it is in the file when this returns. Raises `OSError` where that fails."""
+        self._append(event.to_json())
+
+    def write_recompile(self, event: SwitchEvent) -> None:
+        """Append what is known of an event only after the next step: `{"event": "recompile", ...}`."""
+        record = {"event": _RECOMPILE, "generation": event.generation, "recompile_ms": event.recompile_ms}
+        self._append(json.dumps(record, separators=(",", ":")))
+
+    def _append(self, line: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(event.to_json() + "\n")
+            file.write(line + "\n")
 
 
 def read_events(path: str | Path) -> list[SwitchEvent]:
-    """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line."""
+    """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line.
+
+    A line about compiling again goes into the event that it is about.
+    """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            events.append(SwitchEvent.from_json(line))
+            if not _add_recompile(line, events):
+                events.append(SwitchEvent.from_json(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return events
+
+
+def _add_recompile(line: str, events: list[SwitchEvent]) -> bool:
+    """Whether the line is about compiling again; then the last event of its generation knows of it."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or record.get("event") != _RECOMPILE:
+        return False
+    for place in reversed(range(len(events))):
+        if events[place].generation == record.get("generation"):
+            events[place] = replace(events[place], recompile_ms=record.get("recompile_ms"))
+            return True
+    raise ValueError(f"compiled again after a switch that is not in the file: {line[:80]!r}")

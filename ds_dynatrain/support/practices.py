@@ -41,14 +41,30 @@ PRACTICES = (
     _start("meta device", "not supported yet", "give the model real parameters", "parameters"),
     _start("element types", "only float32 and bfloat16 are supported yet", "convert the parameter", "parameters"),
     _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),
-    _start(
+    Row(
+        "engine.compile",
+        Verdict.NOTE,
+        "or module.compile(), on every process: each switch drops all compiled code of the process, and the next step "
+        "compiles again; the event's recompile_ms says how long that took, after the pause",
+        proof="tests/engine/test_compile.py::test_twelve_switches",
+    ),
+    _switch(
         "torch.compile",
-        "a compiled module is not followed through a switch yet",
-        "pass the plain module",
-        "compiled_module",
+        "DeepSpeed itself fails in its first forward pass at stage 3 if a module is wrapped; at stages 0 to 2 it works",
+        "use module.compile() or engine.compile(), which wrap nothing",
+        "tests/engine/test_compile.py::test_a_wrapped_module_is_refused_at_stage_3",
     ),
     _start(
-        "engine.compile", "a compiled module is not followed through a switch yet", "leave it out", "calls_of_an_engine"
+        "DeepCompile",
+        "its passes build one layout's communication into the graph",
+        "compile with engine.compile() alone",
+        "calls_of_an_engine",
+    ),
+    _start(
+        "compiled autograd",
+        "it was not tried: it traces DeepSpeed's reduction hooks too",
+        "leave compiled_autograd_enabled out",
+        "calls_of_an_engine",
     ),
     _start(
         "set_train_batch_size",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_unsupported
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
@@ -269,19 +269,20 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(settings(), "'1' is a mixture-of-experts layer", nn.Sequential(nn.Linear(2, 2), MoE()))
 
 
-def test_compiled_module() -> None:
-    refused(settings(), "torch.compile: .* is compiled", torch.compile(nn.Linear(2, 2)))
-
-
-def test_a_compiled_part() -> None:
+def test_a_wrapped_module_at_stage_3() -> None:
     parts = OrderedDict[str, Any](a=nn.Linear(2, 2), b=torch.compile(nn.Linear(2, 2)))
-    refused(settings(), "torch.compile: 'b' is compiled", nn.Sequential(parts))
+    refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=2))
+    with pytest.raises(SwitchRefused, match=r"torch\.compile: 'b' is wrapped, and this is ZeRO stage 3"):
+        refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=3))
+    with pytest.raises(SwitchRefused, match=r"torch\.compile: 'the model' is wrapped"):
+        refuse_module(torch.compile(nn.Linear(2, 2)), Layout(data=2, zero_stage=3))
 
 
 def test_a_module_compiled_in_place() -> None:
     model = nn.Linear(2, 2)
     model.compile()
-    refused(settings(), "torch.compile", model)
+    refuse_unsupported(settings(), model, None, None)
+    refuse_module(model, Layout(data=2, zero_stage=3))
 
 
 def test_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +325,8 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
 def test_calls_of_an_engine() -> None:
     engine = object.__new__(DynatrainEngine)
     for call, words in (
-        (lambda: engine.compile(), "engine.compile: a compiled module"),
+        (lambda: engine.compile(schedule=[]), r"engine.compile\(schedule=...\): its passes build"),
+        (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it was not tried"),
         (lambda: engine.set_train_batch_size(8), r"set_train_batch_size\(8\): the batch size is settled"),
         (lambda: engine.set_train_micro_batch_size(2), r"set_train_micro_batch_size\(2\): it follows"),
     ):

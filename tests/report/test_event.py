@@ -130,3 +130,18 @@ def test_table_has_a_row_an_event() -> None:
         "step 20: exp_avg of",
     ):
         assert words in text
+
+
+def test_a_line_about_compiling_again_goes_into_its_event(tmp_path: Path) -> None:
+    path = tmp_path / "switches.jsonl"
+    later = replace(EVENT, generation=EVENT.generation + 1)
+    writer = EventWriter(path)
+    for event in (EVENT, later):
+        writer.write(event)
+        writer.write_recompile(replace(event, recompile_ms=12.5 * event.generation))
+    found = read_events(path)
+    assert [event.recompile_ms for event in found] == [12.5 * event.generation for event in (EVENT, later)]
+    assert [replace(event, recompile_ms=None) for event in found] == [EVENT, later]
+    writer.write_recompile(replace(EVENT, generation=99, recompile_ms=1.0))
+    with pytest.raises(ValueError, match="line 5: compiled again after a switch that is not in the file"):
+        read_events(path)

@@ -1,0 +1,74 @@
+"""torch.compile around a switch: which modules are compiled, how long that takes, and how it is begun anew.
+
+Compiled code carries guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for a
+new layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
+error. So all of it is dropped after a switch, and the next call compiles for the present layout only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+
+
+class CompileWatch:
+    """Counts and times dynamo's compilations in this process, whoever asked for them, until `stop`.
+
+    count: since the watch began. seconds: since `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self._begin = 0.0
+        self._register()
+
+    def begin(self) -> None:
+        """Count `seconds` from now."""
+        self.seconds = 0.0
+
+    def forget(self) -> None:
+        """Drop all code that dynamo has compiled in this process; what is compiled compiles again when called.
+
+        Its own time counts too. Callbacks of others stay registered.
+        """
+        begin = time.perf_counter()
+        others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+        torch._dynamo.reset()
+        callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
+        self.seconds += time.perf_counter() - begin
+
+    def stop(self) -> None:
+        """Remove the callbacks; a second call does nothing."""
+        for callbacks, mine in self._lists():
+            if mine in callbacks:
+                callbacks.remove(mine)
+
+    def _register(self) -> None:
+        for callbacks, mine in self._lists():
+            callbacks.append(mine)
+
+    def _lists(self) -> list[tuple[list[Any], Any]]:
+        return [(callback_handler.start_callbacks, self._started), (callback_handler.end_callbacks, self._ended)]
+
+    def _started(self, _: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def _ended(self, _: Any) -> None:
+        self.count += 1
+        self.seconds += time.perf_counter() - self._begin
+
+
+def compiled_in_place(module: nn.Module) -> list[str]:
+    """Names of the modules on which `compile()` was called, which `engine.compile` does with the whole."""
+    return [name or "the model" for name, part in module.named_modules() if part._compiled_call_impl is not None]
+
+
+def compiled_by_wrapping(module: nn.Module) -> list[str]:
+    """Names of the modules that `torch.compile(module)` has wrapped."""
+    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    return [name or "the model" for name, part in module.named_modules() if isinstance(part, wrapper)]
