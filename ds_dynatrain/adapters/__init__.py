@@ -10,6 +10,7 @@
 | `model` | the logical tensors of a module and its optimizer groups |
 | `rules` | which numbers of the configuration decide where ZeRO cuts |
 | `fragments` | `param._hp_mapping`, set right where DeepSpeed links it wrong |
+| `incoming` | parameters that come in one by one: models of `zero.Init` |
 | `moments` | which states an optimizer keeps |
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |

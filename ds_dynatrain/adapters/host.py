@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 
 from ds_dynatrain.adapters.compiled import CompileWatch
@@ -29,7 +31,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     """A DeepSpeed engine whose optimizer can be taken off and put on under another layout.
 
     `attached` false builds it without a ZeRO optimizer: an idle member's engine, which holds parameters' names and
-    shapes only.
+    shapes only. `whole` false does the same on every member: `attach_first` follows when the parameters have come in.
     """
 
     model_map: ModelMap
@@ -45,8 +47,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
-    def __init__(self, *, attached: bool, **arguments: Any) -> None:
-        self.__dict__.update(_build_attached=attached, slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
+    def __init__(self, *, attached: bool, whole: bool = True, **arguments: Any) -> None:
+        self.__dict__.update(_build_attached=attached and whole, _is_whole=whole)
+        self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
         self.__dict__.update(without_gradient=())
         super().__init__(**arguments)
 
@@ -72,6 +75,19 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             correct_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
+
+    def _broadcast_model(self) -> None:
+        """DeepSpeed's, unless the parameters are not there yet: then each comes in equal for all."""
+        if self._is_whole:
+            super()._broadcast_model()
+
+    def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
+        """`attach` for the first time, with what DeepSpeed's constructors do to the state of a new optimizer."""
+        for parameter in self.model_map.parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.attach(layout, world, config, buffers, Scalars())
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+            self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
 
     # ---- the four verbs ------------------------------------------------------------------------------------------
 

@@ -136,8 +136,11 @@ def provide(
     stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
     wanted = {key: size for key, size in sizes(vps, target).items() if key[0] in types}
+    one_memory = types[WEIGHT] == types.get(MASTER) and target.zero_stage in (0, 3)
     buffers: Buffers = {}
     for kind, dtype in types.items():
+        if kind == MASTER and one_memory:
+            continue
         names = [(name, size) for (held, name), size in wanted.items() if held == kind]
         slices = [(name, size) for name, size in names if name.place == "subgroup"]
         if slices and not all((kind, name) in keep for name, _ in slices):
@@ -151,11 +154,14 @@ def provide(
             else:
                 slack = SLACK if name.place == "group" and kind == WEIGHT else 0
                 buffers[kind, name] = allocate(size + slack, dtype)[:size]
-    if types[WEIGHT] == types.get(MASTER) and target.zero_stage in (0, 3):
-        for (kind, name), held in list(buffers.items()):
-            if kind == WEIGHT and (MASTER, name) in buffers:
-                buffers[MASTER, name] = held
+    if one_memory:
+        buffers.update({(MASTER, name): buffers[WEIGHT, name] for kind, name in wanted if kind == MASTER})
     return buffers
+
+
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for `provide`, not touched before it is used."""
+    return torch.zeros(numel, dtype=dtype)
 
 
 def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memory: torch.Tensor) -> None:

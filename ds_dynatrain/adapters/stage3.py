@@ -88,7 +88,7 @@ class PartitionedStage:
             offload.__dict__.clear()
         for parameter in model.parameters:
             parameter.grad = None
-            _forget(parameter)
+            forget_parameter(parameter)
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         for module in engine.module.modules():
             if isinstance(module._parameters, ZeROOrderedDict):
@@ -150,7 +150,7 @@ def reset_counters() -> None:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
-def _forget(parameter: nn.Parameter) -> None:
+def forget_parameter(parameter: nn.Parameter) -> None:
     for name in list(parameter.__dict__):
         if name.startswith("ds_") or name in _PARAMETER_ATTRIBUTES:
             delattr(parameter, name)

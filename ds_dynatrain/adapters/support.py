@@ -65,8 +65,6 @@ def _refuse_model(model: nn.Module) -> None:
     from deepspeed.moe.layer import MoE
 
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise practice("zero.Init").error(f"{name!r} was built under deepspeed.zero.Init")
         if parameter.is_meta:
             raise practice("meta device").error(f"{name!r} is on the meta device")
         if getattr(parameter, "allreduce", True) is False:

@@ -12,6 +12,8 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.incoming import Incoming, fill
+from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, drop
 from ds_dynatrain.config import DynatrainConfig
@@ -23,10 +25,12 @@ from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.report import SwitchEvent
-from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
 
 BOUNDARY = "engine.boundary"
+FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD)
+"""The state kinds that are there before the first step."""
 SEE_OFF_SECONDS = 5.0
 
 
@@ -382,6 +386,20 @@ class DynatrainEngine(HostEngine):
             others = set() if compiled_by_wrapping(self.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 self._switcher.rehearse(self.layout.replace(zero_stage=stage), 0)
+
+    def take_in(self, incoming: Incoming, space: VirtualParameterSpace) -> None:
+        """Put the first layout together out of parameters that come in one by one; all processes take part."""
+        self._space = space
+        numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
+        values = incoming.values(self.launch)
+        if self.world is None or self.world.rank is None:
+            for _ in values:
+                pass  # an idle member gives what it has, and keeps nothing
+            return
+        types = {kind: dtype for kind, dtype in self._switcher.types(self.layout).items() if kind in FIRST_KINDS}
+        buffers = provide(space, self.layout, types, set(), {}, zeros)
+        fill(buffers, space, self.world.rank, values, numbers)
+        self.attach_first(self.layout, self.world, self.present_config, buffers)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
         """DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""

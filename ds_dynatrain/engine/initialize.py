@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
@@ -126,16 +127,17 @@ def _build(
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        records = _introduce(control, launch, arguments["model"])
+        incoming = Incoming.look(arguments["model"], launch)
+        records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
-        return _engine_of(Job(*parts, on_idle), layout, arguments)
+        return _engine_of(Job(*parts, on_idle), layout, arguments, incoming)
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
 
 
-def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any]) -> DynatrainEngine:
+def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: Incoming) -> DynatrainEngine:
     """The engine in its first world, or without one."""
     launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.data))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
@@ -145,7 +147,10 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any]) -> Dynatrain
         "job": job,
         "layout": layout,
         "members": members,
+        "whole": incoming.is_whole,
     }
+    if not incoming.is_whole:
+        incoming.take_apart(given["settings"][1])
     if launch.member in members:
         seconds = job.settings.timeout_seconds
         world = build_world(job.background.store, 1, launch.member, members, members, seconds)
@@ -160,7 +165,10 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any]) -> Dynatrain
         with installed(stand_in_world(launch.member, launch.size), launch):
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
         engine.leave_world()
-    engine.open_for_work(_space(engine, layout, members))
+    space = _space(engine, layout, members)
+    if not incoming.is_whole:
+        engine.take_in(incoming, space)
+    engine.open_for_work(space)
     atexit.register(_close, weakref.ref(engine))
     return engine
 
@@ -216,12 +224,12 @@ def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
     return claims, Control(store, f"dynatrain/{claims.count(f'engines/{launch.member}')}", launch.member, seconds)
 
 
-def _introduce(control: Control, launch: LaunchWorld, model: nn.Module) -> dict[int, dict[str, Any]]:
+def _introduce(control: Control, launch: LaunchWorld, incoming: Incoming) -> dict[int, dict[str, Any]]:
     """Tell the others about this member, and see that all have the same model.
 
     ConfigError, on all of them, names the first parameter that differs.
     """
-    rows = [[name, list(parameter.shape), str(parameter.dtype)] for name, parameter in model.named_parameters()]
+    rows = incoming.rows()
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
     record = {"node": platform.node(), "seed": torch.initial_seed(), "model": digest, "parameters": rows}
     control.post(f"member/{control.member}", record)
@@ -239,8 +247,8 @@ def _difference(first: list[Any], other: list[Any], member: int) -> str:
         theirs = other[place] if place < len(other) else None
         if mine != theirs:
             return (
-                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type): build "
-                "the same model on every process"
+                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type, form): "
+                "build the same model on every process"
             )
     return f"the model of member {member} differs from that of member 0"
 

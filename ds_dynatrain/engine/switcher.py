@@ -139,11 +139,12 @@ class Switcher:
 
     def _needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
-        types = self._types(target)
+        types = self.types(target)
         state = sum(size * types[kind].itemsize for (kind, _), size in sizes(self.engine.vps, target).items())
         return dict.fromkeys(members, state + min(self.engine.settings.memory_budget_bytes, state))
 
-    def _types(self, layout: Layout) -> dict[str, torch.dtype]:
+    def types(self, layout: Layout) -> dict[str, torch.dtype]:
+        """Element type of each state kind under a layout."""
         return dtypes(self.engine.element_types, self.engine.vps.present_kinds(layout))
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class Switcher:
         were.
         """
         engine, before = self.engine, streams.capture()
-        types = self._types(layout)
+        types = self.types(layout)
         empty = provide(engine.vps, layout, types, set(), {}, _untouched)
         world = stand_in_world(rank, layout.world_size)
         with installed(world, engine.launch):
@@ -225,7 +226,7 @@ class Switcher:
 
     def _prepare(self, proposal: Proposal) -> None:
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
-        background, types = self.engine.job.background, self._types(proposal.layout)
+        background, types = self.engine.job.background, self.types(proposal.layout)
         self._preparation = Preparation(proposal, background, self.engine.vps, live, types)
         self.attempt = proposal.generation
         self._preparation.start()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_dynatrain.adapters.memory import provide, reusable
+from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
@@ -211,7 +211,7 @@ class Transaction:
         ]
         if stale:
             preparation.kept = reusable(vps, self.source_rank, layout, self.target_rank, self.source)
-            preparation.buffers = provide(vps, layout, preparation.types, preparation.kept, self.source, _zeros)
+            preparation.buffers = provide(vps, layout, preparation.types, preparation.kept, self.source, zeros)
         absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
         self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
 
@@ -405,10 +405,6 @@ class Transaction:
 
 def _fingerprints(shared: dict[str, Any]) -> dict[str, str]:
     return {part: fingerprint(value) for part, value in shared.items()}
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype)
 
 
 def _memory(buffer: torch.Tensor) -> tuple[int, int]:

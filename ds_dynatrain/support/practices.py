@@ -37,7 +37,12 @@ PRACTICES = (
         "pass one to initialize, or put an `optimizer` block in",
         "no_optimizer",
     ),
-    _start("zero.Init", "not supported yet", "build the model outside of it; initialize shards it", "parameters"),
+    Row(
+        "zero.Init",
+        Verdict.NOTE,
+        "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own",
+        proof="tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
+    ),
     _start("meta device", "not supported yet", "give the model real parameters", "parameters"),
     _start("element types", "only float32 and bfloat16 are supported yet", "convert the parameter", "parameters"),
     _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),

@@ -147,6 +147,10 @@ class RankPool:
             raise CaseFailed(_report(title, arguments, answers, logs))
         return [answer if isinstance(answer, Died) else answer[0] for answer in answers]
 
+    def renew(self) -> None:
+        """End the ranks: the next case gets new ones."""
+        self._end_ranks()
+
     def stop(self) -> None:
         """End all ranks and the process that forks them."""
         self._end_ranks()

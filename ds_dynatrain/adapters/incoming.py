@@ -1,0 +1,172 @@
+"""Models whose parameters are not whole when `initialize` is called: they come in one by one.
+
+A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle ones too. Its parameters are gathered one
+after the other, each working member copies what its pieces of the first layout need into buffers that were made for
+them, and the engine is then put together hollow over these buffers, as on a member that wakes. So a member never holds
+more than its shard of the first layout and one whole parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as td
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from ds_dynatrain.adapters.stage3 import forget_parameter, reset_counters, restore_linear
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.worlds import LaunchWorld
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, VirtualParameterSpace
+
+WHOLE, PART = "whole", "zero.Init"
+Row = tuple[str, list[int], str, str]
+"""(name, shape, type, whether it is whole)."""
+Place = tuple[int, int, BufferId, int]
+"""(first row-major index, elements, buffer, offset in it)."""
+
+
+@dataclass
+class Incoming:
+    """The parameters of a model, in the module's order, before its engine is built.
+
+    held: what this process holds of each (its part, or the whole), by the parameter's id; emptied as they come in.
+    """
+
+    model: nn.Module
+    shapes: dict[int, tuple[int, ...]]
+    forms: dict[int, str]
+    held: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def look(model: nn.Module, launch: LaunchWorld) -> Incoming:
+        """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in."""
+        if partition_parameters.top_level_context is not None:
+            raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
+        shapes, forms = {}, {}
+        each: Any
+        for name, each in model.named_parameters():
+            is_part = hasattr(each, "ds_id")
+            if is_part:
+                _refuse_part(name, each, launch)
+            shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
+            forms[id(each)] = PART if is_part else WHOLE
+        return Incoming(model, shapes, forms)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is whole already, as DeepSpeed's own constructor wants it."""
+        return set(self.forms.values()) <= {WHOLE}
+
+    def rows(self) -> list[Row]:
+        """What must be equal on all processes, plain JSON."""
+        return [
+            (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)])
+            for name, each in self.model.named_parameters()
+        ]
+
+    def take_apart(self, config: DeepSpeedConfig) -> None:
+        """Take what `zero.Init` and this model hold of parameters off the module.
+
+        Each parameter then has its shape, the type that the configuration gives it, and no memory. ConfigError, naming
+        the parameter, for one that was cut in another type than the configuration says.
+        """
+        wanted = _configured_dtype(config)
+        for name, parameter in self.model.named_parameters():
+            if wanted is None and self.forms[id(parameter)] == PART and parameter.dtype != torch.float32:
+                raise ConfigError(
+                    f"{name!r} was built as {parameter.dtype} under deepspeed.zero.Init and the configuration says "
+                    "float32: give zero.Init the same configuration (config_dict_or_path=...)"
+                )
+        each: Any
+        for each in self.model.parameters():
+            self.held[id(each)] = each.ds_tensor.data if self.forms[id(each)] == PART else each.data.reshape(-1)
+            if self.forms[id(each)] == PART:
+                forget_parameter(each)
+            dtype = wanted if wanted is not None and each.dtype.is_floating_point else each.dtype
+            each.data = torch.empty(1, dtype=dtype, device=each.device).expand(self.shapes[id(each)])
+        for module in self.model.modules():
+            if isinstance(module._parameters, ZeROOrderedDict):
+                module._parameters = dict(module._parameters.items())
+        reset_counters()
+        restore_linear()
+
+    def values(self, launch: LaunchWorld) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.
+
+        A parameter that is whole on every process has member 0's value, as in DeepSpeed.
+        """
+        for each in self.model.parameters():
+            mine = self.held.pop(id(each))
+            if self.forms[id(each)] == PART:
+                mine = _gathered(mine, launch)[: math.prod(self.shapes[id(each)])]
+            elif launch.size > 1:
+                mine = mine.clone()  # the memory may be the user's
+                td.broadcast(mine.view(torch.uint8), 0, group=launch.group)
+            yield each, mine
+
+
+def fill(
+    buffers: Buffers,
+    vps: VirtualParameterSpace,
+    rank: int,
+    incoming: Iterator[tuple[nn.Parameter, torch.Tensor]],
+    numbers: dict[int, int],
+) -> None:
+    """Copy the pieces that `rank` holds of each parameter's weight and master out of its whole value.
+
+    numbers: id of a parameter -> its tensor number. A master is made from the weight in the weight's own type.
+    """
+    wanted = {kind: _pieces_by_tensor(vps, rank, kind) for kind in (WEIGHT, MASTER)}
+    for parameter, value in incoming:
+        value = value.to(parameter.dtype)
+        for kind, rows in wanted.items():
+            for first, numel, name, offset in rows.get(numbers[id(parameter)], ()):
+                buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))
+
+
+def _pieces_by_tensor(vps: VirtualParameterSpace, rank: int, kind: str) -> dict[int, list[Place]]:
+    """Where the pieces of each tensor lie on a rank, by the tensor's number."""
+    found: dict[int, list[Place]] = {}
+    numbers, pieces = vps.split_by_tensor(vps.holding(vps.layout, rank, kind))
+    for number, piece in zip(numbers.tolist(), pieces, strict=True):
+        first = piece.start - int(vps.bases[number])
+        found.setdefault(number, []).append((first, piece.stop - piece.start, piece.buffer, piece.offset))
+    return found
+
+
+def _gathered(part: torch.Tensor, launch: LaunchWorld) -> torch.Tensor:
+    """The parts of all processes end to end, with the padding of the last."""
+    part = part.to("cpu").contiguous()
+    whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
+    td.all_gather(list(whole.view(torch.uint8).unbind(0)), part.view(torch.uint8), group=launch.group)
+    return whole.view(-1)
+
+
+def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
+    """UnsupportedError for what `zero.Init` does besides cutting a parameter over the launch."""
+    if td.get_process_group_ranks(each.ds_process_group) != list(range(launch.size)):
+        raise UnsupportedError(f"{name!r} is cut over a group of its own: give zero.Init no data_parallel_group")
+    if each.nvme_swapper is not None:
+        raise UnsupportedError(f"{name!r} lies on NVMe (zero.Init, remote_device): use remote_device='cpu' or none")
+    if each.ds_secondary_tensor is not None or each.ds_zero_param_process_group is not None:
+        raise UnsupportedError(f"{name!r} has a second copy (zero_hpz_partition_size): leave that key out")
+    if hasattr(each.ds_tensor, "ds_quant_scale"):
+        raise UnsupportedError(f"{name!r} is quantized (zero_quantized_weights): leave that key out")
+    if each.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+        raise UnsupportedError(f"{name!r} is gathered now: end the `with GatheredParameters` block before initialize")
+
+
+def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
+    """The type that DeepSpeed casts a model's parameters to; None where it leaves them as they are."""
+    if config.bfloat16_config.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.float16_config.enabled else None
