@@ -15,6 +15,7 @@
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
 | `stage0`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
+| `scaler` | the loss scale, and what an optimizer has no place for |
 | `stages` | which of them an optimizer needs |
 | `gradients` | which parameters got a gradient |
 | `tokens` | gradients by token counts |

@@ -11,6 +11,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 
+from ds_dynatrain.adapters import scaler
 from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
@@ -25,6 +26,7 @@ from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
+from ds_dynatrain.support import practice
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -44,6 +46,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     _gradients: GradientWatch
     _gathers: GatherWatch
     compilations: CompileWatch
+    _scaling: scaler.State
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
@@ -66,9 +69,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
         check_optimizer(basic)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
+        if self.model_map.dtype != self.get_data_types()[0]:
+            raise practice("element types").error(f"a parameter is {self.model_map.dtype}")
         self._gradients = GradientWatch(self.model_map)
         self._gathers = GatherWatch(self.model_map.parameters)
         self.compilations = CompileWatch()
+        self._scaling = scaler.first_state(self)
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
@@ -95,6 +101,15 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def present_config(self) -> tuple[dict[str, Any], Any]:
         """DeepSpeed's configuration at present, as a dictionary and parsed."""
         return self.config, self._config
+
+    def scaling_state(self) -> scaler.State:
+        """The loss scale and what belongs to it, also what the present optimizer has no place for."""
+        return scaler.read(self.optimizer, self._scaling)
+
+    def take_scaling(self, state: scaler.State) -> None:
+        """Go on with a state of `scaling_state`; what the present optimizer has no place for is kept aside."""
+        self._scaling = dict(state)
+        scaler.write(self.optimizer, state)
 
     def take_grad_norm(self, norm: float | None) -> None:
         """The norm of the last step, on a member that did not take it."""
@@ -219,10 +234,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.window_tokens = (self.window_tokens or 0) + count
             weight = float(count)
         self.slot_weight = 1.0  # applied to the loss here, so not again to its gradients
+        forgotten = scaler.forgotten_scale(self)
         try:
             weighted = loss if weight == 1.0 else loss * weight
+            if forgotten != 1.0:
+                weighted = weighted.float() * forgotten
             scaled: torch.Tensor = super().backward(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-            return scaled
+            return scaled if forgotten == 1.0 else scaled / forgotten
         finally:
             self.slot_weight = weight if tokens is None else 1.0
 
@@ -235,10 +253,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
-        if self.window_tokens is None:
+        with divided_by_tokens(self, self.window_tokens), scaler.true_norm(self):
             super()._take_model_step(lr_kwargs)
-        else:
-            with divided_by_tokens(self, self.window_tokens):
-                super()._take_model_step(lr_kwargs)
-            self.window_tokens = None
+        self.window_tokens = None
         self.without_gradient = self._gradients.missing()

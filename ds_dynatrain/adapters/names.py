@@ -34,8 +34,13 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedEngine.zero_parameter_alignment",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
+    "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer.initialize_optimizer_states",),
-    "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer.initialize_optimizer_states",),
+    "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaler"),
+    "deepspeed.runtime.fp16.unfused_optimizer": (
+        "FP16_UnfusedOptimizer.initialize_optimizer_states",
+        "FP16_UnfusedOptimizer._update_scale",
+    ),
     "deepspeed.runtime.utils": ("check_internal_apis_for_count_used_parameters",),
     "deepspeed.runtime.zero.parameter_offload": (
         "FWD_MODULE_STACK",
@@ -58,6 +63,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3": (
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
         "DeepSpeedZeroOptimizer_Stage3.set_grad_positions",
+        "DeepSpeedZeroOptimizer_Stage3._update_scale",
     ),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "DeepSpeedZeroOptimizer._update_model_bit16_weights",
@@ -65,6 +71,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedZeroOptimizer._link_all_hp_params",
         "DeepSpeedZeroOptimizer._create_param_mapping",
         "DeepSpeedZeroOptimizer._create_optimizer_mapping",
+        "DeepSpeedZeroOptimizer._update_scale",
     ),
     "deepspeed.runtime.zero.utils": ("gc", "defragment"),
     "deepspeed.utils": ("link_hp_params",),

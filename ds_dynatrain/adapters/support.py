@@ -69,7 +69,7 @@ def _refuse_model(model: nn.Module) -> None:
             raise practice("meta device").error(f"{name!r} is on the meta device")
         if getattr(parameter, "allreduce", True) is False:
             raise practice("mixture of experts").error(f"{name!r} is an expert parameter")
-        if parameter.dtype not in (torch.float32, torch.bfloat16):
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise practice("element types").error(f"{name!r} is {parameter.dtype}")
     for name, part in model.named_modules():
         if isinstance(part, MoE):

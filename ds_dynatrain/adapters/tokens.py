@@ -15,13 +15,19 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
+from ds_dynatrain.adapters import scaler
+
 
 @contextmanager
-def divided_by_tokens(engine: Any, own: int) -> Iterator[None]:
+def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
     """Inside the block the optimizer's step divides its gradients by the mean number of tokens of a micro-batch.
 
-    own: tokens of this rank in the window. A collective over the data axis.
+    own: tokens of this rank in the window; None (on all ranks): none were given, and nothing is divided. Else a
+    collective over the data axis.
     """
+    if own is None:
+        yield
+        return
     total = torch.tensor([float(own)], dtype=torch.float64)
     if engine.dp_world_size > 1:
         dist.all_reduce(total, group=engine.data_parallel_group)
@@ -34,14 +40,5 @@ def divided_by_tokens(engine: Any, own: int) -> Iterator[None]:
                 parameter.grad.div_(divisor)
         yield
         return
-    holder, name = (
-        (optimizer.loss_scale_config, "cur_scale")
-        if hasattr(optimizer, "loss_scale_config")
-        else (optimizer, "loss_scale")
-    )
-    before = getattr(holder, name)
-    setattr(holder, name, before * divisor)
-    try:
+    with scaler.multiplied(optimizer, divisor):
         yield
-    finally:
-        setattr(holder, name, before)

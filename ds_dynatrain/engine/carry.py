@@ -1,8 +1,8 @@
 """The carry: everything of a training that is not a tensor element, and how a member takes it over.
 
 *Shared* carry is equal on all working members and is compared before a commit: counters, hyper-parameters of all
-parameter groups, optimizer scalars, the scheduler, the loaders' positions. The *rest* (module buffers, the user's own
-objects, the last gradient norm) may differ between members; one that starts to work takes rank 0's.
+parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (module buffers,
+the user's own objects, the last gradient norm) may differ between members; one that starts to work takes rank 0's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         "scalars": {
             name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()
         },
+        "scaling": engine.scaling_state(),
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
         "compiled modules": compiled_in_place(engine.module),
@@ -56,14 +57,18 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 
 
 def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
-    """Counters of a working member in the new world: micro-steps start anew on a multiple of the accumulation."""
+    """Counters and loss scale of a working member in the new world.
+
+    Micro-steps start anew on a multiple of the accumulation.
+    """
     for name in COUNTERS:
         setattr(engine, name, shared["counters"][name])
     engine.micro_steps = shared["windows"] * int(engine.gradient_accumulation_steps())
+    engine.take_scaling(shared["scaling"])
 
 
 def put_back(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
-    """Counters, hyper-parameters and the scheduler as they were before a switch that failed."""
+    """Counters, loss scale, hyper-parameters and the scheduler as they were before a switch that failed."""
     settle_counters(engine, shared)
     for group, values in zip(engine.basic_optimizer.param_groups, shared["groups"], strict=True):
         group.update(values)

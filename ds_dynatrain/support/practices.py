@@ -44,7 +44,12 @@ PRACTICES = (
         proof="tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
     ),
     _start("meta device", "not supported yet", "give the model real parameters", "parameters"),
-    _start("element types", "only float32 and bfloat16 are supported yet", "convert the parameter", "parameters"),
+    _start(
+        "element types",
+        "a model has float32 parameters, or those of the bf16 or fp16 block",
+        "convert the parameter, or enable the block",
+        "tests/engine/test_precision.py::test_low_precision_without_its_block_is_refused",
+    ),
     _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),
     Row(
         "engine.compile",

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 import ds_dynatrain
 from tests.engine.models import Sequences, decay_groups, small_gpt
 
@@ -27,9 +29,33 @@ def config(dtype: str = "fp32", start: Sizes = (2, 1), **more: Any) -> dict[str,
         "zero_optimization": {"stage": start[1], "stage3_param_persistence_threshold": 40, "sub_group_size": 700},
         "dynatrain": {"layout": {"data": start[0], "zero_stage": start[1]}, "timeout_seconds": 20},
     }
-    if dtype == "bf16":
-        made["bf16"] = {"enabled": True}
-    return {**made, **more}
+    return {**made, **PRECISIONS[dtype], **more}
+
+
+PRECISIONS: Mapping[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 2}},
+    "static fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
+    "bf16 in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16 in fp32": {
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}
+"""Configurations by name; "in fp32" is how gradients are accumulated (BF16_Optimizer at stage 1 with bf16)."""
+
+
+@contextmanager
+def allowed_fp16(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block DeepSpeed's CPU accelerator does not refuse fp16, where the settings ask for it."""
+    accelerator = get_accelerator()
+    if "fp16" in settings:
+        accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        accelerator.__dict__.pop("is_fp16_supported", None)
 
 
 @dataclass
@@ -66,17 +92,17 @@ def job(
     model = small_gpt() if model is None else model
     if groups and "model_parameters" not in arguments and "optimizer" not in arguments:
         arguments["model_parameters"] = decay_groups(model)
-    results = ds_dynatrain.initialize(model=model, config=settings, **arguments)
-    made = Job(*results)
-    try:
-        made.loader = made.engine.loader(Sequences() if data is None else data, num_workers=0)
-        yield made
-    except SystemExit as end:
-        if end.code:
-            raise
-        made.let_go = True
-    finally:
-        made.engine.destroy()
+    with allowed_fp16(settings):
+        made = Job(*ds_dynatrain.initialize(model=model, config=settings, **arguments))
+        try:
+            made.loader = made.engine.loader(Sequences() if data is None else data, num_workers=0)
+            yield made
+        except SystemExit as end:
+            if end.code:
+                raise
+            made.let_go = True
+        finally:
+            made.engine.destroy()
 
 
 def ask(engine: Any, sizes: Sizes) -> None:

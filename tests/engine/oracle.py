@@ -25,13 +25,17 @@ Key = tuple[str, str]
 
 @dataclass
 class State:
-    """Everything that a switch must not change: whole tensors, optimizer steps, hyper-parameters, counters."""
+    """Everything that a switch must not change: whole tensors, optimizer steps, hyper-parameters, counters, loss scale.
+
+    scaling: the fields that the present optimizer has; stage 0 has no hysteresis, BF16_Optimizer none at all.
+    """
 
     tensors: dict[Key, torch.Tensor]
     steps: dict[str, dict[str, float]]
     """Per parameter the optimizer's scalars, such as {"step": 3.0}; no entry where there are none."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    scaling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def gather(engine: Any) -> State:
         for group in engine.basic_optimizer.param_groups
     ]
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
-    return State(tensors, all_steps, groups, counters)
+    return State(tensors, all_steps, groups, counters, _scaling(engine))
 
 
 def put(engine: Any, state: State) -> None:
@@ -86,6 +90,8 @@ def put(engine: Any, state: State) -> None:
             held = engine.basic_optimizer.state.get(holder, {})
             for scalar, value in state.steps.get(names[0], {}).items():
                 held[scalar] = torch.full_like(held[scalar], value) if torch.is_tensor(held[scalar]) else int(value)
+    for name in _scaling(engine).keys() & state.scaling.keys():
+        setattr(_scaler(engine), name, state.scaling[name])
 
 
 def differences(one: State, other: State, counters: bool = True) -> list[str]:
@@ -98,7 +104,24 @@ def differences(one: State, other: State, counters: bool = True) -> list[str]:
     for name in ("steps", "groups") + (("counters",) if counters else ()):
         if getattr(one, name) != getattr(other, name):
             found.append(f"{name}: {getattr(one, name)} and {getattr(other, name)}")
+    for name in one.scaling.keys() & other.scaling.keys():
+        if one.scaling[name] != other.scaling[name]:
+            found.append(f"{name}: {one.scaling[name]} and {other.scaling[name]}")
     return sorted(found)
+
+
+def _scaler(engine: Any) -> Any:
+    """DeepSpeed's object with the loss scale, None where there is none."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _scaling(engine: Any) -> dict[str, float]:
+    names = ("cur_scale", "cur_hysteresis")
+    if engine.fp16_enabled() and engine.dynamic_loss_scale():
+        names += ("cur_iter", "last_overflow_iter")
+    scaler = _scaler(engine)
+    return {name: float(getattr(scaler, name)) for name in names if getattr(scaler, name, None) is not None}
 
 
 def _views(engine: Any) -> Iterator[View]:

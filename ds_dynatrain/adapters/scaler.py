@@ -1,0 +1,166 @@
+"""The loss scale of fp16: the fields of DeepSpeed's three scalers by one table of names, so that it survives a switch.
+
+A field that the present optimizer has no place for (stage 0 knows no hysteresis, a plain torch optimizer no scaler) is
+kept aside on the engine and put back when a later layout has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+State = dict[str, Any]
+"""Field -> a number, a boolean or None."""
+
+SCALE = "scale"
+DYNAMIC = {
+    SCALE: "cur_scale",
+    "iteration": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "hysteresis": "cur_hysteresis",
+    "factor": "scale_factor",
+    "window": "scale_window",
+    "least_scale": "min_scale",
+    "hysteresis_of_start": "delayed_shift",
+    "hysteresis_refills": "consecutive_hysteresis",
+}
+"""Of ZeRO's DynamicLossScaler (stages 1 to 3)."""
+UNFUSED = {
+    SCALE: "cur_scale",
+    "iteration": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "factor": "scale_factor",
+    "window": "scale_window",
+    "least_scale": "min_loss_scale",
+}
+"""Of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
+STATIC = {SCALE: "cur_scale"}
+"""Of both, where the scale is fixed."""
+OF_OPTIMIZER = {
+    "overflow": "overflow",
+    "custom": "custom_loss_scaler",
+    "custom_scale": "external_loss_scale",
+}
+"""Of the optimizer itself: the last step's overflow, and the scale of `override_loss_scale`."""
+OF_BF16_OPTIMIZER = {"overflow": "overflow"}
+"""BF16_Optimizer applies a custom scale and never divides by it: that one is kept aside."""
+
+
+def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
+    """(object, field -> attribute) of everything about scaling that an optimizer has."""
+    found: list[tuple[Any, Mapping[str, str]]] = []
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    if isinstance(scaler, DynamicLossScaler):
+        found.append((scaler, DYNAMIC))
+    elif isinstance(scaler, LossScaleConfig):
+        found.append((scaler, UNFUSED if scaler.dynamic_loss_scale else STATIC))
+    elif isinstance(scaler, LossScaler):
+        found.append((scaler, STATIC))
+    if isinstance(optimizer, BF16_Optimizer):
+        found.append((optimizer, OF_BF16_OPTIMIZER))
+    elif hasattr(optimizer, "custom_loss_scaler"):
+        found.append((optimizer, OF_OPTIMIZER))
+    return found
+
+
+def first_state(engine: Any) -> State:
+    """Every field as it is at the start of a job, by the engine's configuration."""
+    weight = engine.get_data_types()[0]
+    scaler = CreateLossScaler(
+        weight, engine.loss_scale(), engine.dynamic_loss_scale(), dict(engine.dynamic_loss_scale_args())
+    )
+    names = DYNAMIC if isinstance(scaler, DynamicLossScaler) else STATIC
+    fields = {field: getattr(scaler, name) for field, name in names.items()}
+    return {**fields, "overflow": False, "custom": False, "custom_scale": None}
+
+
+def read(optimizer: Any, aside: State) -> State:
+    """The whole state: what the optimizer has, and from `aside` what it has not."""
+    state = dict(aside)
+    for holder, names in places(optimizer):
+        state.update({field: _plain(getattr(holder, name)) for field, name in names.items() if field in state})
+    return state
+
+
+def write(optimizer: Any, state: State) -> None:
+    """Give an optimizer the fields that it has a place for."""
+    for holder, names in places(optimizer):
+        for field, name in names.items():
+            if field in state:
+                setattr(holder, name, state[field])
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+# ---- stage 0 -----------------------------------------------------------------------------------------------------
+
+
+def forgotten_scale(engine: Any) -> float:
+    """The number by which the optimizer will divide gradients whose loss DeepSpeed did not multiply by it; else 1.
+
+    DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, and
+    FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` lets them do both.
+    """
+    settings = getattr(engine.optimizer, "loss_scale_config", None)
+    if settings is None or not settings.use_grad_scaling or isinstance(engine.optimizer, ZeROOptimizer):
+        return 1.0
+    return float(settings.cur_scale) if hasattr(type(engine), "scale") else 1.0
+
+
+@contextmanager
+def true_norm(engine: Any) -> Iterator[None]:
+    """Inside the block a step of FP16_UnfusedOptimizer notes the norm of the gradients, as every other one does.
+
+    It is the norm of the gradients before they are divided by the scale (and tokens) by itself.
+    """
+    optimizer = engine.optimizer
+    divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
+    yield
+    if divisor != 1.0:
+        optimizer._global_grad_norm = optimizer._global_grad_norm / divisor
+        engine.take_grad_norm(optimizer._global_grad_norm)
+
+
+# ---- token weights -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
+    """Inside the block the optimizer divides its gradients by `factor` more; the loss scale goes its own way.
+
+    The scaler sees its true scale while it judges a step, so that growth, the least scale and an overflow act on that.
+    """
+    holder, name = _divisor(optimizer)
+    true = getattr(holder, name)
+    own: Callable[[bool], object] = optimizer._update_scale
+
+    def update(overflow: bool = False) -> None:
+        nonlocal true
+        setattr(holder, name, true)
+        own(overflow)
+        true = getattr(holder, name)
+        setattr(holder, name, true * factor)
+
+    setattr(holder, name, true * factor)
+    optimizer._update_scale = update
+    try:
+        yield
+    finally:
+        del optimizer._update_scale
+        setattr(holder, name, true)
+
+
+def _divisor(optimizer: Any) -> tuple[Any, str]:
+    """(object, attribute) that holds what the optimizer divides its gradients by."""
+    if hasattr(optimizer, "loss_scale_config"):
+        return optimizer.loss_scale_config, "cur_scale"
+    return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")
