@@ -16,6 +16,7 @@
 | `hollow` | building an optimizer without memory or messages |
 | `stage0`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
 | `scaler` | the loss scale, and what an optimizer has no place for |
+| `bf16` | the same for BF16_Optimizer |
 | `stages` | which of them an optimizer needs |
 | `gradients` | which parameters got a gradient |
 | `tokens` | gradients by token counts |

@@ -17,6 +17,7 @@ import deepspeed.comm.comm as ds_comm
 import deepspeed.runtime.zero.utils as ds_utils
 import numpy as np
 import torch
+from deepspeed.runtime import bf16_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGE = 1 << 14
@@ -121,12 +122,18 @@ class _NoCollection:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """ZeRO-3's constructor does not collect garbage inside the block: that takes 0.2 to 0.5 s of a large process."""
+    """Constructors do not collect garbage inside the block: that takes 0.2 to 0.5 s of a large process.
+
+    ZeRO-3's does so itself, BF16_Optimizer's wherever it reports its memory.
+    """
+    report = bf16_optimizer.see_memory_usage
     ds_utils.gc = _NoCollection()
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     try:
         yield
     finally:
         ds_utils.gc = gc
+        bf16_optimizer.see_memory_usage = report
 
 
 @contextmanager

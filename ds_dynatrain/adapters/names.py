@@ -34,7 +34,12 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedEngine.zero_parameter_alignment",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
-    "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
+    "deepspeed.runtime.bf16_optimizer": (
+        "BF16_Optimizer._update_storage_to_flattened_tensor",
+        "BF16_Optimizer._link_all_hp_params",
+        "BF16_Optimizer._create_param_mapping",
+        "see_memory_usage",
+    ),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer.initialize_optimizer_states",),
     "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaler"),
     "deepspeed.runtime.fp16.unfused_optimizer": (

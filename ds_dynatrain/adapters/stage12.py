@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
 _PARAMETER_ATTRIBUTES = """
-    _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param load_hp_checkpoint_state
+    _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
     _index_in_param_group param_idx_in_group grad_accum _zero_optimizer _hp_grad
 """.split()
 
@@ -61,10 +61,7 @@ class FlatStages:
 
     def release(self, engine: Any, model: ModelMap) -> None:
         """Attributes off, gradients dropped."""
-        for parameter in model.parameters:
-            parameter.grad = None
-            for name in _PARAMETER_ATTRIBUTES:
-                parameter.__dict__.pop(name, None)
+        forget(model)
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         """Flat weights, their views, the master part and its moments become the buffers.
@@ -89,6 +86,14 @@ class FlatStages:
         zero._hp_optimizer_states_linked = False
         zero._param_slice_mappings = zero._create_param_mapping()
         correct_fragments(zero)
+
+
+def forget(model: ModelMap) -> None:
+    """Take gradients and DeepSpeed's attributes off the parameters."""
+    for parameter in model.parameters:
+        parameter.grad = None
+        for name in _PARAMETER_ATTRIBUTES:
+            parameter.__dict__.pop(name, None)
 
 
 def tensors_of(model: ModelMap, group: int) -> list[int]:

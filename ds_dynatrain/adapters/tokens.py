@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_dynatrain.adapters import scaler
 
@@ -38,6 +39,11 @@ def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
         for parameter in engine.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
+        yield
+        return
+    if isinstance(optimizer, BF16_Optimizer):  # it has no loss scale; its gradients are reduced already
+        for gradients in optimizer.fp32_groups_gradients_flat:
+            gradients.div_(divisor)
         yield
         return
     with scaler.multiplied(optimizer, divisor):

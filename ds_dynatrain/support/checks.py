@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynatrain.support.row import Refusal
+from ds_dynatrain.support.row import Refusal, Target
 
 
 def needs_torch_adam(config: Mapping[str, Any]) -> Refusal | None:
@@ -17,3 +17,41 @@ def needs_torch_adam(config: Mapping[str, Any]) -> Refusal | None:
         "optimizer.params.torch_adam: without it DeepSpeed takes its own FusedAdam, whose states are not supported yet",
         "set it to true",
     )
+
+
+HALF = ("fp16", "float16", "half", "torch.float16")
+BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
+"""DeepSpeed's names of two types; every other one is taken for fp32 here."""
+
+
+def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
+    """Gradients are accumulated in fp32, or in the type of the weights."""
+    gradient = _gradient_type(config)
+    if gradient in ("fp32", _weight_type(config)):
+        return None
+    why = f"gradients of {_weight_type(config)} weights are accumulated in {gradient}, which was not tried"
+    return Refusal(why, "take fp32, or leave the key out")
+
+
+def accumulation_at_stage_0(target: Target) -> Refusal | None:
+    """DeepSpeed has no optimizer for stage 0 that accumulates low gradients in fp32."""
+    weight, gradient = _weight_type(target.config), _gradient_type(target.config)
+    if target.layout.zero_stage or weight == gradient:
+        return None
+    why = f"DeepSpeed cannot accumulate the gradients of {weight} weights in {gradient} at ZeRO stage 0"
+    return Refusal(why, f"nearest: {target.layout.replace(zero_stage=1)}")
+
+
+def _weight_type(config: Mapping[str, Any]) -> str:
+    blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    return next((name for block, name in blocks.items() if (config.get(block) or {}).get("enabled")), "fp32")
+
+
+def _gradient_type(config: Mapping[str, Any]) -> str:
+    named = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if named is None:
+        return _weight_type(config)
+    text = str(named).lower()
+    if text.removeprefix("torch.") in ("fp32", "float32", "float"):
+        return "fp32"
+    return "fp16" if text in HALF else "bf16" if text in BRAIN else text

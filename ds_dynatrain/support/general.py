@@ -23,7 +23,7 @@ BATCHES = (
     *refused("", "prescale_gradients"),
     *refused("", "gradient_predivide_factor", off=(None, 1.0)),
     *refused("", "gradient_allreduce_op", off=(None, "mean")),
-    *refused("", "communication_data_type"),
+    *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
     *works("", "seq_parallel_communication_data_type", "not used without a sequence axis"),
     *refused("", "disable_allgather"),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -138,18 +139,27 @@ def _views(engine: Any) -> Iterator[View]:
             yield from _with_moments(engine, master, [(names[id(parameter)], 0, 0, master.numel())])
         return
     zero = engine.optimizer
-    for group, master in enumerate(zero.single_partition_of_fp32_groups):
+    for group, (parameters, whole, master) in enumerate(_flat_groups(zero)):
         first, runs, covered = rank * master.numel(), [], torch.zeros(master.numel(), dtype=torch.bool)
-        for position, parameter in _flat_order(zero, zero.bit16_groups[group], world):
+        for position, parameter in _flat_order(zero, parameters, world):
             low, high = max(position, first), min(position + parameter.numel(), first + master.numel())
             if low < high:
                 runs.append((names[id(parameter)], low - position, low - first, high - low))
                 covered[low - first : high - first] = True
-            place = (parameter.data_ptr() - zero.bit16_groups_flat[group].data_ptr()) // parameter.element_size()
+            place = (parameter.data_ptr() - whole.data_ptr()) // parameter.element_size()
             assert place == position, f"{names[id(parameter)]} lies at {place} of its flat buffer, not at {position}"
         for flat in (master, *_moments(engine, master).values()):
             assert not flat.detach()[~covered].any(), f"padding of group {group} is not zero"
         yield from _with_moments(engine, master, runs)
+
+
+def _flat_groups(zero: Any) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
+    """(parameters, flat weights, this rank's part of the masters) per group of stages 1 and 2."""
+    if isinstance(zero, BF16_Optimizer):
+        for gradients in zero.fp32_groups_gradients_flat:
+            assert not gradients.any(), "accumulated gradients are not zero between two steps"
+        return list(zip(zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition, strict=True))
+    return list(zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True))
 
 
 def _flat_order(zero: Any, parameters: list[Any], world: int) -> Iterator[tuple[int, Any]]:
@@ -207,7 +217,7 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
     elif stage == 3:
         pairs = list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
     else:
-        pairs = list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
+        pairs = [(parameters, master) for parameters, _, master in _flat_groups(zero)]
     for parameters, holder in pairs:
         yield holder, [names[id(parameter)] for parameter in parameters]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ds_dynatrain
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from tests.engine import jobs, walks
 from tests.engine.models import decay_groups, small_gpt
 from tests.engine.paths import circuit
@@ -155,13 +155,57 @@ def test_low_precision_without_its_block_is_refused(pool: RankPool) -> None:
 # ---- every layout ------------------------------------------------------------------------------------------------
 
 FP16_WALK = [(2, 1), (3, 3), (1, 0), (4, 2), (2, 2), (4, 0), (3, 0), (2, 3), (1, 3), (4, 1)]
+BF16_WALK = [(2, 1), (3, 1), (3, 3), (1, 1), (4, 2), (4, 1), (2, 1), (2, 2), (1, 3), (4, 3)]
+"""Stage 1 is BF16_Optimizer."""
+
+
+def all_but_stage_0() -> list[jobs.Sizes]:
+    """A walk over every pair of layouts that are not of stage 0, most of them once."""
+    walk = [sizes for sizes in circuit(SEED) if sizes[1]]
+    return [sizes for number, sizes in enumerate(walk) if number == 0 or sizes != walk[number - 1]]
 
 
 def test_fp16_in_some_layouts(pool: RankPool) -> None:
     assert walks.compare(pool, walks.settings("fp16"), FP16_WALK, LARGE) == len(FP16_WALK) - 1
 
 
+@pytest.mark.parametrize("immediate", [False, True])
+def test_bf16_optimizer_in_some_layouts(pool: RankPool, immediate: bool) -> None:
+    settings = walks.settings("bf16 in fp32")
+    settings["bf16"] = {"enabled": True, "immediate_grad_update": immediate, "check_grad_overflow": not immediate}
+    path, model = (BF16_WALK[:5], LARGE) if immediate else (BF16_WALK, None)
+    assert walks.compare(pool, settings, path, model) == len(path) - 1
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_fp16_in_all_pairs(pool: RankPool) -> None:
-    walks.compare(pool, walks.settings("fp16"), circuit(SEED), seconds=900)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16 in fp32", "fp16 in fp32"])
+def test_all_pairs(pool: RankPool, dtype: str) -> None:
+    path = all_but_stage_0() if "in fp32" in dtype else circuit(SEED)
+    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900)
+    print(f"{dtype}: {bitwise} of {len(path) - 1} continuations are bitwise those of a static run")
+
+
+# ---- what DeepSpeed has no optimizer for ----------------------------------------------------------------------------
+
+
+def stage_0_case() -> list[str]:
+    found = []
+    with jobs.job(jobs.config("bf16 in fp32", (2, 1))) as made:
+        jobs.train(made, 2)
+        if not made.engine.idle:
+            with pytest.raises(SwitchRefused, match=r"data_types\.grad_accum_dtype.*stage 0.*nearest: .*zero_stage=1"):
+                made.engine.switch(data=4, zero_stage=0)
+            assert "grad_accum_dtype" in made.engine.plan(zero_stage=0).refusal
+        jobs.train(made, 4)
+        found.append(type(made.engine.optimizer).__name__)
+    model = small_gpt()
+    with pytest.raises(ConfigError, match=r"data_types\.grad_accum_dtype.*ZeRO stage 0"):
+        ds_dynatrain.initialize(
+            model=model, config=jobs.config("bf16 in fp32", (2, 0)), model_parameters=decay_groups(model)
+        )
+    return found
+
+
+def test_fp32_accumulation_cannot_go_to_stage_0(pool: RankPool) -> None:
+    assert pool.run(stage_0_case)[:2] == [["BF16_Optimizer"]] * 2
