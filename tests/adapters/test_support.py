@@ -29,6 +29,7 @@ ASKED: dict[str, Any] = {
     "scheduler.type": "CosineAnnealingLR",
     "zero_optimization.stage": 2,
     "log_level": "info",
+    "data_types.grad_accum_dtype": "fp32",
     "data_types.keep_in_fp32_modules": ["norm"],
 }
 """A value of a key where "some value" would not do."""
