@@ -47,6 +47,8 @@ class HollowMode(TorchDispatchMode):
             shape = args[0].shape if func is _aten.zeros_like.default else args[-1]
             if int(np.prod(shape)) >= LARGE:
                 return _zeros(tuple(shape), func, args, kwargs)
+        if func is _aten.full.default and args[1] == 0 and int(np.prod(args[0])) >= LARGE:
+            return _zeros(tuple(args[0]), _aten.zeros.default, args, kwargs)
         if func is _aten.cat.default:
             total = sum(part.numel() for part in args[0])
             if total >= LARGE and all(part.dim() == 1 for part in args[0]):

@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.offload import start_anew
 from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
@@ -47,6 +48,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     _gathers: GatherWatch
     compilations: CompileWatch
     _scaling: scaler.State
+    _is_own_optimizer: bool
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
@@ -60,6 +62,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Note the user's groups before ZeRO replaces them; stop there on an idle member."""
+        self._is_own_optimizer = client_optimizer is None
         if client_optimizer is None:
             basic = self._configure_basic_optimizer(model_parameters)
         elif isinstance(client_optimizer, torch.optim.Optimizer):
@@ -94,6 +97,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """DeepSpeed asks it of optimizers that the user made; ours from the configuration comes by the same door."""
+        return not self._is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
     # ---- the four verbs ------------------------------------------------------------------------------------------
 
@@ -148,6 +155,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
+
+    def forget_steps(self) -> None:
+        """What the optimizer keeps outside of its state, on all members alike; after a commit."""
+        start_anew(self.basic_optimizer)
 
     def let_module_go(self) -> None:
         """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""

@@ -15,7 +15,7 @@ import torch
 
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.errors import ConfigError, UnsupportedError
-from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, Kind
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters by name."""
@@ -75,6 +75,8 @@ KNOWN: Mapping[str, OptimizerRule] = {
     "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM),
     "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP),
     "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
 }
 """By full name, so that no class is imported (some compile when they are)."""
 
@@ -188,7 +190,7 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
     names = [*moments, *scalars]
     if len(set(names)) != len(names):
         raise ConfigError(f"optimizer {full_name(cls)}: a state is named twice in {names}")
-    taken = sorted({WEIGHT, MASTER, STALE_GRAD} & set(moments))
+    taken = sorted({WEIGHT, MASTER, STALE_GRAD, HOST_GRAD} & set(moments))
     if taken:
         raise ConfigError(f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here")
     for name, value in scalars.items():

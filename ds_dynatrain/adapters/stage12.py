@@ -10,6 +10,7 @@ from typing import Any
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
+from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
@@ -38,6 +39,7 @@ class FlatStages:
                 buffers[kind, name] = moment
             for kind, value in steps.items():
                 scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
+        describe_gradients(zero, zero.single_partition_of_fp32_groups, "group", buffers)
         for number, parameter in model.frozen():
             buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
         return buffers, scalars
@@ -57,7 +59,7 @@ class FlatStages:
                 if start < stop:
                     address = master.data_ptr() + (start - low) * master.element_size()
                     rows.append(Found(MASTER, number[id(parameter)], start - offset, stop - start, address))
-        return rows
+        return rows + flat_gradients_census(zero, model)
 
     def release(self, engine: Any, model: ModelMap) -> None:
         """Attributes off, gradients dropped."""
@@ -80,6 +82,7 @@ class FlatStages:
             held = held_moments(engine.basic_optimizer, group, buffers, name)
             steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}")
             write_state(engine.basic_optimizer, master, group, held, steps)
+        refill_gradients(zero, zero.single_partition_of_fp32_groups, "group", buffers)
         for number, parameter in model.frozen():
             parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
         zero._link_all_hp_params()

@@ -16,8 +16,9 @@ from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
+from ds_dynatrain.adapters.offload import describe_gradients, keeps_gradients, refill_gradients
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
-from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId
 
 _MODULE_ATTRIBUTES = """
     _original_parameters pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_grads_remaining ds_id
@@ -53,6 +54,7 @@ class PartitionedStage:
             for kind, value in steps.items():
                 scalars.values.setdefault(kind, {}).update(dict.fromkeys(members, value))
             position += size
+        describe_gradients(zero, zero.fp32_partitioned_groups_flat, "subgroup", buffers)
         held: Any
         for index, held in model.frozen():
             buffers[WEIGHT, BufferId("partition", index)] = held.ds_tensor.data
@@ -77,6 +79,9 @@ class PartitionedStage:
                 rows.append(Found(MASTER, index, start, numel, address))
                 last = getattr(zero, _GRADIENT_PARTS)[parameter.ds_id]
                 rows.append(Found(STALE_GRAD, index, start, numel, last.data_ptr()))
+                if keeps_gradients(zero):
+                    address = master.grad.data_ptr() + offset * master.grad.element_size()
+                    rows.append(Found(HOST_GRAD, index, start, numel, address))
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
@@ -117,11 +122,27 @@ class PartitionedStage:
             held = held_moments(engine.basic_optimizer, group, buffers, name)
             steps = common_scalars(scalars, members, f"ZeRO-3 sub-group {index}")
             write_state(engine.basic_optimizer, master, group, held, steps)
-        zero.lp_param_buffer = whole(buffers, WEIGHT)
+        refill_gradients(zero, zero.fp32_partitioned_groups_flat, "subgroup", buffers)
+        if zero.offload_param:
+            _refill_host_memory(zero, buffers)
+        else:
+            zero.lp_param_buffer = whole(buffers, WEIGHT)
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
         frozen: Any
         for index, frozen in model.frozen():
             frozen.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
+
+
+def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
+    """`offload_param`: one piece of host memory per optimizer group, of which its sub-groups are slices.
+
+    Built by DeepSpeed the pieces lie apart, allocated for a switch side by side.
+    """
+    for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory):
+        first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
+        held = buffers[WEIGHT, BufferId("subgroup", first)]
+        memory = held.as_strided((old.numel(),), (1,), held.storage_offset())
+        zero.param_groups_fp16_flat_cpu_memory[group] = memory
 
 
 def restore_linear() -> None:

@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
 
@@ -53,6 +54,7 @@ def refuse_at_boundary(engine: Any) -> None:
         raise practice("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
     if engine.inside_no_sync_ctxt:
         raise practice("no_sync").refused("a no_sync window is open")
+    refuse_moved_states(engine)
     if engine.open_gathers:
         have = f"a deepspeed.zero.GatheredParameters block is open ({engine.open_gathers})"
         raise practice("GatheredParameters").refused(have)

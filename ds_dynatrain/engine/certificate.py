@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -93,7 +93,7 @@ def verdict(
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(before):
         if kind not in after:
-            if kind == STALE_GRAD:
+            if not vps.is_held(target, kind):
                 continue
             raise CertificateError(f"state kind {kind!r} was there before the switch and is not after it")
         different = np.flatnonzero(before[kind] != after[kind])
@@ -105,7 +105,7 @@ def verdict(
             )
         summary.update(kind.encode())
         summary.update(before[kind].tobytes())
-    extra = sorted(set(after) - set(before) - {STALE_GRAD})
+    extra = sorted(kind for kind in set(after) - set(before) if vps.is_held(source, kind))
     if extra:
         raise CertificateError(f"state kinds {extra} appeared in the switch")
     return summary.hexdigest()

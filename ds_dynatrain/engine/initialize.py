@@ -182,8 +182,9 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
     """Register every logical tensor; what cuts them comes from DeepSpeed's own reading of the configuration."""
     types = engine.element_types
-    moments = moment_kinds(engine.basic_optimizer, types)
-    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, types.gradient.itemsize)
+    host_grad = types.master.itemsize if engine.zero_use_cpu_optimizer() else None
+    moments, grad = moment_kinds(engine.basic_optimizer, types), types.gradient.itemsize
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, grad, host_grad)
     return VirtualParameterSpace(engine.model_map.tensors, rules_of(engine), kinds, layout, members, plan_switch)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
+from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
@@ -126,6 +127,7 @@ class Switcher:
 
     def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
         engine = self.engine
+        refuse_moved_states(engine)
         target = feasible.target_layout(engine.layout, layout, changes)
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
@@ -141,6 +143,9 @@ class Switcher:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
         types = self.types(target)
         state = sum(size * types[kind].itemsize for (kind, _), size in sizes(self.engine.vps, target).items())
+        if self.engine.zero_use_cpu_optimizer():
+            batch = self.engine.batch_for(target)
+            state += working_bytes(self.engine.vps, target, types["weight"], batch.accumulation > 1)
         return dict.fromkeys(members, state + min(self.engine.settings.memory_budget_bytes, state))
 
     def types(self, layout: Layout) -> dict[str, torch.dtype]:

@@ -29,6 +29,7 @@ from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerpr
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
+from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import GroupTransport, TransferStats, execute
 
 if TYPE_CHECKING:
@@ -171,13 +172,17 @@ class Transaction:
             self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
 
     def _warn_of_last_gradients(self) -> None:
-        """ZeRO-3 steps a parameter without a gradient with its last one; the other stages have no such state."""
-        stages = {self.proposal.source_layout.zero_stage, self.proposal.layout.zero_stage}
-        names = self.engine.without_gradient
-        if names and 3 in stages and len(stages) > 1:
+        """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
+        names, vps = self.engine.without_gradient, self.engine.vps
+        offloads = any(kind.name == HOST_GRAD for kind in vps.kinds)
+        kept = HOST_GRAD if offloads else STALE_GRAD
+        sides = {vps.is_held(layout, kept) for layout in (self.proposal.source_layout, self.proposal.layout)}
+        if names and len(sides) > 1:
+            where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
+            where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
             self.outcome.warnings.append(
-                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO stage 3 "
-                "re-uses their last gradient, the other stages do not, so their updates change with the stage"
+                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
+                "so their updates change with the stage"
             )
 
     def _receive_carry(self) -> None:
@@ -323,6 +328,8 @@ class Transaction:
             self.outcome.members = self.control.gather(key, proposal.union, "acknowledging the commit")
         except MemberMissing as missing:  # it is committed all the same: nobody may go back
             self.outcome.warnings.append(str(missing))
+        if self.target_rank is not None:
+            engine.forget_steps()
         self._release_source()
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))

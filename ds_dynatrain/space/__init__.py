@@ -30,7 +30,16 @@ from ds_dynatrain.space.cut import (
     padded,
     uneven,
 )
-from ds_dynatrain.space.kind import EXP_AVG, EXP_AVG_SQ, MASTER, STALE_GRAD, WEIGHT, Kind, standard_kinds
+from ds_dynatrain.space.kind import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    HOST_GRAD,
+    MASTER,
+    STALE_GRAD,
+    WEIGHT,
+    Kind,
+    standard_kinds,
+)
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
 from ds_dynatrain.space.run import boxes_of_run, runs_of_box
@@ -43,6 +52,7 @@ __all__ = [
     "EXP_AVG",
     "EXP_AVG_SQ",
     "FROZEN",
+    "HOST_GRAD",
     "MASTER",
     "STALE_GRAD",
     "WEIGHT",

@@ -12,6 +12,8 @@ MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 STALE_GRAD = "stale_grad"
+HOST_GRAD = "host_grad"
+"""The gradient of a master part under CPU offload: kept from step to step, and stepped with again by what got none."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,19 @@ def standard_kinds(
     master: int = 4,
     moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ),
     stale_grad: int | None = None,
+    host_grad: int | None = None,
 ) -> tuple[Kind, ...]:
     """The kinds of a training, by bytes per element.
 
     weight, master: where they are equal a weight and its master are the same bytes (fp32), else a weight is cast from
     its master. moments: what an optimizer keeps; a mere name is of 4 bytes and of all groups. stale_grad: of ZeRO-3's
-    last gradients; None leaves the kind out. LayoutError for an item size below one byte.
+    last gradients, host_grad: of those that CPU offload keeps; None leaves the kind out. LayoutError for an item
+    size below one byte.
     """
     if weight == master:
         first = (Kind(WEIGHT, weight, (WEIGHT, MASTER), MASTER), Kind(MASTER, master, (MASTER, WEIGHT)))
     else:
         first = (Kind(WEIGHT, weight, (WEIGHT,), MASTER), Kind(MASTER, master))
     stale = () if stale_grad is None else (Kind(STALE_GRAD, stale_grad),)
-    return (*first, *(held if isinstance(held, Kind) else Kind(held, 4) for held in moments), *stale)
+    host = () if host_grad is None else (Kind(HOST_GRAD, host_grad),)
+    return (*first, *(held if isinstance(held, Kind) else Kind(held, 4) for held in moments), *stale, *host)

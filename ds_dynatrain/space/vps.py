@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval, zero
-from ds_dynatrain.space.kind import STALE_GRAD, Kind
+from ds_dynatrain.space.kind import Kind
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.sharding import Sharding
@@ -90,8 +90,8 @@ class VirtualParameterSpace:
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
         """Names of the kinds that a layout (the present one) holds at all."""
-        stage = (layout or self.layout).zero_stage
-        return tuple(kind.name for kind in self.kinds if kind.name != STALE_GRAD or stage == 3)
+        present = layout or self.layout
+        return tuple(kind.name for kind in self.kinds if zero.is_held(present, kind.name))
 
     def sharding(self, layout: Layout, kind: str, copies: bool = False) -> Sharding:
         """How a layout holds a kind (or its second, whole copies); computed once."""
@@ -123,6 +123,10 @@ class VirtualParameterSpace:
     def copies(self, layout: Layout, rank: int, kind: str) -> Pieces:
         """The pieces that the rank holds a second time, whole (persistent weights of ZeRO-3)."""
         return self.sharding(layout, kind, copies=True).holding(rank)
+
+    def is_held(self, layout: Layout, kind: str) -> bool:
+        """Whether the layout holds the kind at all."""
+        return zero.is_held(layout, kind)
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
         """Whether every rank holds the whole of the kind."""

@@ -11,6 +11,7 @@ Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runti
 | weight, frozen           | tensor, whole| tensor, whole                    | partition, the rank's part         |
 | weight, persistent       |              |                                  | and a copy: tensor, whole          |
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
+| host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
 A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
 the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space.kind import STALE_GRAD, WEIGHT
+from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD, WEIGHT
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.sharding import Sharding
@@ -56,9 +57,16 @@ class ZeroRules:
     module_order: tuple[int, ...] | None = None
 
 
+def is_held(layout: Layout, kind: str) -> bool:
+    """Whether the ranks of the layout hold the kind at all."""
+    if kind == STALE_GRAD:
+        return layout.zero_stage == 3
+    return kind != HOST_GRAD or layout.zero_stage > 0
+
+
 def is_replicated(layout: Layout, kind: str) -> bool:
     """Whether every rank of the layout holds the whole of the kind."""
-    if kind == STALE_GRAD:
+    if kind in (STALE_GRAD, HOST_GRAD):
         return False
     return layout.zero_stage == 0 or (kind == WEIGHT and layout.zero_stage < 3)
 
@@ -88,7 +96,7 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Tab
     table: `buffer_table` of the layout, if at hand. LayoutError for a layout with an axis other than data.
     """
     table = buffer_table(line, rules, layout) if table is None else table
-    count = 0 if kind == STALE_GRAD and layout.zero_stage < 3 else len(line.tensors)
+    count = len(line.tensors) if is_held(layout, kind) else 0
     if kind != WEIGHT:
         count = min(count, line.trainable_count)
     if layout.zero_stage in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from ds_dynatrain.support.row import Refusal, Target
 def needs_torch_adam(config: Mapping[str, Any]) -> Refusal | None:
     """Adam and AdamW without `torch_adam` are DeepSpeed's own, which it compiles before anything else happens."""
     block = config.get("optimizer") or {}
-    if (block.get("params") or {}).get("torch_adam"):
+    if (block.get("params") or {}).get("torch_adam") or offloads(config):
         return None
     return Refusal(
         "optimizer.params.torch_adam: without it DeepSpeed takes its own FusedAdam, whose states are not supported yet",
@@ -55,3 +56,33 @@ def _gradient_type(config: Mapping[str, Any]) -> str:
     if text.removeprefix("torch.") in ("fp32", "float32", "float"):
         return "fp32"
     return "fp16" if text in HALF else "bf16" if text in BRAIN else text
+
+
+def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
+    """DeepSpeed's Lion is known on the CPU only."""
+    if offloads(config):
+        return None
+    return Refusal(
+        "optimizer.type 'Lion': its states are known with offload_optimizer only, where it is DeepSpeedCPULion",
+        "offload the optimizer to the CPU, or use Adam or AdamW",
+    )
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is to be in host memory."""
+    zero = config.get("zero_optimization") or {}
+    return (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+
+
+def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
+    """DeepSpeed's own page-locked memory is freed with the optimizer that had it, and a switch keeps buffers."""
+    zero = config.get("zero_optimization") or {}
+    blocks = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
+    if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":
+        return None
+    return Refusal(
+        "pin_memory: under DS_PIN_MEMORY_BACKEND=native DeepSpeed frees pinned buffers with the optimizer that had "
+        "them, and a switch keeps them",
+        "unset that variable, or set pin_memory to false",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.checks import needs_torch_adam
+from ds_dynatrain.support.checks import needs_offload, needs_torch_adam
 from ds_dynatrain.support.row import Row, Verdict, refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
@@ -13,17 +13,25 @@ OPTIMIZERS = (
     Row(
         "optimizer.type",
         Verdict.NOTE,
-        "with torch_adam in its params",
+        "with torch_adam in its params, or with offload_optimizer",
         values=("Adam", "AdamW"),
         proof=_MATRIX,
         at_start=needs_torch_adam,
+    ),
+    Row(
+        "optimizer.type",
+        Verdict.NOTE,
+        "with offload_optimizer",
+        values=("Lion",),
+        proof="tests/engine/test_offload.py",
+        at_start=needs_offload,
     ),
     *refused(
         "optimizer",
         "type",
         "its states are not known",
         "use Adam or AdamW",
-        values=("Lion", "Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+        values=("Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
         off=(),
     ),
     *refused("optimizer", "type", "its states are not known", "use Adam or AdamW", off=()),

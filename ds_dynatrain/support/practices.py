@@ -101,6 +101,12 @@ PRACTICES = (
         "what_must_not_be_open_at_a_boundary",
     ),
     _switch(
+        "engine.offload_states",
+        "there is nothing to read in its place",
+        "call engine.reload_states() before the switch",
+        "tests/engine/test_offload.py::test_states_that_were_moved_away_are_refused",
+    ),
+    _switch(
         "no_sync",
         "its gradients are not reduced yet",
         "leave the window before the boundary",

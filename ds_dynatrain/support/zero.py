@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from ds_dynatrain.support.checks import keeps_pinned_memory
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
 _FLAT = "tests/engine/test_flat_orders.py"
 _ZERO = "zero_optimization"
+_PROOF = "tests/engine/test_offload.py"
+_HOST_STATE = "zero_optimization.offload_optimizer"
+_HOST_WEIGHTS = "zero_optimization.offload_param"
+_DISK = "state on disk is not moved by a switch"
+_FOR_DISK = "only read where something is offloaded to NVMe"
+_OFF = "set it to false"
 
 ZERO = (
     *works("", _ZERO, proof=_MATRIX),
@@ -33,8 +40,19 @@ ZERO = (
         _FLAT,
     ),
     *works(_ZERO, "parameter_alignment", proof=_FLAT),
-    *refused(_ZERO, "zero_hpz_partition_size", off=(None, 0, 1)),
-    *refused(_ZERO, "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
+    *refused(
+        _ZERO,
+        "zero_hpz_partition_size",
+        "hpZ gathers within groups of ranks that are not built for another world yet",
+        "leave it at 1",
+        off=(None, 0, 1),
+    ),
+    *refused(
+        _ZERO,
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        "ZeRO++ quantizes with CUDA operators, which could not be tried",
+        _OFF,
+    ),
     *refused(_ZERO, "memory_efficient_linear override_module_apply", off=(None, True)),
     *refused(_ZERO, "module_granularity_threshold stage3_module_granularity_threshold", off=(None, 0)),
     *refused(_ZERO, "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params"),
@@ -45,13 +63,47 @@ ZERO = (
 )
 
 OFFLOAD = (
-    *refused(_ZERO, "offload_param offload_optimizer", switch=("device", "none"), below=True),
+    *works(
+        _ZERO,
+        "offload_optimizer",
+        "stages 1 to 3; in stage 0 DeepSpeed only takes its CPU optimizer. The last gradients move too",
+        _PROOF,
+        switch=("device", "none"),
+        at_start=keeps_pinned_memory,
+    ),
+    *works(_HOST_STATE, "device", proof=_PROOF, values=("cpu",)),
+    *refused(_HOST_STATE, "device", _DISK, "use cpu", off=(None, "none")),
+    *works(_HOST_STATE, "pin_memory", proof=_PROOF),
+    *works(_HOST_STATE, "fast_init nvme_path buffer_count pipeline_read pipeline_write", _FOR_DISK),
+    *works(_HOST_STATE, "cpuadam_cores_perc", "only read by SuperOffload"),
+    *refused(
+        _HOST_STATE,
+        "ratio",
+        "Twin-Flow keeps a second optimizer for some of ZeRO-3's sub-groups, whose states are not followed",
+        "leave it at 1.0",
+        off=(None, 1.0),
+    ),
+    *refused(
+        _HOST_STATE, "super_offload", "its optimizer steps in a process of its own, whose state is not followed", _OFF
+    ),
+    *works(
+        _ZERO,
+        "offload_param",
+        "stage 3; DeepSpeed ignores it in the others",
+        _PROOF,
+        switch=("device", "none"),
+        at_start=keeps_pinned_memory,
+    ),
+    *works(_HOST_WEIGHTS, "device", proof=_PROOF, values=("cpu",)),
+    *refused(_HOST_WEIGHTS, "device", _DISK, "use cpu", off=(None, "none")),
+    *works(_HOST_WEIGHTS, "pin_memory", proof=_PROOF),
+    *works(_HOST_WEIGHTS, "max_in_cpu nvme_path buffer_count buffer_size", _FOR_DISK),
     *refused(
         _ZERO,
         "cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
         "an old name",
         "offload_optimizer, offload_param",
     ),
-    *refused(_ZERO, "zenflow", below=True),
-    *works("", "aio", "only read where something is offloaded to NVMe", below=True),
+    *refused(_ZERO, "zenflow", "its masters are updated in parts and at different steps, beside training", below=True),
+    *works("", "aio", _FOR_DISK, below=True),
 )

@@ -17,6 +17,7 @@ from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import CONFIG_TABLES, TABLES, Refusal, Row, Target, Verdict, examine, refuse_layout, row_of
 from ds_dynatrain.support import walk as walk_module
+from ds_dynatrain.support.checks import needs_offload
 
 ROWS = [row for rows in TABLES.values() for row in rows]
 CONFIG_ROWS = [row for rows in CONFIG_TABLES.values() for row in rows]
@@ -67,6 +68,8 @@ def sections(row: Row) -> list[str]:
 def asking(row: Row, value: object) -> dict[str, Any]:
     """A configuration in which the row's key has this value, and the sections around it are switched on."""
     config = settings()
+    if row.at_start is needs_offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     here: dict[str, Any] = config
     for section in sections(row):
         here[section.rpartition(".")[2]] = here = dict(here.get(section.rpartition(".")[2], {}))
@@ -315,6 +318,7 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
         ),
         (Standing(open_gathers=2), r"GatheredParameters block is open \(2\)"),
         (Standing(waiting_gradients=3), "gradients of 3 parameters wait for an optimizer step"),
+        (Standing(optimizer=SimpleNamespace(offloaded_states={"lp_params"})), "has moved lp_params away"),
     ):
         with pytest.raises(SwitchRefused, match=words):
             refuse_at_boundary(engine)

@@ -20,8 +20,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 COUNTED_ON_ONE = ("FusedAdam", "FusedLion")
 """Optimizers that count on the last tensor of a group for all of it: `state['step'] += 1` after the loop over them."""
+LAST_GRADIENT = "host_grad"
+"""Under CPU offload a master's gradient is never cleared (stages 1 to 3); stage 0 has none to compare."""
 Key = tuple[str, str]
-"""(name of the parameter, "weight", "master" or the name of a per-element state of the optimizer)."""
+"""(name of the parameter, "weight", "master", LAST_GRADIENT or the name of a per-element state of the optimizer)."""
 
 
 @dataclass
@@ -86,7 +88,8 @@ def put(engine: Any, state: State) -> None:
     """Write the tensors and steps of `state` into a working rank's memory; its engine must have moments."""
     with torch.no_grad():
         for view in _views(engine):
-            view.flat.copy_(state.tensors[view.key][view.start : view.start + view.flat.numel()])
+            if view.key in state.tensors or view.key[1] != LAST_GRADIENT:
+                view.flat.copy_(state.tensors[view.key][view.start : view.start + view.flat.numel()])
         for holder, names in _holders(engine):
             held = engine.basic_optimizer.state.get(holder, {})
             for scalar, value in state.steps.get(names[0], {}).items():
@@ -95,10 +98,13 @@ def put(engine: Any, state: State) -> None:
         setattr(_scaler(engine), name, state.scaling[name])
 
 
-def differences(one: State, other: State, counters: bool = True) -> list[str]:
+def differences(one: State, other: State, counters: bool = True, last_gradients: bool = True) -> list[str]:
     """What is not bit-equal between two states, in words; nothing at all is the proof."""
-    found = [f"{key} is held on one side only" for key in one.tensors.keys() ^ other.tensors.keys()]
-    for key in one.tensors.keys() & other.tensors.keys():
+    kept = [any(kind == LAST_GRADIENT for _, kind in side.tensors) for side in (one, other)]
+    left_out = set() if last_gradients and all(kept) else {LAST_GRADIENT}
+    mine, theirs = ({key for key in side.tensors if key[1] not in left_out} for side in (one, other))
+    found = [f"{key} is held on one side only" for key in mine ^ theirs]
+    for key in mine & theirs:
         unequal = int((_bits(one.tensors[key]) != _bits(other.tensors[key])).sum())
         if unequal:
             found.append(f"{key}: {unequal} of {one.tensors[key].numel()} elements differ")
@@ -198,6 +204,8 @@ def _stage3(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterat
 def _with_moments(engine: Any, master: torch.Tensor, runs: list[tuple[str, int, int, int]]) -> Iterator[View]:
     """runs: (name, first row-major index, offset in `master`, elements)."""
     flats = {"master": master, **_moments(engine, master)}
+    if getattr(engine.optimizer, "cpu_offload", False) or getattr(engine.optimizer, "offload_optimizer", False):
+        flats[LAST_GRADIENT] = master.grad
     for name, start, offset, numel in runs:
         for kind, flat in flats.items():
             yield View((name, kind), start, flat.detach().view(-1)[offset : offset + numel])

@@ -1,0 +1,93 @@
+"""ZeRO-Offload: masters, moments and the masters' gradients in host memory, stepped by DeepSpeed's CPU optimizers.
+
+The gradient of a master part (`master.grad`) is allocated once and never cleared (DeepSpeed 0.19.8): a parameter that
+got no gradient in a step is stepped with what was left of its last one. So it is state, in stages 1 to 3: `host_grad`.
+Everything else that offload keeps (`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`,
+`accumulated_grads_in_cpu`, `norm_for_param_grads`) is written before it is read, or cleared by a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.utils.logging import should_log_le
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.state import Buffers, Found
+from ds_dynatrain.space import HOST_GRAD, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.support import practice
+
+
+def keeps_gradients(zero: Any) -> bool:
+    """Whether a ZeRO optimizer offloads: its masters then own their gradients."""
+    return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+
+
+def describe_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
+    """Add the gradient of each master, which are those of the buffers (place, 0), (place, 1), ..."""
+    if keeps_gradients(zero):
+        for number, master in enumerate(masters):
+            if master.grad is not None:  # `offload_states` drops it
+                buffers[HOST_GRAD, BufferId(place, number)] = master.grad.detach().view(-1)
+
+
+def refill_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
+    """The other way round; the masters must have their memory."""
+    if keeps_gradients(zero):
+        for number, master in enumerate(masters):
+            master.grad = buffers[HOST_GRAD, BufferId(place, number)].view(master.shape)
+
+
+def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:
+    """Stages 1 and 2: where the reduction copies each parameter's gradient to (`grad_position`)."""
+    if not keeps_gradients(zero):
+        return []
+    number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
+    rows = []
+    for group, parameters in enumerate(zero.params_in_partition):
+        gradient = zero.single_partition_of_fp32_groups[group].grad
+        for parameter in parameters:
+            _, start, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
+            address = gradient.data_ptr() + offset * gradient.element_size()
+            rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))
+    return rows
+
+
+def refuse_moved_states(engine: Any) -> None:
+    """SwitchRefused while `engine.offload_states()` has taken state away: there is nothing to read in its place."""
+    away = getattr(engine.optimizer, "offloaded_states", None)
+    if away:
+        names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
+        raise practice("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
+
+
+def start_anew(optimizer: torch.optim.Optimizer) -> None:
+    """Let the native half of DeepSpeedCPUAdam forget how it came here, as after the load of a checkpoint.
+
+    It multiplies powers of beta up from step to step, and takes them from the step count if that is not its own count
+    plus one. The two differ in the last digit, so a member that starts to work would step replicas in another way than
+    one that goes on.
+    """
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        rate, (beta1, beta2) = optimizer.defaults["lr"], optimizer.defaults["betas"]
+        eps, decay = optimizer.defaults["eps"], optimizer.defaults["weight_decay"]
+        log = should_log_le("info")
+        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, rate, beta1, beta2, eps, decay, optimizer.adam_w_mode, log)
+
+
+def working_bytes(vps: VirtualParameterSpace, layout: Layout, weight: torch.dtype, accumulates: bool) -> int:
+    """Bytes that offload takes on a rank beside the state, at most.
+
+    Stages 1 and 2: a copy of the weight part, two buffers as large as the largest tensor, and with several
+    micro-batches a gradient of each parameter that touches the part, whole.
+    """
+    if layout.zero_stage not in (1, 2):
+        return 0
+    numels = vps.line.numels[: vps.line.trainable_count]
+    part, largest = int(numels.sum()) // layout.data, int(numels.max(initial=0))
+    groups = len({tensor.group for tensor in vps.tensors if tensor.trainable})
+    window = min(int(numels.sum()), part + 2 * groups * largest) if accumulates else 0
+    return (part + 2 * largest + window) * weight.itemsize

@@ -1,0 +1,194 @@
+"""ZeRO-Offload: state in host memory, stepped by DeepSpeed's CPU optimizers, in every stage and world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from ds_dynatrain.errors import SwitchRefused
+from tests.engine import faults, jobs, oracle, walks
+from tests.engine.models import Sequences, decay_groups, small_gpt
+from tests.engine.pool import RankPool
+from tests.engine.test_unused import STEPS as UNUSED_STEPS
+from tests.engine.test_unused import USED_STEPS, WithExtra
+
+pytestmark = pytest.mark.usefixtures("cpu_adam")
+
+WALKS: dict[str, list[jobs.Sizes]] = {
+    "small": [(2, 1), (4, 3), (3, 2), (1, 0), (2, 3), (4, 1), (2, 0), (3, 0), (3, 3), (2, 2), (4, 3), (2, 1), (1, 0)],
+    "large": [(2, 2), (3, 3), (2, 3), (2, 2), (3, 0), (4, 3), (4, 1), (2, 3)],
+}
+MODELS: dict[str, dict[str, Any]] = {"small": {}, "large": {"width": 130, "hidden": 140}}
+"""Large: matrices above the size from which constructors of a switch write nothing."""
+ACCUMULATING = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+
+
+def settings(dtype: str, start: jobs.Sizes, optimizer: Any = None, param: bool = False, **more: Any) -> dict[str, Any]:
+    """param: parameters are offloaded too, and everything is pinned (which means nothing on a CPU)."""
+    block = {"type": "AdamW", "params": {"lr": 2e-3}} if optimizer is None else optimizer
+    made = jobs.config(dtype, start, **{"train_micro_batch_size_per_gpu": 12, "optimizer": block, **more})
+    made["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": param, "fast_init": param}
+    if param:
+        made["zero_optimization"]["offload_param"] = {"device": "cpu", "max_in_cpu": 100}
+    return made
+
+
+def data() -> Sequences:
+    return Sequences(12 * 12)
+
+
+# ---- state and losses, from layout to layout ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", "large"), ("bf16", "small")])
+def test_state_and_losses_over_a_walk(pool: RankPool, dtype: str, size: str) -> None:
+    walks.compare(pool, settings(dtype, (2, 1), param=dtype == "bf16"), WALKS[size], MODELS[size])
+
+
+def training(dtype: str, start: jobs.Sizes, steps: int, schedule: jobs.Schedule, more: dict[str, Any]) -> jobs.Record:
+    return jobs.run(settings(dtype, start, **more), steps, schedule)
+
+
+def losses(pool: RankPool, dtype: str, start: jobs.Sizes, schedule: jobs.Schedule, **more: Any) -> list[float]:
+    records = pool.run(training, dtype=dtype, start=start, steps=8, schedule=schedule, more=more)
+    return jobs.global_losses(records)
+
+
+@pytest.mark.parametrize(("dtype", "start", "target"), [("fp32", (2, 3), (4, 2)), ("bf16", (4, 1), (3, 3))])
+def test_before_the_first_step(pool: RankPool, dtype: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
+    assert losses(pool, dtype, start, {0: target}, param=True) == losses(pool, dtype, target, {}, param=True)
+
+
+def test_with_accumulation(pool: RankPool) -> None:
+    static = losses(pool, "fp32", (1, 1), {}, **ACCUMULATING)
+    switched = losses(pool, "fp32", (2, 2), {2: (3, 2), 4: (1, 3), 6: (4, 1)}, **ACCUMULATING)
+    assert jobs.furthest(switched, static) <= 1e-6
+
+
+# ---- other optimizers ---------------------------------------------------------------------------------------------
+
+TORCH_ADAM = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
+LION = {"type": "Lion", "params": {"lr": 2e-4}}
+
+
+@pytest.mark.parametrize("block", [TORCH_ADAM, LION], ids=["torch_adam", "Lion"])
+def test_other_optimizers(pool: RankPool, cpu_lion: None, block: dict[str, Any]) -> None:
+    static = losses(pool, "fp32", (2, 1), {}, optimizer=block)
+    assert jobs.furthest(losses(pool, "fp32", (2, 1), {3: (4, 3), 6: (2, 2)}, optimizer=block), static) <= 1e-6
+
+
+def client_case(schedule: jobs.Schedule) -> jobs.Record:
+    model = small_gpt()
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=2e-3)
+    config = settings("fp32", (2, 2), zero_force_ds_cpu_optimizer=False)
+    del config["optimizer"]
+    return jobs.run(config, 8, schedule, model=model, optimizer=optimizer)
+
+
+def test_an_optimizer_of_the_users_own(pool: RankPool) -> None:
+    static = jobs.global_losses(pool.run(client_case, schedule={}))
+    assert jobs.furthest(jobs.global_losses(pool.run(client_case, schedule={3: (4, 3), 6: (2, 1)})), static) <= 1e-6
+
+
+# ---- the last gradients -------------------------------------------------------------------------------------------
+
+
+def unused_case(start: jobs.Sizes, schedule: jobs.Schedule) -> Any:
+    """Values of a parameter that only the first steps use, after each step, and the warnings of the switches."""
+    model, values, events = WithExtra(small_gpt()), {}, []
+    with jobs.job(settings("fp32", start), model=model, data=data()) as made:
+        made.engine.on_switch(events.append)
+        for batch in made.loader:
+            model.uses_extra = made.engine.global_steps < USED_STEPS
+            jobs.one_micro_batch(made.engine, batch, jobs.Record())
+            step = made.engine.global_steps
+            with deepspeed.zero.GatheredParameters([model.extra]):
+                values[step] = model.extra.detach().clone()
+            if step in schedule:
+                jobs.ask(made.engine, schedule[step])
+            if step == UNUSED_STEPS:
+                break
+        return values, [list(event.warnings) for event in events]
+    return None
+
+
+def test_last_gradients_move_between_stages_1_to_3(pool: RankPool) -> None:
+    """DeepSpeed goes on stepping the parameter with what is left of its last gradient."""
+    static = pool.run(unused_case, start=(2, 1), schedule={})[0][0]
+    values, warnings = pool.run(unused_case, start=(2, 1), schedule={4: (4, 3), 6: (3, 3), 7: (2, 2), 8: (1, 1)})[0]
+    assert float((static[UNUSED_STEPS] - static[USED_STEPS + 1]).abs().min()) > 1e-3
+    assert warnings == [[]] * 4
+    for step in range(1, UNUSED_STEPS + 1):
+        torch.testing.assert_close(values[step], static[step], rtol=1e-6, atol=0)
+
+
+def test_a_change_to_or_from_stage_0_warns_by_name(pool: RankPool) -> None:
+    warnings = pool.run(unused_case, start=(2, 1), schedule={5: (2, 0), 7: (2, 2)})[0][1]
+    assert [any("extra" in warning for warning in found) for found in warnings] == [True, True]
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+FAULTS = ["bit flip", "dropped piece", "changed learning rate"]
+
+
+def fault_case(dtype: str, start: jobs.Sizes, target: jobs.Sizes, asks: bool) -> Any:
+    """Three switches that fail and one that does not."""
+    record, snapshots = jobs.Record(), {}
+    schedule = {2: target, 4: target, 6: target, 8: target} if asks else {}
+
+    def each(made: jobs.Job) -> None:
+        if made.engine.global_steps <= 8:
+            snapshots[made.engine.global_steps] = oracle.gather(made.engine)
+
+    with jobs.job(settings(dtype, start, param=True), data=data()) as made, faults.injected(FAULTS, {}):
+        try:
+            faults.train(made, 9, schedule, record, each)
+        finally:
+            last = made.engine.last_switch
+    return record.losses, snapshots, last
+
+
+@pytest.mark.parametrize(("dtype", "start", "target"), [("fp32", (2, 3), (4, 1)), ("bf16", (3, 2), (2, 3))])
+def test_a_roll_back_leaves_no_trace(pool: RankPool, dtype: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
+    given = {"dtype": dtype, "start": start, "target": target}
+    expected = pool.run(fault_case, asks=False, **given)
+    found = pool.run(fault_case, asks=True, **given)
+    for rank in range(start[0]):
+        for step in range(8):
+            assert found[rank][0][step] == expected[rank][0][step], (rank, step)
+            assert oracle.differences(found[rank][1][step + 1], expected[rank][1][step + 1]) == [], (rank, step)
+    assert found[0][2].outcome == "committed" and found[0][2].generation == 2 + len(FAULTS)
+
+
+def reload_case() -> Any:
+    """The same with states that come back in time; the state is what it was."""
+    with jobs.job(jobs.config("fp32", (2, 1)), data=data()) as made:
+        engine, outcomes = made.engine, []
+        for batch in made.loader:
+            if engine.last_switch is not None and engine.last_switch.outcome == "rolled_back":
+                outcomes.append(engine.last_switch.reason)
+                engine.reload_states()
+                engine.last_switch = None
+            jobs.one_micro_batch(engine, batch, jobs.Record())
+            if engine.global_steps == 2:
+                engine.offload_states()
+                with pytest.raises(SwitchRefused, match="reload_states"):
+                    jobs.ask(engine, (4, 1))
+                engine.reload_states()
+                jobs.ask(engine, (4, 1))
+                engine.offload_states()
+            if engine.global_steps == 4:
+                jobs.ask(engine, (4, 2))
+            if engine.global_steps == 6:
+                return outcomes, engine.last_switch.outcome, engine.layout.data
+    return None
+
+
+def test_states_that_were_moved_away_are_refused(pool: RankPool) -> None:
+    outcomes, last, size = pool.run(reload_case)[0]
+    assert len(outcomes) == 1 and "engine.offload_states() has moved" in outcomes[0]
+    assert (last, size) == ("committed", 4)
