@@ -11,6 +11,8 @@
 | `rules` | which numbers of the configuration decide where ZeRO cuts |
 | `fragments` | `param._hp_mapping`, set right where DeepSpeed links it wrong |
 | `incoming` | parameters that come in one by one: models of `zero.Init` |
+| `regroup` | optimizer groups when what is trained changes |
+| `schedulers` | a scheduler's lists with one entry per group |
 | `moments` | which states an optimizer keeps |
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |

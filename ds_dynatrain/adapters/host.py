@@ -224,6 +224,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Number of parameters with a gradient that no optimizer step has used yet."""
         return self._gradients.waiting
 
+    def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
+        """Speak of other optimizer groups from now on; nothing may be attached."""
+        self._gradients.stop()
+        self.model_map = model
+        self.basic_optimizer.param_groups[:] = groups
+        self._gradients = GradientWatch(model)
+
     def settle_parameters(self) -> None:
         """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""
         if int(self.zero_optimization_stage()) == 3:

@@ -25,7 +25,7 @@ from ds_dynatrain.adapters.stage3 import forget_parameter, reset_counters, resto
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.errors import ConfigError, UnsupportedError
-from ds_dynatrain.space import MASTER, WEIGHT, BufferId, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 
 WHOLE, PART = "whole", "zero.Init"
 Row = tuple[str, list[int], str, str]
@@ -125,7 +125,7 @@ def fill(
 
     numbers: id of a parameter -> its tensor number. A master is made from the weight in the weight's own type.
     """
-    wanted = {kind: _pieces_by_tensor(vps, rank, kind) for kind in (WEIGHT, MASTER)}
+    wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
     for parameter, value in incoming:
         value = value.to(parameter.dtype)
         for kind, rows in wanted.items():
@@ -133,10 +133,10 @@ def fill(
                 buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))
 
 
-def _pieces_by_tensor(vps: VirtualParameterSpace, rank: int, kind: str) -> dict[int, list[Place]]:
+def pieces_by_tensor(vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str) -> dict[int, list[Place]]:
     """Where the pieces of each tensor lie on a rank, by the tensor's number."""
     found: dict[int, list[Place]] = {}
-    numbers, pieces = vps.split_by_tensor(vps.holding(vps.layout, rank, kind))
+    numbers, pieces = vps.split_by_tensor(vps.holding(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):
         first = piece.start - int(vps.bases[number])
         found.setdefault(number, []).append((first, piece.stop - piece.start, piece.buffer, piece.offset))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,22 +21,29 @@ class ModelMap:
     tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones).
     parameters: the parameter of each tensor (objects live as long as the engine, their data comes and goes).
     groups: what the user's optimizer held in each group, trainable or not.
+    requires_grad: what each parameter's flag was when it was registered (one in no group counts as frozen).
     """
 
     tensors: tuple[LogicalTensor, ...]
     parameters: Parameters
     groups: tuple[Parameters, ...]
+    requires_grad: tuple[bool, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
-        """Read names and shapes while the module is whole.
+    def of(
+        module: nn.Module,
+        groups: Sequence[Sequence[nn.Parameter]],
+        shapes: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> ModelMap:
+        """Read names and shapes while the module is whole, or with the `shapes` by the parameters' ids.
 
         A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
         the parameter or group, for what a switch cannot carry.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
+        shapes = shapes or {key: tuple(parameter.shape) for key, parameter in known.items()}
         tensors: list[LogicalTensor] = []
         parameters: list[nn.Parameter] = []
         for number, group in enumerate(groups):
@@ -49,14 +56,16 @@ class ModelMap:
                         f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
                         "the model; register it in a module"
                     )
-                tensors.append(LogicalTensor(names[id(parameter)], tuple(parameter.shape), number))
+                tensors.append(LogicalTensor(names[id(parameter)], tuple(shapes[id(parameter)]), number))
                 parameters.append(parameter)
         taken = {id(parameter) for parameter in parameters}
         for key, parameter in known.items():
             if key not in taken:
-                tensors.append(LogicalTensor(names[key], tuple(parameter.shape), FROZEN))
+                tensors.append(LogicalTensor(names[key], tuple(shapes[key]), FROZEN))
                 parameters.append(parameter)
-        return ModelMap(tuple(tensors), tuple(parameters), tuple(map(tuple, groups)), _only_dtype(names, known))
+        flags = tuple(parameter.requires_grad for parameter in parameters)
+        held = tuple(map(tuple, groups))
+        return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
 
     @property
     def trainable(self) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.offload import refuse_moved_states
+from ds_dynatrain.adapters.regroup import changes
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
 
@@ -61,6 +62,13 @@ def refuse_at_boundary(engine: Any) -> None:
     if engine.waiting_gradients:
         have = f"gradients of {engine.waiting_gradients} parameters wait for an optimizer step"
         raise practice("gradients without a step").refused(have)
+
+
+def refuse_changes(engine: Any) -> None:
+    """SwitchRefused, naming the parameter, if what is trained or how it is grouped is not what is registered."""
+    found = changes(engine.model_map, engine.module, engine.basic_optimizer, engine.optimizer is engine.basic_optimizer)
+    if found is not None:
+        raise practice(found[0]).refused(found[1])
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -88,8 +88,8 @@ def verdict(
     _check_carry(reports, source_members, target_members)
     _check_streams(reports, source_members, target_members)
     _check_newcomers(reports, source_members, target_members)
-    before = _whole(vps, source, {member: reports[member]["source"] for member in source_members}, "source")
-    after = _whole(vps, target, {member: reports[member]["target"] for member in target_members}, "target")
+    before = whole_digests(vps, source, {member: reports[member]["source"] for member in source_members}, "source")
+    after = whole_digests(vps, target, {member: reports[member]["target"] for member in target_members}, "target")
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(before):
         if kind not in after:
@@ -111,7 +111,7 @@ def verdict(
     return summary.hexdigest()
 
 
-def _whole(
+def whole_digests(
     vps: VirtualParameterSpace, layout: Layout, records: Mapping[int, Mapping[str, str]], side: str
 ) -> dict[str, Digests]:
     """Kind -> digests of whole tensors; replicas must agree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,13 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
-from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent
-from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
 
 BOUNDARY = "engine.boundary"
-FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD)
+FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
 """The state kinds that are there before the first step."""
 SEE_OFF_SECONDS = 5.0
 
@@ -65,6 +65,8 @@ class DynatrainEngine(HostEngine):
     members: tuple[int, ...]
     world: World | None
     job_epoch: int
+    registrations: int
+    """How often the job has registered its parameters anew."""
     last_switch: SwitchEvent | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
@@ -77,7 +79,7 @@ class DynatrainEngine(HostEngine):
         self, *, job: Job, layout: Layout, members: tuple[int, ...], world: World | None, **arguments: Any
     ) -> None:
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
-        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0)
+        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registrations=0)
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, launch=job.launch, control=job.control, nodes=job.nodes)
@@ -130,6 +132,22 @@ class DynatrainEngine(HostEngine):
         see `last_switch`.
         """
         return self._switcher.ask(layout, at, changes)
+
+    def register_parameters(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
+        """Take over what has changed since it was registered: parameters' `requires_grad`, and new optimizer groups.
+
+        Call it on every working member at the same step, after `engine.step()`. What is frozen now loses its master and
+        moments and keeps its weight. What is trained now gets them, moments as zeros and counts as at the start, in a
+        new optimizer group with the hyper-parameters and schedule of the group that it was listed in. groups: for
+        parameters in no group, or for other hyper-parameters: `{"params": [...], "like": 0, "weight_decay": 0.1}`,
+        where `like` is the number of a present group. A group that trains nothing any more is removed.
+
+        False if nothing has changed. SwitchRefused, on all members alike, naming the parameter, for what cannot be;
+        SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was registered.
+        """
+        if self.idle:
+            raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+        return self._switcher.register(list(groups or ()), self._window_is_open)
 
     def plan(self, layout: Layout | None = None, **changes: int) -> SwitchEstimate:
         """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
@@ -400,6 +418,10 @@ class DynatrainEngine(HostEngine):
         buffers = provide(space, self.layout, types, set(), {}, zeros)
         fill(buffers, space, self.world.rank, values, numbers)
         self.attach_first(self.layout, self.world, self.present_config, buffers)
+
+    def adopt_space(self, space: VirtualParameterSpace) -> None:
+        """Register other logical tensors."""
+        self._space = space
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
         """DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming
-from ds_dynatrain.adapters.optimizers import moment_kinds
-from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
@@ -37,10 +35,10 @@ from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, SwitchRefused
-from ds_dynatrain.plan import plan_switch
-from ds_dynatrain.space import Layout, VirtualParameterSpace, standard_kinds
+from ds_dynatrain.space import Layout
 from ds_dynatrain.support import Target, practice, refuse_layout
 
 START_SECONDS = 1800.0
@@ -165,7 +163,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
         with installed(stand_in_world(launch.member, launch.size), launch):
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
         engine.leave_world()
-    space = _space(engine, layout, members)
+    space = space_of(engine, layout, members)
     if not incoming.is_whole:
         engine.take_in(incoming, space)
     engine.open_for_work(space)
@@ -177,15 +175,6 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
-
-
-def _space(engine: DynatrainEngine, layout: Layout, members: tuple[int, ...]) -> VirtualParameterSpace:
-    """Register every logical tensor; what cuts them comes from DeepSpeed's own reading of the configuration."""
-    types = engine.element_types
-    host_grad = types.master.itemsize if engine.zero_use_cpu_optimizer() else None
-    moments, grad = moment_kinds(engine.basic_optimizer, types), types.gradient.itemsize
-    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, grad, host_grad)
-    return VirtualParameterSpace(engine.model_map.tensors, rules_of(engine), kinds, layout, members, plan_switch)
 
 
 def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int) -> Layout:

@@ -7,20 +7,20 @@ member stays here, polling the notice board, until it works again or the job has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.state import Scalars
-from ds_dynatrain.adapters.support import refuse_module
+from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, streams
+from ds_dynatrain.engine import agreement, feasible, registration, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Watch
@@ -129,12 +129,21 @@ class Switcher:
         engine = self.engine
         refuse_moved_states(engine)
         target = feasible.target_layout(engine.layout, layout, changes)
+        if not engine.idle:
+            refuse_changes(engine)
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         refuse_module(engine.module, target)
         optimizer = type(engine.basic_optimizer)
         refuse_layout(Target(engine.job.user_config, target, engine.layout, optimizer))
         return target
+
+    def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:
+        """See `DynatrainEngine.register_parameters`."""
+        is_open = "an accumulation window is open" if window_is_open else ""
+        if self._pending is not None and not self._pending.done:
+            is_open = f"a switch to {self._pending.layout} is pending"
+        return registration.register(self.engine, self._place_in_training(), groups, is_open)
 
     def _slots(self, target: Layout) -> tuple[int, ...]:
         return assign_slots(self.engine.vps, target, range(self.engine.launch.size), self.engine.nodes)
@@ -189,6 +198,7 @@ class Switcher:
         record = self.control.read(f"proposal/{self.attempt + 1}")
         if record is None:
             return
+        registration.catch_up(self.engine)
         proposal = Proposal.from_json(record)
         if self.control.member in proposal.union:
             self.rehearse(proposal.layout, proposal.members.index(self.control.member))

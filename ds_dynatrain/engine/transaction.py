@@ -18,7 +18,7 @@ import torch
 
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
-from ds_dynatrain.adapters.support import refuse_at_boundary
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
 from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import put_back, rest_carry, scalars_of, settle_counters, shared_carry, take_over
@@ -154,6 +154,7 @@ class Transaction:
         engine, generation = self.engine, self.proposal.generation
         if self.source_rank is not None:
             refuse_at_boundary(engine)
+            refuse_changes(engine)
             engine.settle_parameters()
             self.source, self.scalars = engine.state_buffers()
             check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")

@@ -107,6 +107,24 @@ PRACTICES = (
         "tests/engine/test_offload.py::test_states_that_were_moved_away_are_refused",
     ),
     _switch(
+        "requires_grad",
+        "it has changed since it was registered",
+        "call engine.register_parameters() on every working member first",
+        "tests/engine/test_register.py::test_refused_at_a_switch",
+    ),
+    _switch(
+        "optimizer groups",
+        "they are not those that were registered",
+        "change them with engine.register_parameters(groups=[...]) only",
+        "tests/engine/test_register.py::test_refused_at_a_switch",
+    ),
+    _switch(
+        "parameters",
+        "they are not those of initialize",
+        "add parameters before it, frozen if need be, and change their data in place",
+        "tests/engine/test_register.py::test_refused_at_a_switch",
+    ),
+    _switch(
         "no_sync",
         "its gradients are not reduced yet",
         "leave the window before the boundary",

@@ -1,0 +1,363 @@
+"""`engine.register_parameters`: what is trained, and in which groups, changes in the same world and layout.
+
+Like a switch it is a transaction. All working members judge the same records; each fills new buffers, puts a new
+optimizer over them, and reports digests per tensor; the outcome is written once. Before that a failure puts the old
+optimizer back over the old buffers. Idle members read the record when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
+from ds_dynatrain.adapters.memory import dtypes, provide, sizes, zeros
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.optimizers import rule_of
+from ds_dynatrain.adapters.regroup import Regrouping, regroup
+from ds_dynatrain.adapters.schedulers import Lists, follow, lists_per_group, put_lists_back
+from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.support import refuse_at_boundary
+from ds_dynatrain.engine import feasible
+from ds_dynatrain.engine.carry import put_back, settle_counters, shared_carry
+from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.certificate import side_digests, whole_digests
+from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
+from ds_dynatrain.space import MASTER, WEIGHT, VirtualParameterSpace
+from ds_dynatrain.transfer import digest
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+STAYS = ("counters", "windows", "epoch", "scaling", "loaders")
+"""Parts of the carry that a registration leaves as they are."""
+ASK_ALL = "call engine.register_parameters on every working member, at the same step and with the same groups"
+
+
+def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
+    """Carry out what has changed; False if nothing has. See `DynatrainEngine.register_parameters`.
+
+    place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
+    in words.
+    """
+    key = f"register/{place}"
+    refusal, asked = None, None
+    try:
+        if is_open:
+            raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
+        refuse_at_boundary(engine)
+        asked = regroup(engine.model_map, engine.module, engine.basic_optimizer, groups, _has_begun(engine))
+        if asked is not None:
+            lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
+    except SwitchRefused as refused:
+        refusal = [refused.reason, refused.way_out]
+    _agree(engine, key, {"refusal": refusal, "asked": None if asked is None else asked.to_json()})
+    if asked is None:
+        return False
+    _Registration(engine, asked, key).run()
+    return True
+
+
+def catch_up(engine: DynatrainEngine) -> None:
+    """On an idle member: take over what the working members have registered meanwhile."""
+    while True:
+        record = engine.control.read(f"registration/{engine.registrations + 1}")
+        if record is None:
+            return
+        asked = Regrouping.from_json(record)
+        lists = lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(name in asked.requires_grad)
+        _adopt(engine, asked, _model_after(engine, asked))
+        follow(lists, asked.origins)
+        engine.adopt_space(space_of(engine, engine.layout, engine.members))
+        engine.registrations += 1
+
+
+def _has_begun(engine: DynatrainEngine) -> bool:
+    """Whether the optimizer has states."""
+    return any(bool(state) for state in engine.basic_optimizer.state.values())
+
+
+def _agree(engine: DynatrainEngine, key: str, record: dict[str, Any]) -> None:
+    """SwitchRefused, on all members alike, if one refuses or they ask for different things."""
+    control = engine.control
+    control.post(f"{key}/{control.member}", record)
+    verdict: list[str] | None
+    try:
+        records = control.gather(key, engine.members, "register_parameters: every working member has to call it")
+    except MemberMissing as missing:
+        verdict = control.decide(f"{key}/verdict", [str(missing), ASK_ALL])
+    else:
+        verdict = control.decide(f"{key}/verdict", _judged(records))
+    if verdict is not None:
+        raise SwitchRefused(*verdict)
+
+
+def _judged(records: Mapping[int, dict[str, Any]]) -> list[str] | None:
+    for member, record in sorted(records.items()):
+        if record["refusal"] is not None:
+            return [f"member {member}: {record['refusal'][0]}", record["refusal"][1]]
+    first = min(records)
+    for member, record in sorted(records.items()):
+        if record != records[first]:
+            return [f"members {first} and {member} register different parameters or groups", ASK_ALL]
+    return None
+
+
+def _model_after(engine: DynatrainEngine, asked: Regrouping) -> ModelMap:
+    parameters = dict(engine.module.named_parameters())
+    old = engine.model_map
+    shapes = {id(each): tensor.shape for each, tensor in zip(old.parameters, old.tensors, strict=True)}
+    return ModelMap.of(engine.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes)
+
+
+def _adopt(engine: DynatrainEngine, asked: Regrouping, model: ModelMap) -> None:
+    """Make the new groups those of the optimizer; a group that lives on is the same dictionary."""
+    present = list(engine.basic_optimizer.param_groups)
+    wanted = asked.groups_of(present, dict(engine.module.named_parameters()))
+    for group, values in zip(asked.groups, wanted, strict=True):
+        if not group.fresh:
+            present[group.origin].update(values)
+    groups = [
+        values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
+    ]
+    engine.adopt(model, groups)
+
+
+@dataclass
+class _Old:
+    """What is put back if it fails. groups: the optimizer's dictionaries, and what was in them."""
+
+    model: ModelMap
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    vps: VirtualParameterSpace
+    buffers: Buffers
+    scalars: Scalars
+    shared: dict[str, Any]
+
+
+class _Registration:
+    """The transaction on one working member."""
+
+    def __init__(self, engine: DynatrainEngine, asked: Regrouping, key: str) -> None:
+        self.engine, self.asked, self.key = engine, asked, key
+        self.control, self.layout = engine.control, engine.layout
+        if engine.world is None:
+            raise RuntimeError("an idle member has nothing to register")
+        self.world = engine.world
+        self.lists: Lists = lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
+        engine.settle_parameters()
+        buffers, scalars = engine.state_buffers()
+        groups = [(group, dict(group)) for group in engine.basic_optimizer.param_groups]
+        shared = shared_carry(engine, scalars)
+        self.old = _Old(engine.model_map, groups, engine.vps, buffers, scalars, shared)
+        self.kinds = tuple(kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in buffers))
+        self.begun = _has_begun(engine)
+        self.new_kinds: tuple[str, ...] = ()
+        self.is_detached = self.has_reported = False
+
+    def run(self) -> None:
+        """Everything or nothing, on all members alike; SwitchFailed if it is nothing."""
+        interrupt: BaseException | None = None
+        try:
+            self._report(self._carry_out())
+            self._verify()
+            wish = {"commit": True, "reason": ""}
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
+            wish = {"commit": False, "reason": f"{type(error).__name__}: {error}"}
+            self._report({"failed": f"member {self.control.member}: {wish['reason']}"})
+        decision = self.control.decide(f"{self.key}/record", wish)
+        if decision["commit"]:
+            self.engine.registrations += 1
+            self.control.decide(f"registration/{self.engine.registrations}", self.asked.to_json())
+        else:
+            self._roll_back()
+        if self.is_detached and self.engine.compilations.count:
+            self.engine.compilations.forget()
+        if interrupt is not None:
+            raise interrupt
+        if not decision["commit"]:
+            raise SwitchFailed(f"register_parameters: {decision['reason']}; the engine goes on as before it")
+
+    def _carry_out(self) -> dict[str, Any]:
+        """Rebuild; what this member reports of both sides."""
+        engine, old = self.engine, self.old
+        check_census(engine, old.vps, engine.rank, old.buffers, "before registering")
+        digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
+        model = _model_after(engine, self.asked)
+        groups = self.asked.groups_of(engine.basic_optimizer.param_groups, dict(engine.module.named_parameters()))
+        with _in_place(engine.basic_optimizer, groups):
+            vps = space_of(engine, self.layout, engine.members, model)
+            scalars = self._scalars_after(model)
+        self.new_kinds = self._kinds_of(vps)
+        self._check_memory(vps)
+        target, expected = self._filled(vps)
+        self.is_detached = True
+        engine.detach()
+        _adopt(engine, self.asked, model)
+        follow(self.lists, self.asked.origins)
+        engine.adopt_space(vps)
+        engine.attach(self.layout, self.world, engine.present_config, target, scalars)
+        settle_counters(engine, old.shared)
+        held, found = engine.state_buffers()
+        check_census(engine, vps, engine.rank, held, "after registering")
+        if found.values != scalars.values:
+            raise CertificateError("the optimizer's counts are not those that were put in")
+        shared = shared_carry(engine, found)
+        lost = [part for part in STAYS if fingerprint(shared[part]) != fingerprint(old.shared[part])]
+        if lost:
+            raise CertificateError(f"{', '.join(lost)}: not the same after registering")
+        after, _ = side_digests(vps, self.layout, engine.rank, held, self.new_kinds, set())
+        sides = {"source": digests.to_json(), "target": after.to_json()}
+        return {**sides, "expected": expected, "carry": fingerprint(shared)}
+
+    def _kinds_of(self, vps: VirtualParameterSpace) -> tuple[str, ...]:
+        """What the new side holds: a moment that only new groups have begins with them."""
+        known = {kind.name for kind in self.old.vps.kinds}
+        return tuple(kind for kind in vps.present_kinds() if kind in self.kinds or (self.begun and kind not in known))
+
+    def _check_memory(self, vps: VirtualParameterSpace) -> None:
+        types = dtypes(self.engine.element_types, self.new_kinds)
+        need = sum(size * types[kind].itemsize for (kind, _), size in sizes(vps, self.layout).items() if kind in types)
+        need += 2 * max(tensor.numel for tensor in vps.tensors) * max(each.itemsize for each in types.values())
+        feasible.check_memory(self.control.member, dict.fromkeys(self.engine.members, need), self.engine.nodes)
+
+    # ---- filling -------------------------------------------------------------------------------------------------
+
+    def _filled(self, vps: VirtualParameterSpace) -> tuple[Buffers, dict[str, int]]:
+        """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters)."""
+        old, rank = self.old, self.engine.rank
+        target = provide(vps, self.layout, dtypes(self.engine.element_types, self.new_kinds), set(), {}, zeros)
+        weights = pieces_by_tensor(old.vps, self.layout, rank, WEIGHT)
+        expected: dict[str, int] = {}
+        for kind in self.new_kinds:
+            if kind not in self.kinds:
+                continue
+            here = weights if kind == WEIGHT else pieces_by_tensor(old.vps, self.layout, rank, kind)
+            there = pieces_by_tensor(vps, self.layout, rank, kind)
+            for number, tensor in enumerate(vps.tensors):
+                before = old.vps.line.index(tensor.name)
+                anew = tensor.trainable and not old.vps.tensors[before].trainable and kind != WEIGHT
+                if not (tensor.trainable or kind == WEIGHT) or not vps.has(kind, tensor.group):
+                    continue
+                if anew and kind != MASTER:
+                    continue
+                source, rows = (WEIGHT, weights) if anew else (kind, here)
+                first, value = self._value(source, before, rows.get(before, []))
+                for start, numel, name, offset in there.get(number, ()):
+                    place = target[kind, name].narrow(0, offset, numel)
+                    place.copy_(value.narrow(0, start - first, numel))
+                    if anew:
+                        values = value.narrow(0, start - first, numel).to(place.dtype)
+                        expected[tensor.name] = (expected.get(tensor.name, 0) + digest(values, start)) % (1 << 64)
+        return target, expected
+
+    def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
+        """(first index, elements) of a tensor: under stage 3 this rank's part, which stays the same, else the whole."""
+        vps, buffers = self.old.vps, self.old.buffers
+        if self.layout.zero_stage == 3:
+            return (rows[0][0], _run(buffers, kind, rows[0])) if rows else (0, torch.empty(0))
+        whole = torch.zeros(vps.tensors[number].numel, dtype=self.engine.element_types.of(kind))
+        for row in rows:
+            whole.narrow(0, row[0], row[1]).copy_(_run(buffers, kind, row))
+        if self.layout.data > 1 and not vps.is_replicated(self.layout, kind):  # elsewhere the bits are zeros
+            td.all_reduce(whole.view(torch.uint8), group=self.engine.data_parallel_group)
+        return 0, whole
+
+    def _scalars_after(self, model: ModelMap) -> Scalars:
+        """The counts of each tensor; those of what is trained anew begin as the optimizer begins."""
+        old, optimizer = self.old, self.engine.basic_optimizer
+        values: dict[str, dict[int, float]] = {}
+        for number, tensor in enumerate(model.tensors[: model.trainable]):
+            before = old.vps.line.index(tensor.name)
+            held = old.scalars.of(before)
+            if self.begun and not old.vps.tensors[before].trainable:
+                first = rule_of(optimizer).scalars_of(optimizer.param_groups[tensor.group])
+                held = {name: float(value) for name, value in first.items()}
+            for name, value in held.items():
+                values.setdefault(name, {})[number] = value
+        return Scalars(values)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if not self.has_reported:
+            self.has_reported = True
+            self.control.post(f"{self.key}/report/{self.control.member}", record)
+
+    def _verify(self) -> None:
+        """CertificateError unless every tensor has the digests that it had, per state kind, on all members."""
+        reports = self.control.gather(f"{self.key}/report", self.engine.members, "registering", stop=self._stop)
+        failed = [report["failed"] for report in reports.values() if "failed" in report]
+        if failed:
+            raise SwitchFailed(failed[0])
+        if len({report["carry"] for report in reports.values()}) != 1:
+            raise CertificateError("hyper-parameters, counts or the scheduler differ between members")
+        new, old = self.engine.vps, self.old.vps
+        before = whole_digests(
+            old, self.layout, {member: report["source"] for member, report in reports.items()}, "before"
+        )
+        after = whole_digests(
+            new, self.layout, {member: report["target"] for member, report in reports.items()}, "after"
+        )
+        for kind in self.new_kinds:
+            for number, tensor in enumerate(new.tensors):
+                if not (tensor.trainable or kind == WEIGHT) or not new.has(kind, tensor.group):
+                    continue
+                source = old.line.index(tensor.name)
+                wanted = int(before[kind][source]) if kind in before else 0
+                if kind != WEIGHT and not old.tensors[source].trainable:
+                    wanted = 0 if kind != MASTER else self._master_of(tensor.name, reports)
+                if int(after[kind][number]) != wanted:
+                    raise CertificateError(f"{kind} of {tensor.name!r} is not what it was, or is to be")
+
+    def _master_of(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> int:
+        """The digest of a new master, which is its weight in the master's type."""
+        shares = [int(report["expected"].get(name, 0)) for report in reports.values()]
+        return shares[0] if self.engine.vps.is_replicated(self.layout, MASTER) else sum(shares) % (1 << 64)
+
+    def _stop(self) -> None:
+        record = self.control.read(f"{self.key}/record")
+        if record is not None and not record["commit"]:
+            raise SwitchFailed(record["reason"])
+
+    def _roll_back(self) -> None:
+        """The old optimizer over the old memory; what requires a gradient is what was registered."""
+        engine, old = self.engine, self.old
+        for parameter, was in zip(old.model.parameters, old.model.requires_grad, strict=True):
+            parameter.requires_grad_(was)
+        if not self.is_detached:
+            return
+        engine.detach()
+        for (group, values), listed in zip(old.groups, old.model.groups, strict=True):
+            group.clear()
+            group.update({**values, "params": list(listed)})
+        engine.adopt(old.model, [group for group, _ in old.groups])
+        put_lists_back(self.lists)
+        engine.adopt_space(old.vps)
+        engine.attach(self.layout, self.world, engine.present_config, old.buffers, old.scalars)
+        put_back(engine, old.shared)
+
+
+@contextmanager
+def _in_place(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside the block the optimizer has these groups."""
+    own, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        yield
+    finally:
+        optimizer.param_groups = own
+
+
+def _run(buffers: Buffers, kind: str, place: Place) -> torch.Tensor:
+    _, numel, name, offset = place
+    return buffers[kind, name].narrow(0, offset, numel)

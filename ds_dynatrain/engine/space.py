@@ -1,0 +1,29 @@
+"""The Virtual Parameter Space of an engine: its logical tensors, the rules that cut them, and its state kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.optimizers import moment_kinds
+from ds_dynatrain.adapters.rules import rules_of
+from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.space import Layout, VirtualParameterSpace, standard_kinds
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+def space_of(
+    engine: DynatrainEngine, layout: Layout, members: tuple[int, ...], model: ModelMap | None = None
+) -> VirtualParameterSpace:
+    """Register every logical tensor; what cuts them comes from DeepSpeed's own reading of the configuration.
+
+    model: in place of the engine's.
+    """
+    tensors = (model or engine.model_map).tensors
+    types = engine.element_types
+    host_grad = types.master.itemsize if engine.zero_use_cpu_optimizer() else None
+    moments, grad = moment_kinds(engine.basic_optimizer, types), types.gradient.itemsize
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, grad, host_grad)
+    return VirtualParameterSpace(tensors, rules_of(engine), kinds, layout, members, plan_switch)

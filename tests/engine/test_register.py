@@ -1,0 +1,410 @@
+"""What is trained changes while the job runs: `engine.register_parameters`, before, between and after switches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as td
+from torch import nn
+
+from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.errors import SwitchFailed, SwitchRefused
+from tests.engine import jobs, oracle
+from tests.engine.models import Sequences, small_gpt
+from tests.engine.pool import RankPool
+
+STEPS = 10
+FIRST = ("blocks.0", "last_norm", "scale")
+CHANGES: Mapping[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    4: (("blocks.1", "places"), ()),
+    8: (("words",), ("blocks.0",)),
+}
+"""Steps done -> (what is trained from there on, what is frozen)."""
+
+
+def partly_trained(**sizes: Any) -> nn.Module:
+    """The small model, of which only `FIRST` is trained."""
+    model = small_gpt(**sizes)
+    for name, held in model.named_parameters():
+        held.requires_grad_(name.startswith(FIRST))
+    return model
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """All parameters listed, frozen ones too, in two groups."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [held for name, held in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [held for name, held in named if "norm" in name], "weight_decay": 0.0},
+    ]
+
+
+def settings(dtype: str, start: jobs.Sizes, **more: Any) -> dict[str, Any]:
+    return jobs.config(dtype, start, **{"gradient_clipping": 0.0, **more})
+
+
+def flip(model: nn.Module, step: int) -> None:
+    """Freeze and unfreeze as `CHANGES` has it."""
+    on, off = CHANGES[step]
+    for name, held in model.named_parameters():
+        held.requires_grad_((held.requires_grad or name.startswith(on)) and not name.startswith(off or "-"))
+
+
+def wrong_after(before: oracle.State, after: oracle.State, model: nn.Module, was: set[str]) -> list[str]:
+    """What of the state is not as a registration should leave it, in words."""
+    now = {name for name, held in model.named_parameters() if held.requires_grad}
+    found = [f"steps of {sorted(after.steps.keys() ^ now)}"] if after.steps.keys() ^ now else []
+    for (name, kind), held in after.tensors.items():
+        if kind == "weight" or (name in now and name in was):
+            expected = before.tensors[name, kind]
+        elif name not in now:
+            continue  # plain torch has its frozen parameters in its groups
+        else:
+            expected = before.tensors[name, "weight"].float() if kind == "master" else torch.zeros_like(held)
+        if not torch.equal(held, expected):
+            found.append(f"{kind} of {name}")
+    found += [name for name in now & was if after.steps[name] != before.steps[name]]
+    found += [f"{name}: {after.steps[name]}" for name in now - was if set(after.steps[name].values()) != {0.0}]
+    found += [name for name in now for kind in ("master", "exp_avg", "exp_avg_sq") if (name, kind) not in after.tensors]
+    return found
+
+
+def change(made: jobs.Job) -> list[str]:
+    """Change what is trained; what is not as it should be, in words."""
+    engine = made.engine
+    if engine.global_steps not in CHANGES:
+        return []
+    was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
+    flip(engine.module, engine.global_steps)
+    before = oracle.gather(engine)
+    found = [] if "register_parameters" in engine.plan(data=1).refusal + engine.plan(data=1).way_out else ["no refusal"]
+    assert engine.register_parameters()
+    assert not engine.register_parameters(), "nothing has changed since"
+    return found + wrong_after(before, oracle.gather(engine), engine.module, was)
+
+
+def job_case(
+    dtype: str, start: jobs.Sizes, schedule: jobs.Schedule, sizes: dict[str, Any]
+) -> tuple[jobs.Record, list[str], list[Any]]:
+    """A job that switches and registers; its losses, what is wrong, and the batches of a rank."""
+    record, wrong, batches = jobs.Record(), list[str](), list[Any]()
+    model = partly_trained(**sizes)
+
+    def each(made: jobs.Job) -> None:
+        wrong.extend(change(made))
+
+    original = jobs.one_micro_batch
+
+    def noting(engine: Any, batch: Any, into: jobs.Record) -> None:
+        batches.append(batch)
+        original(engine, batch, into)
+
+    with jobs.job(settings(dtype, start), model=model, model_parameters=groups_of(model)) as made:
+        with patch.object(jobs, "one_micro_batch", noting):
+            jobs.train(made, STEPS, schedule, record, each)
+        wrong.extend(f"{event.outcome}: {event.reason}" for event in record.events if event.outcome != "committed")
+    return record, wrong, batches
+
+
+def plain_losses(batches: list[Any]) -> list[float]:
+    """The same in plain torch: a new group for what is trained anew."""
+    model = partly_trained()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=2e-3)
+    losses = []
+    for step, batch in enumerate(batches):
+        if step in CHANGES:
+            was = {id(held) for held in model.parameters() if held.requires_grad}
+            flip(model, step)
+            for group in list(optimizer.param_groups):
+                fresh = [held for held in group["params"] if held.requires_grad and id(held) not in was]
+                group["params"] = [held for held in group["params"] if all(held is not each for each in fresh)]
+                if fresh:
+                    optimizer.add_param_group({**group, "params": fresh})
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        for held in model.parameters():
+            if not held.requires_grad:
+                held.grad = None
+        optimizer.step()
+    return losses
+
+
+def test_as_plain_torch(pool: RankPool) -> None:
+    records = pool.run(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
+    record, wrong, batches = records[0]
+    assert wrong == []
+    assert jobs.furthest(jobs.global_losses([record]), plain_losses(batches)) <= 1e-6
+
+
+WALKS: list[tuple[jobs.Sizes, jobs.Schedule]] = [
+    ((2, 1), {2: (4, 3), 6: (1, 0), 9: (3, 2)}),
+    ((2, 3), {2: (2, 2), 6: (4, 1), 9: (2, 0)}),
+    ((3, 0), {2: (3, 3), 6: (4, 3), 9: (2, 1)}),
+]
+
+
+@pytest.mark.parametrize(("start", "schedule"), WALKS)
+def test_freeze_switch_unfreeze_switch(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
+    found = pool.run(job_case, dtype="fp32", start=start, schedule=schedule, sizes={})
+    still = pool.run(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
+    assert [wrong for _, wrong, _ in filter(None, found)] == [[]] * len([each for each in found if each])
+    losses = jobs.global_losses([each and each[0] for each in found])
+    assert len(losses) == STEPS
+    assert jobs.furthest(losses, jobs.global_losses([still[0][0]])) <= 2e-6
+
+
+@pytest.mark.parametrize(("start", "schedule"), WALKS[:2])
+def test_in_low_precision(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
+    wide = {"width": 160, "hidden": 200}
+    found = pool.run(job_case, dtype="bf16", start=start, schedule=schedule, sizes=wide)
+    assert [wrong for _, wrong, _ in filter(None, found)] == [[]] * len([each for each in found if each])
+
+
+# ---- what cannot be ------------------------------------------------------------------------------------------------
+
+
+def _unfreeze_on_one(engine: Any) -> None:
+    engine.module.places.requires_grad_(td.get_rank() == 1)
+
+
+def _freeze(engine: Any) -> None:
+    engine.module.scale.requires_grad_(False)
+
+
+def _add_group(engine: Any) -> None:
+    engine.basic_optimizer.add_param_group({"params": [engine.module.places]})
+
+
+def _add_parameter(engine: Any) -> None:
+    engine.module.more = nn.Parameter(torch.ones(3))
+
+
+AT_SWITCH: dict[str, tuple[Callable[[Any], None], str]] = {
+    "unfrozen on one": (_unfreeze_on_one, "member 1: 'places' requires a gradient now: it has changed .*register_par"),
+    "frozen": (_freeze, "'scale' is frozen now: it has changed since it was registered"),
+    "another group": (_add_group, "the optimizer has 3 groups and had 2: .*register_parameters"),
+    "a new parameter": (_add_parameter, "'more' is new in the model.*frozen if need be"),
+}
+
+
+def asking_case(what: str) -> list[str]:
+    """Change something and ask for a switch; ask first and change then. What was said."""
+    said: list[str] = []
+
+    def each(made: jobs.Job) -> None:
+        engine = made.engine
+        if engine.global_steps == 1:
+            engine.switch(data=3, at=3)
+        if engine.global_steps == 3:
+            assert engine.last_switch is None
+            AT_SWITCH[what][0](engine)
+        if engine.global_steps == 4:
+            said.append(f"{engine.last_switch.outcome}: {engine.last_switch.reason}")
+            with pytest.raises(SwitchRefused) as caught:
+                engine.switch(data=4)
+            said.append(str(caught.value))
+            del engine.basic_optimizer.param_groups[2:]  # DeepSpeed's destroy() relies on their number
+
+    model = partly_trained()
+    with jobs.job(settings("fp32", (2, 1)), model=model, model_parameters=groups_of(model)) as made:
+        for batch in made.loader:
+            jobs.one_micro_batch(made.engine, batch, jobs.Record())
+            each(made)
+            if made.engine.global_steps == 5:
+                break
+    return said
+
+
+@pytest.mark.parametrize("what", AT_SWITCH)
+def test_refused_at_a_switch(pool: RankPool, what: str) -> None:
+    for said in filter(None, pool.run(asking_case, what=what)[:2]):
+        words = AT_SWITCH[what][1]
+        assert said[0].startswith("rolled_back")
+        for sentence in said:
+            expected = words.removeprefix("member 1: ") if sentence is said[0] else words
+            assert re.search(expected, sentence), sentence
+
+
+def refusals_case() -> list[str]:
+    """Calls of `register_parameters` that cannot be carried out; what was said, and whether nothing has changed."""
+    said: list[str] = []
+
+    def refused(engine: Any, *groups: Any) -> None:
+        with pytest.raises(SwitchRefused) as caught:
+            engine.register_parameters(*groups)
+        said.append(str(caught.value))
+
+    model = partly_trained()
+    data = Sequences(12 * 8)
+    unlisted = [group for group in groups_of(model)]
+    unlisted[0]["params"] = [held for held in unlisted[0]["params"] if held is not model.places]
+    record = jobs.Record()
+    with jobs.job(settings("fp32", (2, 2)), model=model, data=data, model_parameters=unlisted) as made:
+        engine = made.engine
+        for batch in made.loader:
+            if engine.global_steps == 1:
+                refused(engine)
+            jobs.one_micro_batch(engine, batch, record)
+            if engine.global_steps == 2:
+                before = oracle.gather(engine)
+                model.places.requires_grad_(True)
+                refused(engine)
+                refused(engine, [{"params": [model.places]}])
+                refused(engine, [{"params": [model.places], "like": 0, "speed": 3}])
+                refused(engine, [{"params": [model.words.weight], "like": 0}])
+                refused(engine, [{"params": [model.scale], "like": 0}])
+                if engine.rank == 0:
+                    refused(engine, [{"params": model.places, "like": 1}])
+                else:
+                    refused(engine, [{"params": model.places, "like": 0}])
+                flags = [held.requires_grad for held in model.parameters()]
+                for held in model.parameters():
+                    held.requires_grad_(False)
+                refused(engine)
+                for held, flag in zip(model.parameters(), flags, strict=True):
+                    held.requires_grad_(flag)
+                assert oracle.differences(before, oracle.gather(engine)) == []
+                engine.register_parameters([{"params": model.places, "like": 1, "weight_decay": 0.25}])
+                assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.1, 0.0, 0.25]
+                said.append("registered")
+            if engine.global_steps == 4:
+                break
+    return said
+
+
+def test_refusals(pool: RankPool) -> None:
+    for said in filter(None, pool.run(refusals_case)):
+        for words, sentence in zip(
+            [
+                "an accumulation window is open; call it after",
+                "'places' requires a gradient now and is listed in no optimizer group",
+                "does not say which present group",
+                "has no 'speed'",
+                "'words.weight' is frozen",
+                "'scale' is trained already",
+                "members 0 and 1 register different parameters or groups",
+                "no parameter requires a gradient any more",
+                "registered",
+            ],
+            said,
+            strict=True,
+        ):
+            assert words in sentence
+
+
+def failing_case(stage: int) -> tuple[list[str], str, jobs.Record]:
+    """A registration that fails on one member: the old engine goes on, bit for bit; the next one succeeds."""
+    record, found, said = jobs.Record(), list[str](), list[str]()
+
+    def each(made: jobs.Job) -> None:
+        engine = made.engine
+        if engine.global_steps != 3:
+            return
+        was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
+        before = oracle.gather(engine)
+        flip(engine.module, 4)
+        with patch.object(HostEngine, "attach", _flipping(HostEngine.attach)), pytest.raises(SwitchFailed) as caught:
+            engine.register_parameters()
+        said.append(str(caught.value))
+        found.extend(oracle.differences(before, oracle.gather(engine)))
+        found.extend(["flags"] * ({n for n, held in engine.module.named_parameters() if held.requires_grad} != was))
+        flip(engine.module, 4)
+        engine.register_parameters()
+        found.extend(wrong_after(before, oracle.gather(engine), engine.module, was))
+
+    model = partly_trained()
+    with jobs.job(settings("fp32", (2, stage)), model=model, model_parameters=groups_of(model)) as made:
+        jobs.train(made, 6, {4: (3, 1)}, record, each)
+    return found, said[0] if said else "", record
+
+
+def _flipping(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`attach`, after whose first call a bit of a moment of member 1 is another one."""
+    calls: list[int] = []
+
+    def attach(self: Any, *arguments: Any) -> None:
+        own(self, *arguments)
+        calls.append(1)
+        if len(calls) == 1 and td.get_rank() == 1:
+            state = next(iter(self.basic_optimizer.state.values()))
+            flat = state["exp_avg"].view(-1)
+            flat[flat.numel() // 2 :][:1].view(torch.int32)[0] ^= 1
+
+    return attach
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_failure_leaves_the_old_engine(pool: RankPool, stage: int) -> None:
+    for result in filter(None, pool.run(failing_case, stage=stage)[:2]):
+        assert result[0] == []
+        assert "exp_avg of" in result[1] and "the engine goes on as before" in result[1]
+
+
+# ---- schedulers ----------------------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.lr_scheduler.LRScheduler):
+    """A user's class."""
+
+    def get_lr(self) -> list[float]:
+        return list(self.base_lrs)
+
+
+def scheduled_case(kind: str) -> tuple[list[list[float]], str]:
+    """The learning rates of all groups, step by step, and what was said against it."""
+    model = partly_trained()
+    more: dict[str, Any] = {"model_parameters": groups_of(model)}
+    config = settings("fp32", (2, 1))
+    optimizer = torch.optim.AdamW(groups_of(model), lr=2e-3)
+    if kind == "WarmupLR":
+        config["scheduler"] = {
+            "type": kind,
+            "params": {"warmup_max_lr": [1e-2, 2e-2], "warmup_num_steps": 20, "warmup_min_lr": 0.0},
+        }
+    elif kind == "LambdaLR":
+        functions = [lambda step: 1 / (step + 1), lambda step: 2 / (step + 1)]
+        more = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, functions)}
+    elif kind == "CosineAnnealingLR":
+        more = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)}
+    else:
+        more = {"optimizer": optimizer, "lr_scheduler": Own(optimizer)}
+    rates: list[list[float]] = []
+    said: list[str] = []
+
+    def each(made: jobs.Job) -> None:
+        if made.engine.global_steps == 4:
+            flip(model, 4)
+            try:
+                made.engine.register_parameters()
+            except SwitchRefused as refused:
+                said.append(str(refused))
+                for name, held in model.named_parameters():
+                    held.requires_grad_(name.startswith(FIRST))
+        rates.append([group["lr"] for group in made.engine.basic_optimizer.param_groups])
+
+    with jobs.job(config, model=model, **more) as made:
+        jobs.train(made, 8, {6: (3, 3)}, None, each)
+    return rates, "".join(said)
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "LambdaLR", "CosineAnnealingLR"])
+def test_schedules_go_on(pool: RankPool, kind: str) -> None:
+    for result in filter(None, pool.run(scheduled_case, kind=kind)):
+        rates = result[0]
+        if not rates:
+            continue  # never woken
+        assert all(len(row) == 4 for row in rates[-5:])
+        assert all(row[2:] == row[:2] for row in rates[-5:]) and rates[-1] != rates[-2]
+        assert len(rates) == 8 or len(rates) == 2, "a woken member has the same groups"
+
+
+def test_unknown_scheduler_is_refused_by_name(pool: RankPool) -> None:
+    result = pool.run(scheduled_case, kind="own")[0]
+    assert "test_register.Own: what it keeps per optimizer group is not known" in result[1]
