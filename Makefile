@@ -6,11 +6,21 @@ ARGS     ?=
 DEMO_OUT ?= build/demo
 SCHEDULE ?= 20:data=4,zero_stage=3 40:data=3,zero_stage=2
 
+VERSION  ?= 0.18.9
+
 VENV     := .venv
 STAMP    := $(VENV)/.installed
 BIN      := $(VENV)/bin
 TORCHRUN := $(BIN)/torchrun --standalone
 CHECKED  := ds_dynatrain examples $(wildcard tools)
+
+# Another DeepSpeed: a virtual environment that has it alone, and the packages of .venv behind it.
+OTHER    := .venv-deepspeed-$(VERSION)
+PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+# What runs with every supported DeepSpeed.
+CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \
+            $(addprefix tests/engine/test_,start.py matrix.py chains.py members.py faults.py checkpoints.py)
 
 # The run that never switches is plain DeepSpeed, which on a CPU wants a compiler; without one it is train_gpt.py too.
 STATIC   := $(if $(shell command -v c++),train_gpt_plain.py,train_gpt.py)
@@ -20,10 +30,10 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types format bench clean
+.PHONY: help install demo test test-all test-deepspeed lint types format bench clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 install: $(STAMP)  ## make .venv and install the package and its tools into it
 
@@ -47,6 +57,16 @@ test: $(STAMP)  ## run the tests, the long sets apart
 test-all: $(STAMP)  ## run all tests: every combination, long chains
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
+test-deepspeed: $(OTHER)/.installed  ## run the core of the tests with another DeepSpeed: VERSION=0.18.9
+	PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(OTHER)/extensions) $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)
+
+$(OTHER)/.installed: $(STAMP)
+	@echo "Installing DeepSpeed $(VERSION) into $(OTHER), in front of what $(VENV) has."
+	$(BIN)/python -m venv --clear --without-pip $(OTHER)
+	$(BIN)/python -m pip --python $(OTHER)/bin/python install --quiet --disable-pip-version-check --no-deps deepspeed==$(VERSION)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" > $$($(OTHER)/bin/python $(PACKAGES))/behind.pth
+	@touch $@
+
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,5 +82,5 @@ bench: $(STAMP)  ## measure switches against the raw transport: the figures of t
 	$(BIN)/python tools/bench_switch.py $(ARGS)
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-deepspeed-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

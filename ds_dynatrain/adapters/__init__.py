@@ -3,6 +3,7 @@
 | file | what it knows |
 |---|---|
 | `names` | which private names are relied on; checked at import |
+| `versions` | what differs between DeepSpeed's series |
 | `support` | the table of `ds_dynatrain/support`, applied to live objects |
 | `settings` | DeepSpeed's configuration of one layout |
 | `start` | what surrounds an engine's constructor |

@@ -14,11 +14,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import deepspeed.comm.comm as ds_comm
-import deepspeed.runtime.zero.utils as ds_utils
 import numpy as np
 import torch
 from deepspeed.runtime import bf16_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_dynatrain.adapters.versions import collector
 
 LARGE = 1 << 14
 """Tensors of this many elements and more are not written while building."""
@@ -128,13 +129,14 @@ def no_collection() -> Iterator[None]:
 
     ZeRO-3's does so itself, BF16_Optimizer's wherever it reports its memory.
     """
+    module: Any = collector()
     report = bf16_optimizer.see_memory_usage
-    ds_utils.gc = _NoCollection()
+    module.gc = _NoCollection()
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
     try:
         yield
     finally:
-        ds_utils.gc = gc
+        module.gc = gc
         bf16_optimizer.see_memory_usage = report
 
 

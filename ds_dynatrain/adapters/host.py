@@ -24,6 +24,7 @@ from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
+from ds_dynatrain.adapters.versions import refuse_groups, settle_flat_groups
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
@@ -74,6 +75,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         if self.model_map.dtype != self.get_data_types()[0]:
             raise practice("element types").error(f"a parameter is {self.model_map.dtype}")
+        refuse_groups(self.model_map.groups)
         self._gradients = GradientWatch(self.model_map)
         self._gathers = GatherWatch(self.model_map.parameters)
         self.compilations = CompileWatch()
@@ -81,6 +83,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if self._build_attached:
             reset_counters()
             super()._configure_optimizer(basic, None)
+            settle_flat_groups(self.optimizer)
             correct_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
@@ -269,9 +272,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             return scaled
         return scaled * self.slot_weight
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
+    def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
         with divided_by_tokens(self, self.window_tokens), scaler.true_norm(self):
-            super()._take_model_step(lr_kwargs)
+            super()._take_model_step(*arguments)
         self.window_tokens = None
         self.without_gradient = self._gradients.missing()

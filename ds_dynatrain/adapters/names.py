@@ -7,10 +7,14 @@ AttributeError in the middle of a training.
 from __future__ import annotations
 
 import importlib
+import itertools
 
-TESTED = "0.19.8"
+import deepspeed
 
-NAMES: dict[str, tuple[str, ...]] = {
+from ds_dynatrain import __version__
+from ds_dynatrain.adapters.versions import Names, present, versions_tested
+
+NAMES: Names = {
     "deepspeed": ("set_optimizer_flags", "init_distributed"),
     "deepspeed.comm.comm": ("cdb",),
     "deepspeed.constants": ("default_pg_timeout",),
@@ -21,6 +25,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.config": ("DeepSpeedConfig",),
     "deepspeed.runtime.engine": (
+        "DeepSpeedEngine.backward",
         "DeepSpeedEngine._configure_optimizer",
         "DeepSpeedEngine._configure_basic_optimizer",
         "DeepSpeedEngine._configure_checkpointing",
@@ -28,10 +33,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedEngine._broadcast_model",
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
-        "DeepSpeedEngine._configure_python_gc",
         "DeepSpeedEngine.get_data_types",
+        "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
         "DeepSpeedEngine.zero_cpu_offload",
-        "DeepSpeedEngine.zero_parameter_alignment",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
     "deepspeed.runtime.bf16_optimizer": (
@@ -60,7 +64,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "Init.num_persisted_elements",
         "Init.apply_param_persistence",
         "InsertPostInitMethodToModuleSubClasses",
-        "ZeroParamStatus",
+        "ZeroParamStatus.NOT_AVAILABLE",
         "top_level_context",
         "shutdown_init_context",
         "restore_init_context",
@@ -78,23 +82,23 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DeepSpeedZeroOptimizer._create_optimizer_mapping",
         "DeepSpeedZeroOptimizer._update_scale",
     ),
-    "deepspeed.runtime.zero.utils": ("gc", "defragment"),
     "deepspeed.utils": ("link_hp_params",),
     "deepspeed.utils.groups": ("_WORLD_GROUP",),
 }
 
 
-def check_names(names: dict[str, tuple[str, ...]] = NAMES) -> None:
-    """ImportError, naming every missing name and both versions, unless all are there."""
-    missing = [f"{module}.{name}" for module, wanted in names.items() for name in wanted if not _has(module, name)]
+def check_names(*names: Names) -> None:
+    """ImportError, naming every missing name and both versions, unless all are there.
+
+    names: tables of module -> names; by default those of every series, and those of the installed one.
+    """
+    rows = itertools.chain.from_iterable(table.items() for table in names or (NAMES, present().names))
+    missing = [f"{module}.{name}" for module, wanted in rows for name in wanted if not _has(module, name)]
     if missing:
-        import deepspeed
-
-        from ds_dynatrain import __version__
-
         raise ImportError(
             f"ds_dynatrain {__version__} relies on names that DeepSpeed {deepspeed.__version__} does not have: "
-            f"{', '.join(missing)}. It is tested with DeepSpeed {TESTED}: install that, or a newer ds_dynatrain"
+            f"{', '.join(missing)}. It is tested with DeepSpeed {versions_tested()}: install one of these, or a newer "
+            "ds_dynatrain"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.versions import aligns_parameters
 from ds_dynatrain.space import ZeroRules
 
 ALIGNED_BYTES = 16
@@ -24,7 +25,7 @@ def rules_of(engine: Any) -> ZeroRules:
         sub_group_size=int(engine.zero_sub_group_size()),
         persistence_threshold=0,
         round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),
-        aligned_stages=flat if engine.zero_parameter_alignment() else frozenset(),
+        aligned_stages=flat if aligns_parameters(engine) else frozenset(),
         weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
     )
 

@@ -12,6 +12,7 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
+from ds_dynatrain.adapters.versions import flat_offsets
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
 _PARAMETER_ATTRIBUTES = """
@@ -51,9 +52,9 @@ class FlatStages:
         rows = [Found(WEIGHT, index, 0, held.numel(), held.data_ptr()) for index, held in enumerate(model.parameters)]
         rank = engine.global_rank
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
-            size = zero.partition_size[group]
+            size = int(zero.partition_size[group])  # 0.18 has a float
             low, high = rank * size, (rank + 1) * size
-            ordered = zip(zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group], strict=True)
+            ordered = zip(zero.round_robin_bit16_groups[group], flat_offsets(zero, group), strict=True)
             for parameter, offset in ordered:
                 start, stop = max(offset, low), min(offset + parameter.numel(), high)
                 if start < stop:

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 from deepspeed import set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_dynatrain.adapters.versions import configure_python_gc
+
 E = TypeVar("E", bound=DeepSpeedEngine)
 
 
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
-    """An engine of class `kind`, built as `deepspeed.initialize` builds one (0.19.8); the world must be installed.
+    """An engine of class `kind`, built as `deepspeed.initialize` builds one; the world must be installed.
 
     settings: the configuration as a dictionary and parsed (`settings.layout_config`).
     """
@@ -21,7 +23,7 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
     set_optimizer_flags(parsed, arguments["model"])
     engine: E = kind(config=config, config_class=parsed, **arguments)
     zero.partition_parameters.restore_init_context()
-    engine._configure_python_gc()
+    configure_python_gc(engine)
     return engine
 
 

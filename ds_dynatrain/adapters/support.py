@@ -16,6 +16,7 @@ from torch import nn
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.regroup import changes
+from ds_dynatrain.adapters.versions import refuse_for_series
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
 
@@ -27,6 +28,7 @@ def refuse_unsupported(
     if get_accelerator().device_name() != "cpu":
         raise practice("accelerator").error(f"accelerator {get_accelerator().device_name()!r}")
     refuse_config(config)
+    refuse_for_series(config)
     if isinstance(model, PipelineModule):
         raise practice("PipelineModule").error()
     if mpu is not None:

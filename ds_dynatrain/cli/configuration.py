@@ -102,14 +102,16 @@ def _look_at_layouts(own: dict[str, Any], block: DynatrainConfig, processes: int
 
 
 def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> None:
-    """The arithmetic of the batch, and DeepSpeed's own reading of the values, as `initialize` lets it read them."""
+    """What the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the values."""
     from torch import nn
 
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+    from ds_dynatrain.adapters.versions import refuse_for_series
     from ds_dynatrain.data import BatchArithmetic
     from ds_dynatrain.engine.feasible import check_batch
 
     try:
+        refuse_for_series(own)
         sizes = BatchSizes.of(own, layout.data)
         check_batch(layout, BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data), nn.Module())
         alone = BatchArithmetic(

@@ -15,7 +15,7 @@ from ds_dynatrain import __version__
 from ds_dynatrain.support import practice
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
-TESTED_DEEPSPEED = "0.19.8"
+TESTED_DEEPSPEED = ("0.19.8", "0.18.9")
 OLDEST_TORCH = (2, 13)
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -82,10 +82,11 @@ def _torch() -> Check:
 def _deepspeed_version() -> Check:
     found = _version("deepspeed")
     if found is None:
-        return Check("DeepSpeed", "not installed", False, f"pip install deepspeed=={TESTED_DEEPSPEED}")
-    if found.split("+")[0] == TESTED_DEEPSPEED:
-        return Check("DeepSpeed", found, True, "the version that is tested")
-    return Check("DeepSpeed", found, None, f"tested with {TESTED_DEEPSPEED}; the line `names` says if this one may do")
+        return Check("DeepSpeed", "not installed", False, f"pip install deepspeed=={TESTED_DEEPSPEED[0]}")
+    if found.split("+")[0] in TESTED_DEEPSPEED:
+        return Check("DeepSpeed", found, True, "a version that is tested")
+    tested = " and ".join(TESTED_DEEPSPEED)
+    return Check("DeepSpeed", found, None, f"tested with {tested}; the line `names` says if this one may do")
 
 
 def _version(package: str) -> str | None:

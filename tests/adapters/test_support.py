@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
+from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
@@ -162,6 +163,8 @@ def test_a_refused_section_that_is_off(row: Row) -> None:
     "row", [row for row in CONFIG_ROWS if row.verdict is not Verdict.AT_START], ids=lambda row: row.name
 )
 def test_a_key_that_works(row: Row) -> None:
+    if row.key in present().refused:
+        pytest.skip("refused with this series of DeepSpeed: adapters/versions.py")
     accepted(asking(row, value_of(row)))
 
 

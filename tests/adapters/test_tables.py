@@ -11,8 +11,9 @@ from torch import nn
 
 import ds_dynatrain
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.names import NAMES, TESTED, check_names
+from ds_dynatrain.adapters.names import NAMES, check_names
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+from ds_dynatrain.adapters.versions import versions_tested
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import FROZEN, Layout
@@ -33,7 +34,11 @@ def test_a_missing_name_gives_both_versions() -> None:
     with pytest.raises(ImportError) as found:
         check_names(wanted)
     words = str(found.value)
-    for part in ("deepspeed.runtime.engine.DeepSpeedEngine._gone.deeper", "deepspeed.no_such_module.name", TESTED):
+    for part in (
+        "deepspeed.runtime.engine.DeepSpeedEngine._gone.deeper",
+        "deepspeed.no_such_module.name",
+        versions_tested(),
+    ):
         assert part in words
     assert f"DeepSpeed {deepspeed.__version__}" in words and f"ds_dynatrain {ds_dynatrain.__version__}" in words
     assert "_WORLD_GROUP" not in words

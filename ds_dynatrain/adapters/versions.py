@@ -1,0 +1,177 @@
+"""What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
+
+A series is a minor version. Within one, patches from the tested one on are let in: their private names are checked at
+import (`names`), and the census of every switch tells where their buffers lie.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import torch
+from packaging.version import Version
+
+from ds_dynatrain.errors import UnsupportedError
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a key of the configuration is refused in one series; `harmless` values of it are not."""
+
+    reason: str
+    harmless: tuple[object, ...] = (None, False, {}, "auto")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One minor version of DeepSpeed's.
+
+    tested: the patch that the tests ran with, and the oldest that is let in.
+    names: module -> private names that are relied on in this series alone.
+    collector: the module in which ZeRO-3's constructor looks `gc` up.
+    refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
+    steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
+    """
+
+    tested: str
+    names: Names
+    collector: str
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    steps_frozen: bool = False
+
+
+NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
+
+SERIES: Mapping[tuple[int, int], Series] = {
+    (0, 19): Series(
+        tested="0.19.8",
+        names={
+            "deepspeed.runtime.engine": (
+                "DeepSpeedEngine._configure_python_gc",
+                "DeepSpeedEngine.zero_parameter_alignment",
+            ),
+            "deepspeed.runtime.zero.utils": ("gc", "defragment"),
+        },
+        collector="deepspeed.runtime.zero.utils",
+    ),
+    (0, 18): Series(
+        tested="0.18.9",
+        names={"deepspeed.runtime.zero.stage3": ("gc", "DeepSpeedZeroOptimizer_Stage3.defragment")},
+        collector="deepspeed.runtime.zero.stage3",
+        refused={
+            "data_types.buffer_dtype": Refusal(NEWER),
+            "data_types.grad_accum_dtype": Refusal(
+                "BF16_Optimizer of DeepSpeed 0.18 leaves the last micro-batch of a window unreduced; leave it out, or "
+                "install DeepSpeed 0.19",
+                (None, "auto"),
+            ),
+            "data_types.keep_in_fp32_modules": Refusal(NEWER),
+            "data_types.param_dtype": Refusal(NEWER),
+            "disable_python_gc": Refusal(NEWER),
+            "gradient_allreduce_op": Refusal(NEWER, (None, "mean", "auto")),
+            "managed_gradient_accumulation": Refusal(NEWER, (None, True, "auto")),
+            "zero_optimization.compute_grad_norm": Refusal(NEWER, (None, True, "auto")),
+            "zero_optimization.parameter_alignment": Refusal(NEWER),
+            "zero_optimization.round_robin_gradients": Refusal(
+                "DeepSpeed 0.18 cannot link parameters to their masters then; leave it out, or install DeepSpeed 0.19"
+            ),
+            "zero_optimization.contiguous_gradients": Refusal(
+                "false leaves gradients unreduced on a CPU in DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19",
+                (None, True, "auto"),
+            ),
+        },
+        steps_frozen=True,
+    ),
+}
+"""By (major, minor), the one that is developed with first."""
+
+
+def versions_tested() -> str:
+    """The versions that the tests ran with, for messages and docs."""
+    return " and ".join(series.tested for series in SERIES.values())
+
+
+def series_of(version: str) -> Series:
+    """The series of a version of DeepSpeed's; ImportError, naming what is tested, for one that is not let in."""
+    parsed = Version(version)
+    series = SERIES.get((parsed.major, parsed.minor))
+    if series is None or parsed.release < Version(series.tested).release:
+        raise ImportError(
+            f"DeepSpeed {version} is installed; ds_dynatrain is tested with {versions_tested()}. Install one of these "
+            "(or a newer patch of theirs), or a newer ds_dynatrain"
+        )
+    return series
+
+
+def present() -> Series:
+    """The series that is installed."""
+    return series_of(deepspeed.__version__)
+
+
+def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -> None:
+    """UnsupportedError, naming the key, for what the installed series cannot do (or does wrong)."""
+    for key, refusal in (series or present()).refused.items():
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value not in refusal.harmless:
+            raise UnsupportedError(f"{key}: {refusal.reason}")
+
+
+def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:
+    """UnsupportedError for frozen 16-bit parameters in an optimizer group, where stage 0 would decay them."""
+    if not (series or present()).steps_frozen:
+        return
+    for number, group in enumerate(groups):
+        if any(not held.requires_grad and held.dtype != torch.float32 for held in group):
+            raise UnsupportedError(
+                f"optimizer group {number} holds frozen parameters, which ZeRO stage 0 of DeepSpeed 0.18 would decay; "
+                "give the optimizer only those with requires_grad, or install DeepSpeed 0.19"
+            )
+
+
+def collector() -> ModuleType:
+    """The module whose `gc` ZeRO-3's constructor calls."""
+    return importlib.import_module(present().collector)
+
+
+def configure_python_gc(engine: Any) -> None:
+    """What `deepspeed.initialize` does last, since 0.19."""
+    if hasattr(engine, "_configure_python_gc"):
+        engine._configure_python_gc()
+
+
+def aligns_parameters(engine: Any) -> bool:
+    """Whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since 0.19)."""
+    return hasattr(engine, "zero_parameter_alignment") and bool(engine.zero_parameter_alignment())
+
+
+def settle_flat_groups(zero: Any) -> None:
+    """Take the autograd history off flat weights of stages 1 and 2 that DeepSpeed has just built.
+
+    0.18 keeps that of their concatenation, and gloo refuses to gather into them (torch 2.13).
+    """
+    for group, flat in enumerate(getattr(zero, "bit16_groups_flat", ())):
+        if flat.grad_fn is not None:
+            zero.bit16_groups_flat[group] = flat.detach()
+            zero.parallel_partitioned_bit16_groups[group] = zero.get_data_parallel_partitions(flat.detach(), group)
+
+
+def flat_offsets(zero: Any, group: int) -> list[int]:
+    """Where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in elements.
+
+    0.18 keeps no list of them: there the parameters lie end to end.
+    """
+    offsets = getattr(zero, "round_robin_bit16_offsets", None)
+    if offsets is not None:
+        return list(offsets[group])
+    numels = [parameter.numel() for parameter in zero.round_robin_bit16_groups[group]]
+    return list(itertools.accumulate(numels, initial=0))[:-1]
