@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -104,6 +105,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """DeepSpeed asks it of optimizers that the user made; ours from the configuration comes by the same door."""
         return not self._is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
+
+    def random_ltd_config(self) -> dict[str, Any]:
+        """DeepSpeed's block for random-LTD, with the sizes that its constructor adds to that of the first layout."""
+        block: dict[str, Any] = super().random_ltd_config()
+        block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
+        block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
+        return block
 
     # ---- the four verbs ------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
         "compiled modules": compiled_in_place(engine.module),
+        "random-LTD": engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
     }
 
 
@@ -89,6 +90,8 @@ def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, A
     for name, state in shared["loaders"].items():
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)
+    if engine.random_ltd_enabled():
+        engine.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
     engine.take_grad_norm(rest["grad_norm"])
     engine.module.train(rest["training"])
     buffers = dict(engine.module.named_buffers())

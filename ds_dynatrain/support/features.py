@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_dynatrain.support.row import refused, works
 
 _CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
+_DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
 _AXIS = "only the data axis can change yet"
 
 FEATURES = (
@@ -20,7 +21,35 @@ FEATURES = (
         switch=("deepcompile", False),
         below=True,
     ),
-    *refused("", "data_efficiency", switch=("enabled", False), below=True),
+    *works("", "data_efficiency", proof=_DATA_EFFICIENCY),
+    *works("data_efficiency", "enabled seed", proof=_DATA_EFFICIENCY),
+    *works("data_efficiency", "data_routing", proof=_DATA_EFFICIENCY),
+    *works("data_efficiency.data_routing", "enabled", proof=_DATA_EFFICIENCY),
+    *works(
+        "data_efficiency.data_routing",
+        "random_ltd",
+        "its schedule is carried; call convert_to_random_ltd on every process. DeepSpeed has kernels for CUDA only",
+        _DATA_EFFICIENCY,
+        below=True,
+    ),
+    *works("data_efficiency", "data_sampling"),
+    *works("data_efficiency.data_sampling", "enabled num_epochs num_workers pin_memory"),
+    *refused(
+        "data_efficiency.data_sampling",
+        "curriculum_learning",
+        "its sampler deals the batches of one world, and its random stream is not in its state",
+        "order the data set by difficulty and give it to the loader with shuffle=False",
+        switch=("enabled", False),
+        below=True,
+    ),
+    *refused(
+        "data_efficiency.data_sampling",
+        "dynamic_batching",
+        "its batches have no fixed size",
+        "leave it out",
+        switch=("enabled", False),
+        below=True,
+    ),
     *refused("", "hybrid_engine", switch=("enabled", False), below=True),
     *refused("", "weight_quantization", below=True),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
+_REPORTS = "tests/engine/test_reports.py"
 _GONE = "DeepSpeed has removed it and refuses the key itself"
 
 BATCHES = (
@@ -36,11 +37,20 @@ REPORTS = (
     *works("tensorboard", "enabled output_path job_name"),
     *works("", "wandb", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
     *works("wandb", "enabled group team project"),
-    *works("", "csv_monitor", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
+    *works(
+        "",
+        "csv_monitor",
+        "rank 0 writes; one run across switches while member 0 works",
+        _REPORTS,
+        switch=("enabled", False),
+    ),
     *works("csv_monitor", "enabled output_path job_name"),
     *refused("", "comet", switch=("enabled", False), below=True),
-    *refused("", "comms_logger", switch=("enabled", False), below=True),
-    *refused("", "flops_profiler", switch=("enabled", False), below=True),
+    *works("", "comms_logger", proof=_REPORTS, switch=("enabled", False)),
+    *works("comms_logger", "enabled prof_all prof_ops verbose debug"),
+    *works("", "flops_profiler", "of the step's own world; rank 0 writes", _REPORTS, switch=("enabled", False)),
+    *works("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth"),
+    *works("flops_profiler", "top_modules detailed output_file"),
     *refused("", "timers", below=True),
     *refused("", "autotuning", "it restarts the job with other settings", switch=("enabled", False), below=True),
 )

@@ -161,4 +161,17 @@ PRACTICES = (
         "deepspeed.checkpointing or torch's; random streams of get_cuda_rng_tracker() belong to the data index",
         proof="tests/engine/test_checkpointing_streams.py::test_kinds_of_checkpointing_agree",
     ),
+    Row(
+        "hooks",
+        Verdict.NOTE,
+        "on parameters and modules, and attributes of your own on them: the objects stay, so these do; names in "
+        "ds_ are DeepSpeed's",
+        proof="tests/engine/test_hooks.py::test_objects_attributes_and_hooks_stay",
+    ),
+    Row(
+        "EMA",
+        Verdict.NOTE,
+        "update it inside GatheredParameters, which stage 3 needs, and engine.carry it",
+        proof="tests/engine/test_hooks.py::test_an_average_of_the_weights",
+    ),
 )

@@ -1,0 +1,122 @@
+"""What users hang on parameters and modules stays: objects, attributes, hooks, an average of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.engine import jobs, oracle
+from tests.engine.models import small_gpt
+from tests.engine.pool import RankPool
+
+PATH: tuple[jobs.Sizes, ...] = ((2, 1), (4, 3), (2, 0), (3, 2), (4, 3), (2, 3), (1, 1), (4, 0))
+
+
+def hooks_case(**sizes: int) -> dict[str, Any]:
+    """Hooks of every sort count their calls; what they see is kept per step."""
+    model = small_gpt(**sizes)
+    named = dict(model.named_parameters())
+    objects = {name: id(parameter) for name, parameter in named.items()}
+    calls: dict[str, int] = dict.fromkeys(("gradient", "accumulated", "before", "after", "backward"), 0)
+    weight = model.blocks[0].up.weight
+    for name, parameter in named.items():
+        parameter.my_name = name  # type: ignore[attr-defined]
+
+    def count(what: str) -> Any:
+        def hook(*_: Any) -> None:
+            calls[what] += 1
+
+        return hook
+
+    handles = [
+        weight.register_hook(count("gradient")),
+        weight.register_post_accumulate_grad_hook(count("accumulated")),
+        model.blocks[0].up.register_forward_pre_hook(count("before")),
+        model.blocks[0].register_forward_hook(count("after")),
+        model.blocks[0].up.register_full_backward_hook(count("backward")),
+    ]
+    schedule = {2 * number: sizes for number, sizes in enumerate(PATH) if number}
+    steps = [0]
+    settings = jobs.config(train_micro_batch_size_per_gpu=12)
+    with jobs.job(settings, model=model) as made:
+        modules = {name: id(part) for name, part in made.engine.module.named_modules()}
+
+        def each(made: jobs.Job) -> None:
+            steps[0] += 1
+            assert made.engine.module is model
+            assert {name: id(parameter) for name, parameter in model.named_parameters()} == objects
+            assert {name: id(part) for name, part in model.named_modules()} == modules
+            assert all(parameter.my_name == name for name, parameter in model.named_parameters())
+            assert set(calls.values()) == {steps[0]}, (made.engine.layout, calls, steps[0])
+
+        jobs.train(made, 2 * len(PATH), schedule, each=each)
+    for handle in handles:
+        handle.remove()
+    return {"steps": steps[0], **calls}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"width": 64, "hidden": 260}], ids=["small", "large"])
+def test_objects_attributes_and_hooks_stay(pool: RankPool, sizes: dict[str, int]) -> None:
+    found = pool.run(hooks_case, seconds=120, **sizes)
+    assert found[0] == {**dict.fromkeys(found[0], 2 * len(PATH))}
+
+
+class Ema:
+    """The average of docs/carry.md: whole on every rank, right at every stage."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.average = {name: held.detach().clone() for name, held in model.named_parameters()}
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            for name, held in model.named_parameters():
+                self.average[name].lerp_(held.detach().float(), 0.1)
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.updates = dict(state["average"]), state["updates"]
+
+
+def ema_case(dtype: str) -> dict[str, Any]:
+    """The average on each rank against one that is computed from what the oracle gathers after each step."""
+    model = small_gpt().to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    ema = Ema(model)
+    ema.average = {name: held.float() for name, held in ema.average.items()}
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    schedule = {2 * number: sizes for number, sizes in enumerate(PATH) if number}
+    with jobs.job(jobs.config(dtype, train_micro_batch_size_per_gpu=12), model=model) as made:
+        made.engine.carry("ema", ema)
+        switches: list[int] = []
+        made.engine.on_switch(lambda event: switches.append(event.generation))
+
+        def each(made: jobs.Job) -> None:
+            ema.update(made.engine.module)
+            assert ema.updates == made.engine.global_steps
+            state = oracle.gather(made.engine)
+            weights[ema.updates] = {name: flat for (name, kind), flat in state.tensors.items() if kind == "weight"}
+
+        jobs.train(made, 2 * len(PATH), schedule, each=each)
+    return {"average": ema.average, "updates": ema.updates, "weights": weights, "switches": switches}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_average_of_the_weights(pool: RankPool, dtype: str) -> None:
+    found = pool.run(ema_case, dtype=dtype, seconds=120)
+    assert found[0]["switches"] == list(range(2, 2 + len(PATH) - 1))
+    start = small_gpt().to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    for record in found:
+        average = {name: held.detach().float().view(-1).clone() for name, held in start.named_parameters()}
+        for step in range(1, record["updates"] + 1):
+            for name, held in average.items():
+                held.lerp_(found[0]["weights"][step][name].float(), 0.1)
+        for name, held in average.items():
+            assert torch.equal(held, record["average"][name].view(-1)), name
+    assert found[0]["updates"] == found[3]["updates"] == 2 * len(PATH)
