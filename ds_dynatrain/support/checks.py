@@ -86,3 +86,21 @@ def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
         "them, and a switch keeps them",
         "unset that variable, or set pin_memory to false",
     )
+
+
+def scales_gradients(target: Target) -> Refusal | None:
+    """What stages 2 and 3 make of `prescale_gradients` and `gradient_predivide_factor` (DeepSpeed 0.19.8)."""
+    stage, zero = target.layout.zero_stage, target.config.get("zero_optimization") or {}
+    if stage >= 2 and zero.get("reduce_scatter") is not False:
+        return Refusal(
+            f"stage {stage} scales gradients before or after their sum only where it reduces whole ones",
+            "set zero_optimization.reduce_scatter to false",
+        )
+    factor = target.config.get("gradient_predivide_factor") or 1.0
+    before = target.config.get("prescale_gradients")
+    if stage == 3 and factor == target.layout.data != 1 and not before:
+        return Refusal(
+            f"on as many ranks stage 3 leaves the gradients {factor:g} times too small",
+            "use another factor, or another number of ranks",
+        )
+    return None

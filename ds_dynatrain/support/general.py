@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from ds_dynatrain.support.checks import scales_gradients
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
 _REPORTS = "tests/engine/test_reports.py"
+_REDUCTIONS = "tests/engine/test_reductions.py"
+_SCALED = "at stages 2 and 3 only with zero_optimization.reduce_scatter false"
 _GONE = "DeepSpeed has removed it and refuses the key itself"
 
 BATCHES = (
@@ -21,8 +24,8 @@ BATCHES = (
     ),
     *works("", "gradient_clipping", proof=_MATRIX),
     *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),
-    *refused("", "prescale_gradients"),
-    *refused("", "gradient_predivide_factor", off=(None, 1.0)),
+    *works("", "prescale_gradients", _SCALED, _REDUCTIONS, at_layout=scales_gradients),
+    *works("", "gradient_predivide_factor", _SCALED, _REDUCTIONS, off=(None, 1.0), at_layout=scales_gradients),
     *refused("", "gradient_allreduce_op", off=(None, "mean")),
     *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
     *works("", "seq_parallel_communication_data_type", "not used without a sequence axis"),

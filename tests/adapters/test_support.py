@@ -200,8 +200,8 @@ def test_no_section() -> None:
 
 def test_one_is_not_true() -> None:
     refused(settings(zero_optimization={"stage": 1, "elastic_checkpoint": 1}), "elastic_checkpoint")
-    accepted(settings(gradient_predivide_factor=1))
-    refused(settings(gradient_predivide_factor=True), "gradient_predivide_factor")
+    accepted(settings(zero_optimization={"stage": 1, "zero_hpz_partition_size": 1}))
+    refused(settings(zero_optimization={"stage": 1, "zero_hpz_partition_size": True}), "zero_hpz_partition_size")
     refused(settings(managed_gradient_accumulation=False), "^managed_gradient_accumulation")
 
 
