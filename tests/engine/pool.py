@@ -60,8 +60,8 @@ class Rank:
 class Nursery:
     """The process that has imported everything and forks ranks; see rank_process.py."""
 
-    def __init__(self, log: Path) -> None:
-        names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    def __init__(self, log: Path, accelerator: str) -> None:
+        names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
         names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", "PATH": path_with_ninja()}
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
@@ -113,6 +113,7 @@ class RankPool:
 
     size: int
     folder: Path
+    accelerator: str = "cpu"
     ranks: list[Rank] = field(default_factory=list)
     nursery: Nursery | None = None
     starts: int = 0
@@ -175,7 +176,7 @@ class RankPool:
         if self.ranks:
             return
         if self.nursery is None:
-            self.nursery = Nursery(self.folder / "nursery.log")
+            self.nursery = Nursery(self.folder / "nursery.log", self.accelerator)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

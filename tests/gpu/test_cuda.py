@@ -1,0 +1,119 @@
+"""On one CUDA device: the core walk in several processes, and the speed of digests and packing beside a plain copy.
+
+Not yet run: there was no device when this was written. A job with a `dynatrain` block is refused on a GPU until the
+walk here has passed; it lifts that refusal for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_dynatrain.transfer import digest
+from ds_dynatrain.transfer.regions import Regions
+from tests.engine import walks
+from tests.engine.paths import part
+from tests.engine.pool import RankPool
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason=f"no CUDA device: torch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'}) sees "
+    f"{torch.cuda.device_count()}; one device and a CUDA build of torch are needed",
+)
+
+RANKS = 4
+NBYTES = 1 << 28
+REPEATS = 9
+DIGEST_BAR = 0.5
+"""Least speed of a digest, as a part of the speed of a copy on the device."""
+
+
+# ---- the core walk --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four ranks that share the device; their messages go over gloo."""
+    ranks = RankPool(RANKS, tmp_path_factory.mktemp("gpu"), accelerator="cuda")
+    yield ranks
+    ranks.stop()
+
+
+def lift_refusal() -> str:
+    """Let this rank build an engine on the GPU; the accelerator's name."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_dynatrain.adapters import support
+
+    support.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cpu")  # type: ignore[attr-defined]
+    return str(get_accelerator().device_name())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_part_of_all_pairs(gpu_pool: RankPool, dtype: str) -> None:
+    assert gpu_pool.run(lift_refusal) == ["cuda"] * RANKS
+    walks.compare(gpu_pool, walks.settings(dtype), part(seed=5, switches=24))
+
+
+# ---- digests and packing --------------------------------------------------------------------------------------------
+
+
+def values_of(dtype: torch.dtype, nbytes: int = NBYTES) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(nbytes // dtype.itemsize, generator=generator).to(dtype)
+
+
+def speed(work: Callable[[], Any], nbytes: int) -> float:
+    """Median GB/s of `work`, which handles `nbytes`; the first pass is not counted."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return nbytes / median(seconds[1:]) / 1e9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 12_345])
+def test_a_digest_is_the_same_number_on_the_device(dtype: torch.dtype, start: int) -> None:
+    values = values_of(dtype, (1 << 22) + 6 * dtype.itemsize)
+    assert digest(values.cuda(), start) == digest(values, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_reads_at_half_the_speed_of_a_copy(dtype: torch.dtype) -> None:
+    values = values_of(dtype).cuda()
+    other = torch.empty_like(values)
+    copying = speed(lambda: other.copy_(values), NBYTES)
+    digesting = speed(lambda: digest(values), NBYTES)
+    print(f"{dtype}: copy {copying:.0f} GB/s, digest {digesting:.0f} GB/s")
+    assert digesting >= DIGEST_BAR * copying
+
+
+@pytest.mark.parametrize("pieces", [1, 4096])
+def test_packing_beside_a_copy(pieces: int) -> None:
+    """No bar: the figures are printed. Packing ends in host memory, so a copy there stands beside it."""
+    data, staged = values_of(torch.float32).cuda().view(torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
+    length = np.full(pieces, NBYTES // pieces)
+    held = Regions((data,), np.zeros(pieces, dtype=np.int64), np.arange(pieces) * (NBYTES // pieces), length)
+    rows = range(pieces)
+    copying = speed(lambda: staged.copy_(data), NBYTES)
+    packing, unpacking = (
+        speed(lambda: held.pack(rows, staged), NBYTES),
+        speed(lambda: held.unpack(rows, staged), NBYTES),
+    )
+    print(f"{pieces} pieces: copy {copying:.1f} GB/s, pack {packing:.1f} GB/s, unpack {unpacking:.1f} GB/s")
+    before = data.clone()
+    data.zero_()
+    held.unpack(rows, staged)
+    assert torch.equal(data, before)
