@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from deepspeed import set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_dynatrain.adapters.versions import configure_python_gc
+from ds_dynatrain.adapters.versions import configure_python_gc, mend
 
 E = TypeVar("E", bound=DeepSpeedEngine)
 
@@ -18,6 +18,7 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
     settings: the configuration as a dictionary and parsed (`settings.layout_config`).
     """
+    mend()
     zero.partition_parameters.shutdown_init_context()
     config, parsed = settings
     set_optimizer_flags(parsed, arguments["model"])

@@ -6,6 +6,7 @@ import (`names`), and the census of every switch tells where their buffers lie.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ class Series:
     collector: the module in which ZeRO-3's constructor looks `gc` up.
     refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
+    waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
     """
 
     tested: str
@@ -46,6 +48,7 @@ class Series:
     collector: str
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     steps_frozen: bool = False
+    waits_for_last_gather: bool = False
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
@@ -64,7 +67,10 @@ SERIES: Mapping[tuple[int, int], Series] = {
     ),
     (0, 18): Series(
         tested="0.18.9",
-        names={"deepspeed.runtime.zero.stage3": ("gc", "DeepSpeedZeroOptimizer_Stage3.defragment")},
+        names={
+            "deepspeed.runtime.zero.partition_parameters": ("Init._allgather_params_coalesced",),
+            "deepspeed.runtime.zero.stage3": ("gc", "DeepSpeedZeroOptimizer_Stage3.defragment"),
+        },
         collector="deepspeed.runtime.zero.stage3",
         refused={
             "data_types.buffer_dtype": Refusal(NEWER),
@@ -89,6 +95,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
             ),
         },
         steps_frozen=True,
+        waits_for_last_gather=True,
     ),
 }
 """By (major, minor), the one that is developed with first."""
@@ -136,6 +143,30 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | Non
                 f"optimizer group {number} holds frozen parameters, which ZeRO stage 0 of DeepSpeed 0.18 would decay; "
                 "give the optimizer only those with requires_grad, or install DeepSpeed 0.19"
             )
+
+
+def mend() -> None:
+    """Repair what the installed series gets wrong for every engine, once in a process, before one is built."""
+    if present().waits_for_last_gather:
+        gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
+
+
+def gather_one_by_one(kind: Any) -> None:
+    """Let `kind` (ZeRO-3's `Init`) gather one parameter after the other.
+
+    0.18.9 starts a gather per parameter and waits for the last one. Persistent parameters, which are gathered together
+    at the end of a step, could then be read half-written.
+    """
+    together = kind._allgather_params_coalesced
+    if hasattr(together, "__wrapped__"):
+        return
+
+    @functools.wraps(together)
+    def one_by_one(self: Any, param_list: Sequence[Any], *arguments: Any, **more: Any) -> None:
+        for parameter in param_list:
+            together(self, [parameter], *arguments, **more)
+
+    kind._allgather_params_coalesced = one_by_one
 
 
 def collector() -> ModuleType:

@@ -107,6 +107,23 @@ def test_flat_groups_lose_their_history() -> None:
     versions.settle_flat_groups(SimpleNamespace())
 
 
+def test_parameters_are_gathered_one_by_one() -> None:
+    class Gathers:
+        def __init__(self) -> None:
+            self.calls: list[tuple[list[int], int, bool]] = []
+
+        def _allgather_params_coalesced(
+            self, param_list: list[int], hierarchy: int = 0, quantize: bool = False
+        ) -> None:
+            self.calls.append((param_list, hierarchy, quantize))
+
+    for _ in range(2):
+        versions.gather_one_by_one(Gathers)
+    made = Gathers()
+    made._allgather_params_coalesced([1, 2], 3, quantize=True)
+    assert made.calls == [([1], 3, True), ([2], 3, True)]
+
+
 def test_offsets_in_a_flat_group() -> None:
     held = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(5)]
     older = SimpleNamespace(round_robin_bit16_groups=[[], held])
