@@ -24,6 +24,7 @@ NAMES: Names = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": ("get_cuda_rng_tracker",),
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.config": ("DeepSpeedConfig",),
+    "deepspeed.runtime.data_pipeline.constants": ("RANDOM_LTD_GLOBAL_BATCH_SIZE", "RANDOM_LTD_MICRO_BATCH_SIZE"),
     "deepspeed.runtime.engine": (
         "DeepSpeedEngine.backward",
         "DeepSpeedEngine._configure_optimizer",
@@ -34,6 +35,7 @@ NAMES: Names = {
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
         "DeepSpeedEngine.get_data_types",
+        "DeepSpeedEngine.random_ltd_config",
         "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
         "DeepSpeedEngine.zero_cpu_offload",
         "DeepSpeedEngine.zero_round_robin_gradients",
