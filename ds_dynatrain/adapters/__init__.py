@@ -14,10 +14,12 @@
 | `incoming` | parameters that come in one by one: models of `zero.Init` |
 | `regroup` | optimizer groups when what is trained changes |
 | `schedulers` | a scheduler's lists with one entry per group |
-| `moments` | which states an optimizer keeps |
+| `optimizers` | which states an optimizer class keeps; what users register |
+| `moments` | states of one tensor, read and written |
+| `native` | what compiled optimizers keep for themselves |
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
-| `stage0`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
+| `stage0`, `stage0_fused`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
 | `scaler` | the loss scale, and what an optimizer has no place for |
 | `bf16` | the same for BF16_Optimizer |
 | `stages` | which of them an optimizer needs |

@@ -19,8 +19,8 @@ from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.offload import start_anew
-from ds_dynatrain.adapters.optimizers import check_optimizer
+from ds_dynatrain.adapters.native import forget_running_products
+from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
 from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
@@ -72,7 +72,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         else:
             basic = client_optimizer(model_parameters)
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
-        check_optimizer(basic)
+        check_optimizer(basic, self.config, int(self.zero_optimization_stage()))
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         if self.model_map.dtype != self.get_data_types()[0]:
             raise practice("element types").error(f"a parameter is {self.model_map.dtype}")
@@ -141,7 +141,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     @property
     def element_types(self) -> ElementTypes:
         """Of what type each state is: by the model and the configuration, the same in every layout."""
-        return ElementTypes(weight=self.model_map.dtype, gradient=self.get_data_types()[1])
+        weight = self.model_map.dtype
+        moments = moment_types(self.basic_optimizer, weight)
+        return ElementTypes(weight=weight, gradient=self.get_data_types()[1], moments=moments)
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """The live flat buffers of this rank, and the optimizer's scalars."""
@@ -169,7 +171,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def forget_steps(self) -> None:
         """What the optimizer keeps outside of its state, on all members alike; after a commit."""
-        start_anew(self.basic_optimizer)
+        forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
         """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""

@@ -12,7 +12,7 @@ import torch
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
-from ds_dynatrain.space.zero import partition_size, subgroups
+from ds_dynatrain.space.zero import has_flat_groups, partition_size, subgroups
 
 SLACK = 2048
 """Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
@@ -51,17 +51,18 @@ def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferI
     found: dict[tuple[str, BufferId], int] = {}
     for number, tensor in enumerate(vps.tensors):
         part = -(-tensor.numel // data)
-        if layout.zero_stage == 0 or (layout.zero_stage < 3 and not tensor.trainable):
+        if layout.zero_stage < 3 and not (tensor.trainable and has_flat_groups(vps.rules, layout)):
             held = [kind for kind in kinds if vps.has(kind, tensor.group)] if tensor.trainable else [WEIGHT]
             found.update({(kind, BufferId("tensor", number)): tensor.numel for kind in held})
         elif layout.zero_stage == 3 and not tensor.trainable:
             found[WEIGHT, BufferId("partition", number)] = part
-    if layout.zero_stage in (1, 2):
+    if has_flat_groups(vps.rules, layout):
         for group in sorted({tensor.group for tensor in vps.tensors if tensor.trainable}):
             size = partition_size(line, vps.rules, layout, group)
             for kind in kinds:
                 if vps.has(kind, group):
-                    found[kind, BufferId("group", group)] = size * data if kind == WEIGHT else size
+                    whole = kind == WEIGHT and layout.zero_stage > 0
+                    found[kind, BufferId("group", group)] = size * data if whole else size
     if layout.zero_stage == 3:
         parts = -(-line.numels[: line.trainable_count] // data)
         numbers = subgroups(line, vps.rules, data)

@@ -22,6 +22,7 @@ NAMES: Names = {
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": ("get_cuda_rng_tracker",),
+    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.config": ("DeepSpeedConfig",),
     "deepspeed.runtime.data_pipeline.constants": ("RANDOM_LTD_GLOBAL_BATCH_SIZE", "RANDOM_LTD_MICRO_BATCH_SIZE"),
@@ -40,6 +41,7 @@ NAMES: Names = {
         "DeepSpeedEngine.zero_cpu_offload",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
+    "deepspeed.runtime.data_pipeline.constants": ("RANDOM_LTD_GLOBAL_BATCH_SIZE", "RANDOM_LTD_MICRO_BATCH_SIZE"),
     "deepspeed.runtime.bf16_optimizer": (
         "BF16_Optimizer._update_storage_to_flattened_tensor",
         "BF16_Optimizer._link_all_hp_params",
@@ -84,6 +86,7 @@ NAMES: Names = {
         "DeepSpeedZeroOptimizer._create_optimizer_mapping",
         "DeepSpeedZeroOptimizer._update_scale",
     ),
+    "deepspeed.runtime.zero.utils": ("gc", "defragment", "ZERO_SUPPORTED_OPTIMIZERS"),
     "deepspeed.utils": ("link_hp_params",),
     "deepspeed.utils.groups": ("_WORLD_GROUP",),
 }

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.utils.logging import should_log_le
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.state import Buffers, Found
@@ -62,20 +60,6 @@ def refuse_moved_states(engine: Any) -> None:
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
         raise practice("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
-
-
-def start_anew(optimizer: torch.optim.Optimizer) -> None:
-    """Let the native half of DeepSpeedCPUAdam forget how it came here, as after the load of a checkpoint.
-
-    It multiplies powers of beta up from step to step, and takes them from the step count if that is not its own count
-    plus one. The two differ in the last digit, so a member that starts to work would step replicas in another way than
-    one that goes on.
-    """
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        rate, (beta1, beta2) = optimizer.defaults["lr"], optimizer.defaults["betas"]
-        eps, decay = optimizer.defaults["eps"], optimizer.defaults["weight_decay"]
-        log = should_log_le("info")
-        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, rate, beta1, beta2, eps, decay, optimizer.adam_w_mode, log)
 
 
 def working_bytes(vps: VirtualParameterSpace, layout: Layout, weight: torch.dtype, accumulates: bool) -> int:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ds_dynatrain.adapters.memory import ElementTypes
-from ds_dynatrain.errors import ConfigError, UnsupportedError
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind
+from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind, Layout
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters by name."""
@@ -52,6 +54,9 @@ STEP: Mapping[str, Number] = {"step": torch.tensor(0.0, dtype=torch.float32)}
 """As torch's optimizers count."""
 
 
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
+
+
 def _adam(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
 
@@ -75,10 +80,24 @@ KNOWN: Mapping[str, OptimizerRule] = {
     "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM),
     "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP),
     "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP),
+    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": OptimizerRule(_adam, {"step": 0}, counts_by_group=True),
+    "deepspeed.ops.lion.fused_lion.FusedLion": OptimizerRule(("exp_avg",), {"step": 0}, counts_by_group=True),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
 }
 """By full name, so that no class is imported (some compile when they are)."""
+
+
+def _muon_rule(optimizer: Any) -> OptimizerRule:
+    """DeepSpeed's Muon: a momentum for its matrices; the other groups have the states of the Adam that it holds."""
+    adam = OptimizerRule(_adam, {"step": 0}) if optimizer.aux_optimizer is None else rule_of(optimizer.aux_optimizer)
+    return OptimizerRule(
+        lambda group: ("momentum_buffer",) if group["use_muon"] else adam.moments_of(group),
+        lambda group: {} if group["use_muon"] else adam.scalars_of(group),
+        adam.counts_by_group,
+    )
+
 
 _registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
 """The users' own classes: the one documented registry of the package; filled once per class, never emptied."""
@@ -114,6 +133,8 @@ def register_optimizer(
 def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     """The rule of an optimizer; UnsupportedError, naming the class and the way out, for one that is not known."""
     cls = type(optimizer)
+    if full_name(cls) == MUON:
+        return _muon_rule(optimizer)
     rule = _registered.get(cls) or KNOWN.get(full_name(cls))
     if rule is None:
         _refuse_by_name(cls)
@@ -125,9 +146,16 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     return rule
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """UnsupportedError for an optimizer that a switch cannot carry: its class, or what its groups hold."""
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], stage: int) -> None:
+    """UnsupportedError for an optimizer that a switch cannot carry: its class, what its groups hold, the first stage.
+
+    config: DeepSpeed's. stage: the ZeRO stage to start in.
+    """
     rule = rule_of(optimizer)
+    try:
+        refuse_optimizer_layout(optimizer, config, Layout(zero_stage=stage))
+    except SwitchRefused as refusal:
+        raise UnsupportedError(str(refusal)) from refusal
     for number, group in enumerate(optimizer.param_groups):
         _check_names(type(optimizer), rule.moments_of(group), rule.scalars_of(group))
         for name, value in group.items():
@@ -152,6 +180,68 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
         Kind(name, types.of(name).itemsize, groups=None if held == every else frozenset(held))
         for name, held in found.items()
     )
+
+
+def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
+    """Moments whose elements are not of the master's type; Muon's are of the type that gradients are sent in."""
+    return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
+
+
+def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> bool:
+    """Whether DeepSpeed keeps this optimizer's groups flat at ZeRO stage 0 too (`FP16_Optimizer`)."""
+    return isinstance(optimizer, FusedAdam) and types.weight != torch.float32
+
+
+def refuse_optimizer_layout(
+    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
+) -> None:
+    """SwitchRefused for a layout in which DeepSpeed does not take this optimizer, or gets it wrong.
+
+    config: the user's. present: the layout before a switch, None at the start.
+    """
+    cls = type(optimizer)
+    if full_name(cls) == MUON:
+        _refuse_muon(config, layout, present)
+    if layout.zero_stage == 0:
+        return
+    if cls is torch.optim.Adagrad:
+        raise SwitchRefused(
+            f"{full_name(cls)} under ZeRO stage {layout.zero_stage}: DeepSpeed replaces it by a new one that the "
+            "scheduler does not reach, and fails with more than one parameter group",
+            "stay in ZeRO stage 0, or use another optimizer",
+        )
+    tested = {*(full_name(known) for known in ZERO_SUPPORTED_OPTIMIZERS), MUON}
+    if full_name(cls) not in tested and not config.get("zero_allow_untested_optimizer"):
+        raise SwitchRefused(
+            f"{full_name(cls)} under ZeRO stage {layout.zero_stage}: DeepSpeed takes it only if it is told to",
+            'put "zero_allow_untested_optimizer": true into the configuration',
+        )
+
+
+def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
+    """Its momentum is cut, and typed, in another way in each stage; and what is clipped differs."""
+    low_precision = any((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16"))
+    if layout.zero_stage in (1, 2):
+        raise SwitchRefused(
+            f"Muon under ZeRO stage {layout.zero_stage}: DeepSpeed keeps the momentum of each matrix whole on every "
+            "rank that has a part of it, which is not carried yet",
+            "use ZeRO stage 3 with reduce_scatter false, or 0",
+        )
+    if layout.zero_stage == 0 and low_precision:
+        raise SwitchRefused(
+            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stage 3",
+            "stay in ZeRO stage 3",
+        )
+    if present is not None and {present.zero_stage, layout.zero_stage} == {0, 3} and config.get("gradient_clipping"):
+        raise SwitchRefused(
+            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under stage "
+            "3, so the losses would change with the stage",
+            f"stay in ZeRO stage {present.zero_stage}, or leave gradient_clipping out",
+        )
+    if layout.zero_stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True):
+        raise SwitchRefused(
+            "Muon under ZeRO stage 3 needs whole gradients", "set zero_optimization.reduce_scatter to false"
+        )
 
 
 def full_name(cls: type) -> str:

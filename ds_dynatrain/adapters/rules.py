@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.optimizers import holds_flat_groups
 from ds_dynatrain.adapters.versions import aligns_parameters
 from ds_dynatrain.space import ZeroRules
 
@@ -22,6 +23,7 @@ def rules_of(engine: Any) -> ZeroRules:
     itemsize = int(engine.model_map.dtype.itemsize)
     flat = _stages_with_options(engine)
     return ZeroRules(
+        flat_without_zero=holds_flat_groups(engine.basic_optimizer, engine.element_types),
         sub_group_size=int(engine.zero_sub_group_size()),
         persistence_threshold=0,
         round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_dynatrain.adapters.bf16 import AccumulatingStage
 from ds_dynatrain.adapters.stage0 import ReplicatedStage
+from ds_dynatrain.adapters.stage0_fused import FusedStage
 from ds_dynatrain.adapters.stage3 import PartitionedStage
 from ds_dynatrain.adapters.stage12 import FlatStages
 from ds_dynatrain.adapters.state import StageAdapter
@@ -19,6 +21,7 @@ ADAPTERS: tuple[tuple[type, StageAdapter], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, PartitionedStage()),
     (DeepSpeedZeroOptimizer, FlatStages()),
     (BF16_Optimizer, AccumulatingStage()),
+    (FP16_Optimizer, FusedStage()),
     (FP16_UnfusedOptimizer, ReplicatedStage()),
     (torch.optim.Optimizer, ReplicatedStage()),
 )

@@ -43,6 +43,12 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 def check_census(engine: HostEngine, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
     """CensusError, with the tensor and both places, unless every element lies where the layout says."""
+    for (kind, name), held in buffers.items():
+        if held.element_size() != vps.kind(kind).itemsize:
+            raise CensusError(
+                f"{when}, rank {rank}: elements of {kind} in {name} are {held.dtype}, and {vps.kind(kind).itemsize} "
+                "bytes are expected of each"
+            )
     found: set[Row] = {row for row in engine.state_census() if row.numel}
     expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
     if found == expected:

@@ -16,6 +16,7 @@ import torch
 
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
+from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
@@ -134,8 +135,9 @@ class Switcher:
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         refuse_module(engine.module, target)
-        optimizer = type(engine.basic_optimizer)
-        refuse_layout(Target(engine.job.user_config, target, engine.layout, optimizer))
+        config, optimizer = engine.job.user_config, engine.basic_optimizer
+        refuse_layout(Target(config, target, engine.layout, type(optimizer)))
+        refuse_optimizer_layout(optimizer, config, target, engine.layout)
         return target
 
     def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:

@@ -40,6 +40,7 @@ class ZeroRules:
     alignment_factor: a flat group is padded to a multiple of alignment_factor x data (stages 1 and 2).
     round_robin_stages: those of stages 1 and 2 whose flat groups deal their tensors to the ranks in turn.
     aligned_stages: those of stages 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
+    flat_without_zero: stage 0 holds flat groups too, whole and without padding (DeepSpeed's FP16_Optimizer).
     sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
     persistence_threshold: tensors up to this size stay whole on every rank under ZeRO-3, in addition to their parts.
     model_persistence_threshold: the most elements that may be persistent together.
@@ -51,6 +52,7 @@ class ZeroRules:
     round_robin_stages: frozenset[int] = frozenset()
     aligned_stages: frozenset[int] = frozenset()
     weight_alignment: int = 1
+    flat_without_zero: bool = False
     sub_group_size: int = 10**9
     persistence_threshold: int = 100_000
     model_persistence_threshold: int = sys.maxsize
@@ -71,6 +73,11 @@ def is_replicated(layout: Layout, kind: str) -> bool:
     return layout.zero_stage == 0 or (kind == WEIGHT and layout.zero_stage < 3)
 
 
+def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
+    """Whether the tensors of an optimizer group lie end to end in one buffer."""
+    return layout.zero_stage in (1, 2) or (layout.zero_stage == 0 and rules.flat_without_zero)
+
+
 Table = tuple[BufferId, ...]
 _Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
@@ -85,7 +92,7 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
         number = subgroups(line, rules, layout.data)
         parts = [BufferId("partition", tensor) for tensor in tensors]
         return (*whole, *parts, *(BufferId("subgroup", index) for index in range(int(number.max(initial=-1)) + 1)))
-    if layout.zero_stage:
+    if has_flat_groups(rules, layout):
         return (*whole, *(BufferId("group", index) for index in range(int(line.groups[:count].max(initial=-1)) + 1)))
     return tuple(whole)
 
@@ -99,7 +106,7 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Tab
     count = len(line.tensors) if is_held(layout, kind) else 0
     if kind != WEIGHT:
         count = min(count, line.trainable_count)
-    if layout.zero_stage in (1, 2):
+    if has_flat_groups(rules, layout):
         return _flat_groups(line, rules, layout, kind, count, table)
     if layout.zero_stage == 3:
         return _parts(line, rules, layout, count, table)
@@ -182,7 +189,9 @@ def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tupl
 
 
 def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> int:
-    """Elements of a rank's part of a flat group under stages 1 and 2, padding included."""
+    """Elements of a rank's part of a flat group under stages 1 and 2, padding included; under stage 0 of all of it."""
+    if layout.zero_stage == 0:
+        return flat_order(line, rules, layout, group)[2]
     step = rules.alignment_factor * layout.data
     return -(-flat_order(line, rules, layout, group)[2] // step) * step // layout.data
 

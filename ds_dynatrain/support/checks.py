@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from ds_dynatrain.support.row import Refusal, Target
 
 
-def needs_torch_adam(config: Mapping[str, Any]) -> Refusal | None:
-    """Adam and AdamW without `torch_adam` are DeepSpeed's own, which it compiles before anything else happens."""
-    block = config.get("optimizer") or {}
-    if (block.get("params") or {}).get("torch_adam") or offloads(config):
+def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
+    """Adam and AdamW without `torch_adam` are DeepSpeed's own, which it compiles when the job starts."""
+    if ((config.get("optimizer") or {}).get("params") or {}).get("torch_adam") or offloads(config):
+        return None
+    missing = [name for name, found in (("C++ compiler", _has_compiler()), ("ninja", _has_ninja())) if not found]
+    if not missing:
         return None
     return Refusal(
-        "optimizer.params.torch_adam: without it DeepSpeed takes its own FusedAdam, whose states are not supported yet",
-        "set it to true",
+        f"optimizer.params.torch_adam: without it DeepSpeed compiles its own Adam, and there is no {missing[0]} here",
+        "set it to true, or install what is missing",
     )
 
 
@@ -104,3 +108,11 @@ def scales_gradients(target: Target) -> Refusal | None:
             "use another factor, or another number of ranks",
         )
     return None
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) is not None for name in ("c++", "g++"))
+
+
+def _has_ninja() -> bool:
+    return shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.checks import needs_offload, needs_torch_adam
-from ds_dynatrain.support.row import Row, Verdict, refused, works
+from ds_dynatrain.support.checks import needs_compiler, needs_offload
+from ds_dynatrain.support.row import NOT_TRIED, Row, Verdict, refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
+_WALKS = "tests/engine/test_optimizers.py"
+_OTHER = "use AdamW, or another one of this table"
 _SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 OPTIMIZERS = (
@@ -13,10 +15,10 @@ OPTIMIZERS = (
     Row(
         "optimizer.type",
         Verdict.NOTE,
-        "with torch_adam in its params, or with offload_optimizer",
+        "without torch_adam in its params DeepSpeed takes its own FusedAdam, which it compiles when the job starts",
         values=("Adam", "AdamW"),
-        proof=_MATRIX,
-        at_start=needs_torch_adam,
+        proof=_WALKS,
+        at_start=needs_compiler,
     ),
     Row(
         "optimizer.type",
@@ -26,15 +28,43 @@ OPTIMIZERS = (
         proof="tests/engine/test_offload.py",
         at_start=needs_offload,
     ),
+    *works(
+        "optimizer",
+        "type",
+        "under ZeRO DeepSpeed asks for zero_allow_untested_optimizer",
+        _WALKS,
+        values=("SGD", "RMSprop", "NAdam", "RAdam", "Adamax"),
+    ),
+    *works("optimizer", "type", "at ZeRO stage 0 only: above, DeepSpeed replaces it", _WALKS, values=("Adagrad",)),
+    *works(
+        "optimizer",
+        "type",
+        "at ZeRO stages 0 and 3, with reduce_scatter false; stages 1 and 2 keep whole matrices on several ranks",
+        _WALKS,
+        values=("Muon",),
+    ),
+    *refused("optimizer", "type", NOT_TRIED, _OTHER, values=("MuAdam", "MuAdamW", "MuSGD"), off=()),
+    *refused(
+        "optimizer", "type", "its states are not one value per element", _OTHER, values=("Adafactor", "Shampoo"), off=()
+    ),
+    *refused("optimizer", "type", "it keeps a history over all parameters together", _OTHER, values=("LBFGS",), off=()),
+    *refused("optimizer", "type", "it needs sparse gradients", _OTHER, values=("SparseAdam",), off=()),
+    *refused(
+        "optimizer",
+        "type",
+        "it sends messages of its own, over groups that a switch does not know",
+        _OTHER,
+        values=("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+        off=(),
+    ),
+    *refused("optimizer", "type", "it scales a step by norms of whole parameters", _OTHER, values=("Lamb",), off=()),
     *refused(
         "optimizer",
         "type",
         "its states are not known",
-        "use Adam or AdamW",
-        values=("Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+        "use AdamW, or register its class (docs/optimizers.md) and pass an optimizer to initialize",
         off=(),
     ),
-    *refused("optimizer", "type", "its states are not known", "use Adam or AdamW", off=()),
     *works("optimizer", "params", "what the optimizer's class takes", _MATRIX, below=True),
     *refused("optimizer", "legacy_fusion"),
     *works("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", proof=_MATRIX),

@@ -13,9 +13,19 @@ import ds_dynatrain
 from ds_dynatrain.adapters import optimizers
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.moments import common_scalars, level_counts, read_state, write_state
-from ds_dynatrain.adapters.optimizers import OptimizerRule, check_optimizer, moment_kinds, register_optimizer, rule_of
+from ds_dynatrain.adapters.optimizers import (
+    MUON,
+    OptimizerRule,
+    check_optimizer,
+    moment_kinds,
+    moment_types,
+    refuse_optimizer_layout,
+    register_optimizer,
+    rule_of,
+)
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout
 
 OPTIM = torch.optim
 TYPES = ElementTypes(weight=torch.bfloat16, gradient=torch.bfloat16)
@@ -48,7 +58,7 @@ def test_states_go_out_and_in(
     kind: Any, options: dict[str, Any], moments: tuple[str, ...], scalars: tuple[str, ...]
 ) -> None:
     optimizer, parameter = stepped(kind, **options)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, {}, 0)
     flats, values = read_state(optimizer, parameter, 0)
     assert {name: flat.shape for name, flat in flats.items()} == dict.fromkeys(moments, (6,))
     assert tuple(values) == scalars
@@ -98,14 +108,14 @@ class Adafactor(OPTIM.AdamW):
 @pytest.mark.parametrize("kind", [OPTIM.Adadelta, OPTIM.ASGD, OPTIM.Rprop, Mine])
 def test_an_unknown_optimizer_is_refused(kind: Any) -> None:
     with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not among .*AdamW.*register_optimizer"):
-        check_optimizer(kind([nn.Parameter(torch.ones(1))], lr=0.1))
+        check_optimizer(kind([nn.Parameter(torch.ones(1))], lr=0.1), {}, 0)
 
 
 @pytest.mark.parametrize("kind", [OPTIM.Adafactor, OPTIM.LBFGS, OPTIM.SparseAdam, Adafactor])
 def test_refused_by_name(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, {}, 0)
     with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
         register_optimizer(kind, moments=("exp_avg",))
 
@@ -121,9 +131,9 @@ def test_eight_bit_optimizers_are_refused_by_module() -> None:
 def test_hyper_parameters_that_are_tensors_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with pytest.raises(UnsupportedError, match="optimizer group 0: lr is a tensor"):
-        check_optimizer(OPTIM.AdamW([parameter], lr=torch.tensor(0.1)))
+        check_optimizer(OPTIM.AdamW([parameter], lr=torch.tensor(0.1)), {}, 0)
     with pytest.raises(UnsupportedError, match="optimizer group 0: capturable"):
-        check_optimizer(OPTIM.AdamW([parameter], lr=0.1, capturable=True))
+        check_optimizer(OPTIM.AdamW([parameter], lr=0.1, capturable=True), {}, 0)
 
 
 def test_an_unexpected_state_is_an_error() -> None:
@@ -146,6 +156,73 @@ def test_common_scalars() -> None:
     assert common_scalars(scalars, [], "here") == {}
     with pytest.raises(SwitchRefused, match=r"here: tensor 0 has .*3\.0.*tensor 2 has .*2\.0"):
         common_scalars(scalars, [0, 1, 2], "here")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layouts_that_deepspeed_does_not_take(stage: int) -> None:
+    layout = Layout(zero_stage=stage, data=2)
+    parameter = nn.Parameter(torch.ones(2))
+    untested = OPTIM.SGD([parameter], lr=0.1)
+    with pytest.raises(SwitchRefused, match=f"SGD under ZeRO stage {stage}: .*zero_allow_untested_optimizer"):
+        refuse_optimizer_layout(untested, {}, layout)
+    with pytest.raises(UnsupportedError, match=f"SGD under ZeRO stage {stage}"):
+        check_optimizer(untested, {}, stage)
+    refuse_optimizer_layout(untested, {"zero_allow_untested_optimizer": True}, layout)
+    refuse_optimizer_layout(untested, {}, Layout(zero_stage=0))
+    refuse_optimizer_layout(OPTIM.AdamW([parameter]), {}, layout)
+    replaced = OPTIM.Adagrad([parameter])
+    refuse_optimizer_layout(replaced, {}, Layout(zero_stage=0, data=4))
+    with pytest.raises(SwitchRefused, match=f"Adagrad under ZeRO stage {stage}: DeepSpeed replaces it"):
+        refuse_optimizer_layout(replaced, {"zero_allow_untested_optimizer": True}, layout)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "words"),
+    [
+        (1, {}, "whole on every rank"),
+        (2, {}, "whole on every rank"),
+        (3, {}, "needs whole gradients; set zero_optimization.reduce_scatter to false"),
+        (0, {"bf16": {"enabled": True}}, "in low precision"),
+        (3, {"zero_optimization": {"reduce_scatter": False}, "bf16": {"enabled": True}}, None),
+        (0, {"bf16": {"enabled": False}}, None),
+    ],
+)
+def test_layouts_of_muon(stage: int, config: dict[str, Any], words: str | None) -> None:
+    made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
+    optimizer = made([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    if words is None:
+        refuse_optimizer_layout(optimizer, config, Layout(zero_stage=stage, data=2))
+        return
+    with pytest.raises(SwitchRefused, match=words):
+        refuse_optimizer_layout(optimizer, config, Layout(zero_stage=stage, data=2))
+
+
+def test_muon_is_clipped_in_two_ways() -> None:
+    made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
+    optimizer = made([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    config: dict[str, Any] = {"zero_optimization": {"reduce_scatter": False}, "gradient_clipping": 1.0}
+    zero, three = Layout(zero_stage=0, data=2), Layout(zero_stage=3, data=2)
+    for present, target in ((zero, three), (three, zero)):
+        with pytest.raises(SwitchRefused, match=f"clips its gradients .*stay in ZeRO stage {present.zero_stage}"):
+            refuse_optimizer_layout(optimizer, config, target, present)
+        refuse_optimizer_layout(optimizer, {**config, "gradient_clipping": 0.0}, target, present)
+        refuse_optimizer_layout(optimizer, config, present, present.replace(data=4))
+
+
+def test_muon_has_two_kinds_of_groups() -> None:
+    made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
+    groups: list[dict[str, Any]] = [
+        {"params": [nn.Parameter(torch.ones(2))], "use_muon": muon} for muon in (False, True, False)
+    ]
+    optimizer = made(groups, lr=0.1)
+    optimizer.aux_optimizer = OPTIM.AdamW([nn.Parameter(torch.ones(2))])
+    types = ElementTypes(torch.bfloat16, torch.bfloat16, moments=moment_types(optimizer, torch.bfloat16))
+    kinds = {kind.name: (kind.itemsize, kind.groups) for kind in moment_kinds(optimizer, types)}
+    assert kinds == {
+        "exp_avg": (4, frozenset({0, 2})),
+        "exp_avg_sq": (4, frozenset({0, 2})),
+        "momentum_buffer": (2, frozenset({1})),
+    }
 
 
 # ---- registered by users ---------------------------------------------------------------------------------------------
@@ -190,7 +267,7 @@ def test_a_registered_class_keeps_its_types(slow: bool) -> None:
     moments = lambda group: ("average", "second") if group["slow"] else ("average",)  # noqa: E731
     assert register_optimizer(Signed, moments=moments, scalars=SCALARS) is Signed
     optimizer, parameter = stepped(Signed, slow=slow)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, {}, 0)
     flats, values = read_state(optimizer, parameter, 0)
     assert values == {"count": 3.0, "rate": pytest.approx(0.729), "total": 3.0}
     before = dict(optimizer.state[parameter])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,13 +230,18 @@ def test_no_optimizer() -> None:
     refused({"train_batch_size": 4}, "no optimizer: .*pass one to initialize")
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "Adafactor", "Shampoo", "Adagrad"])
+@pytest.mark.parametrize("name", ["OneBitAdam", "Adafactor", "Shampoo", "Lamb", "LBFGS", "MuAdam", "Adadelta"])
 def test_optimizers_of_the_configuration(name: str) -> None:
-    refused(settings(optimizer={"type": name, "params": {"lr": 1e-3}}), f"optimizer.type = '{name}'.*use Adam or AdamW")
+    refused(settings(optimizer={"type": name, "params": {"lr": 1e-3}}), f"optimizer.type = '{name}': .*; (use|pass) ")
 
 
-def test_the_fused_optimizer_of_deepspeed() -> None:
-    refused(settings(optimizer={"type": "AdamW"}), "torch_adam")
+def test_the_fused_optimizer_of_deepspeed_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = settings(optimizer={"type": "AdamW"})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    refuse_unsupported(fused, nn.Linear(2, 2), None, None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    refused(fused, r"optimizer\.params\.torch_adam: .* there is no C\+\+ compiler here; set it to true")
+    refuse_unsupported(settings(), nn.Linear(2, 2), None, None)
 
 
 # ---- practices ---------------------------------------------------------------------------------------------------

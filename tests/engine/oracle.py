@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -140,6 +141,15 @@ def _views(engine: Any) -> Iterator[View]:
         return
     for parameter in engine.module.parameters():
         yield View((names[id(parameter)], "weight"), 0, parameter.data.view(-1))
+    if isinstance(engine.optimizer, FP16_Optimizer):
+        for parameters, master in _flat_masters_of_stage0(engine):
+            numels = [parameter.numel() for parameter in parameters]
+            ends = torch.tensor(numels).cumsum(0).tolist()
+            runs = [
+                (names[id(p)], 0, end - numel, numel) for p, numel, end in zip(parameters, numels, ends, strict=True)
+            ]
+            yield from _with_moments(engine, master, runs)
+        return
     if stage == 0:
         for parameter, master in _masters_of_stage0(engine):
             yield from _with_moments(engine, master, [(names[id(parameter)], 0, 0, master.numel())])
@@ -154,7 +164,9 @@ def _views(engine: Any) -> Iterator[View]:
                 covered[low - first : high - first] = True
             place = (parameter.data_ptr() - whole.data_ptr()) // parameter.element_size()
             assert place == position, f"{names[id(parameter)]} lies at {place} of its flat buffer, not at {position}"
-        for flat in (master, *_moments(engine, master).values()):
+        moments = _moments(engine, master)
+        moments.pop("exp_inf", None)  # Adamax adds its eps there
+        for flat in (master, *moments.values()):
             assert not flat.detach()[~covered].any(), f"padding of group {group} is not zero"
         yield from _with_moments(engine, master, runs)
 
@@ -220,7 +232,9 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
     """(tensor that the basic optimizer keeps a state for, names of the parameters in it)."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 0:
+    if isinstance(zero, FP16_Optimizer):
+        pairs = _flat_masters_of_stage0(engine)
+    elif stage == 0:
         pairs = [([parameter], master) for parameter, master in _masters_of_stage0(engine)]
     elif stage == 3:
         pairs = list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
@@ -237,7 +251,8 @@ def _steps(engine: Any) -> Iterator[tuple[str, dict[str, float]]]:
         scalars = {name: float(value) for name, value in state.items() if not _is_per_element(value, holder)}
         if scalars:
             found.update(dict.fromkeys(names, scalars))
-    if type(engine.basic_optimizer).__name__ in COUNTED_ON_ONE and engine.zero_optimization_stage() == 0:
+    counter = getattr(engine.basic_optimizer, "aux_optimizer", None) or engine.basic_optimizer  # Muon's Adam
+    if type(counter).__name__ in COUNTED_ON_ONE and engine.zero_optimization_stage() == 0:
         names_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         for group in engine.basic_optimizer.param_groups:
             held = [names_of[id(parameter)] for parameter in group["params"] if id(parameter) in names_of]
@@ -257,6 +272,11 @@ def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
         return [pair for lows, highs in pairs for pair in zip(lows, highs, strict=True)]
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [(parameter, parameter) for parameter in trained]
+
+
+def _flat_masters_of_stage0(engine: Any) -> list[tuple[list[Any], torch.Tensor]]:
+    """`FP16_Optimizer` flattens each group in its order, without padding, and steps the flat tensor."""
+    return list(zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups_flat, strict=True))
 
 
 def _part(numel: int, rank: int, world: int) -> tuple[int, int]:

@@ -22,6 +22,14 @@ def test_a_part_of_all_pairs(pool: RankPool, dtype: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("fused_adam")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_part_of_all_pairs_with_fused_adam(pool: RankPool, dtype: str) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-3}}
+    walks.compare(pool, walks.settings(dtype, optimizer=optimizer), part(SEED, SMALL_PART))
+
+
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_all_pairs(pool: RankPool, dtype: str) -> None:
