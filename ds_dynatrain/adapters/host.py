@@ -14,6 +14,7 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 
 from ds_dynatrain.adapters import scaler
 from ds_dynatrain.adapters.compiled import CompileWatch
+from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
@@ -105,6 +106,23 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """DeepSpeed asks it of optimizers that the user made; ours from the configuration comes by the same door."""
         return not self._is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
+
+    def curriculum_order(self, length: int) -> CurriculumOrder | None:
+        """The order that the configuration's curriculum describes over a data set of that length, if there is one."""
+        block = self.data_efficiency_config()
+        on = block["data_sampling"]["curriculum_learning"]["enabled"]
+        return CurriculumOrder(length, self.global_batch_size, block) if on else None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step, also where DeepSpeed's three numbers cannot say it."""
+        return int(self.train_batch_size())
+
+    def _configure_random_ltd_scheduler(self, configs: dict[str, Any]) -> Any:
+        """DeepSpeed's, which counts the tokens of a global batch."""
+        return super()._configure_random_ltd_scheduler(
+            {**configs, RANDOM_LTD_GLOBAL_BATCH_SIZE: self.global_batch_size}
+        )
 
     def random_ltd_config(self) -> dict[str, Any]:
         """DeepSpeed's block for random-LTD, with the sizes that its constructor adds to that of the first layout."""

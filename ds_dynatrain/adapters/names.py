@@ -26,6 +26,7 @@ NAMES: Names = {
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.config": ("DeepSpeedConfig",),
     "deepspeed.runtime.data_pipeline.constants": ("RANDOM_LTD_GLOBAL_BATCH_SIZE", "RANDOM_LTD_MICRO_BATCH_SIZE"),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler.get_next_global_batch",),
     "deepspeed.runtime.engine": (
         "DeepSpeedEngine.backward",
         "DeepSpeedEngine._configure_optimizer",

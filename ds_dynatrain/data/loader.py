@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.host import Host
-from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.order import Order
 from ds_dynatrain.data.source import MapStyle, Source
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
@@ -40,11 +39,13 @@ class TrainLoader:
     Raises `DataError` if an epoch would have no global batch.
     """
 
-    def __init__(self, source: Source, host: Host, name: str = "train") -> None:
+    def __init__(self, source: Source, host: Host, name: str = "train", order: Order | None = None) -> None:
         self.name = name
         self.source = source
-        self.order: EpochOrder = source.order(host.batch.train_batch_size)
+        self.order: Order = source.order(host.batch.train_batch_size) if order is None else order
         """Which samples are in which global batch; the same in every world."""
+        self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Makes the batch to train on, of a batch and the order's state when its global batch was drawn."""
         self.samples = 0
         """Samples of its own in the micro-batch dealt last on this rank; 0 for one that repeats another's sample."""
         self._host = host
@@ -85,7 +86,7 @@ class TrainLoader:
         return self.source.drop_last
 
     @property
-    def sampler(self) -> EpochOrder:
+    def sampler(self) -> Order:
         """The order of the samples, in the place where a torch loader has its sampler."""
         return self.order
 
@@ -135,7 +136,7 @@ class TrainLoader:
         """
         cursor = self.cursor
         begun = (self._begun or self.mid_window) and cursor == self._at
-        return {"cursor": cursor.to_dict(), "begun": begun, "order": asdict(self.order)}
+        return {"cursor": cursor.to_dict(), "begun": begun, "order": self.order.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the position of `state`; what an iterator has prefetched is thrown away.
@@ -143,7 +144,7 @@ class TrainLoader:
         Raises `DataError` if it was counted in another order: another data set length, batch size, seed, shuffle or
         drop_last.
         """
-        mine, theirs = asdict(self.order), dict(state["order"])
+        mine, theirs = self.order.describe(), dict(state["order"])
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:
             pairs = ", ".join(f"{name} {theirs.get(name)!r} there and {mine[name]!r} here" for name in differing)
@@ -242,6 +243,8 @@ class _Pass(Iterator[Any]):
             if self._fetch is None:
                 self._fetch = self._start()
             batch = next(self._fetch)
+            if loader.post_process is not None:
+                batch = loader.post_process(batch, loader.order.state(loader._at.epoch, loader._at.step))
             slot = self._window[loader._micro]
             host.deal(slot, first, last)
             loader.samples = slot.samples
@@ -282,14 +285,12 @@ class _Remaining:
         return itertools.islice(rest, loader._micro, None)
 
 
-def _rank_indices(order: EpochOrder, start: Cursor, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
+def _rank_indices(order: Order, start: Cursor, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
     """The data set's indices of one rank's micro-batches, from global batch `start` to the end of its epoch."""
-    permutation = order.permutation(start.epoch)
     rows: dict[int, list[torch.Tensor]] = {}
-    for step in range(start.step, order.steps):
-        samples = order.samples(step)
+    for chosen in order.batches(start.epoch, start.step):
+        samples = len(chosen)
         if samples not in rows:
             rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]
-        chosen = permutation[step * order.train_batch_size :]
         for positions in rows[samples]:
             yield chosen[positions].tolist()

@@ -8,11 +8,52 @@ own, or dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 
 from ds_dynatrain.errors import DataError
+
+
+class Order(Protocol):
+    """Which samples are in which global batch, in passes of `steps` batches each; nothing in it knows of the world."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a full global batch."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """What the order was drawn from."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Global batches per pass."""
+        ...
+
+    def __len__(self) -> int:
+        """Samples per pass."""
+        ...
+
+    def samples(self, step: int) -> int:
+        """Samples in global batch `step` of a pass."""
+        ...
+
+    def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
+        """The data set's indices of the global batches from `step` to the end of pass `epoch`."""
+        ...
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """What a function that sees each batch is told about a global batch."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal for a position to mean the same, in plain values."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,3 +115,18 @@ class EpochOrder:
         """The data set's indices of one global batch, by position; an int64 tensor of shape (samples(step),)."""
         start = step * self.train_batch_size
         return self.permutation(epoch)[start : start + self.samples(step)]
+
+    def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
+        """The data set's indices of the global batches from `step` to the end of the epoch."""
+        permutation = self.permutation(epoch)
+        for number in range(step, self.steps):
+            start = number * self.train_batch_size
+            yield permutation[start : start + self.samples(number)]
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Nothing: every epoch is like the others."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)

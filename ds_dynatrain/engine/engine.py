@@ -11,6 +11,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.host import HostEngine
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
@@ -18,6 +19,7 @@ from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, drop
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
+from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, post_end
@@ -112,6 +114,11 @@ class DynatrainEngine(HostEngine):
     def batch(self) -> BatchArithmetic:
         """How a global batch is dealt in the present world."""
         return self.batch_for(self.layout)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step: `train_batch_size` of the configuration, in every world."""
+        return int(self.job.batch_sizes.train_batch_size)
 
     @property
     def vps(self) -> VirtualParameterSpace:
@@ -214,6 +221,9 @@ class DynatrainEngine(HostEngine):
         where a change takes effect; an evaluation loader (`evaluation=True`, not shuffled unless asked; `batch_size` is
         its own) has neither.
         """
+        order = None if evaluation else self.curriculum_order(_length(dataset))
+        if order is not None and num_workers is None:
+            num_workers = int(self.data_sampling_config()["num_workers"])
         drop_last = True if self.job.user_config.get("dataloader_drop_last") and not evaluation else None
         source = Source.build(
             dataset,
@@ -228,9 +238,27 @@ class DynatrainEngine(HostEngine):
         name = name or f"train{len(self.train_loaders) or ''}"
         if name in self.train_loaders:
             raise ConfigError(f"loader {name!r} exists; give another name")
-        loader = TrainLoader(source, self, name)
+        loader = TrainLoader(source, self, name, order)
         self.train_loaders[name] = loader
         return loader
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
+        """DeepSpeed's; call it on every process before the first batch, or the ConfigError says that it is too late."""
+        for loader in self._curriculum_loaders():
+            if loader.cursor > Cursor() or loader.mid_window:
+                raise ConfigError(
+                    f"set_custom_curriculum_learning_schedule: loader {loader.name!r} has dealt batches by another "
+                    "schedule; call it before the first batch, on every process"
+                )
+            loader.order.set_schedule(schedule_func_dict)  # type: ignore[attr-defined]
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """DeepSpeed's: with a curriculum, `function(batch, state of the sampler)` gives the batch to train on."""
+        for loader in self._curriculum_loaders():
+            loader.post_process = post_process_func
+
+    def _curriculum_loaders(self) -> list[TrainLoader]:
+        return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def close_loaders(self) -> None:
         """End the worker processes of all train loaders; their positions stay."""
@@ -434,3 +462,9 @@ class DynatrainEngine(HostEngine):
         """How a global batch is dealt under a layout."""
         sizes = self.job.batch_sizes
         return BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
+
+
+def _length(data: Any) -> int:
+    """Samples of a data set, or of the one that a torch loader reads; 0 if it does not say (`Source` refuses it)."""
+    dataset = getattr(data, "dataset", data)
+    return len(dataset) if hasattr(dataset, "__len__") else 0

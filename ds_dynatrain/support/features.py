@@ -34,11 +34,11 @@ FEATURES = (
     ),
     *works("data_efficiency", "data_sampling"),
     *works("data_efficiency.data_sampling", "enabled num_epochs num_workers pin_memory"),
-    *refused(
+    *works(
         "data_efficiency.data_sampling",
         "curriculum_learning",
-        "its sampler deals the batches of one world, and its random stream is not in its state",
-        "order the data set by difficulty and give it to the loader with shuffle=False",
+        "every process reads the index files and keeps clusters of its own below data_cluster_path while it lives",
+        _DATA_EFFICIENCY,
         switch=("enabled", False),
         below=True,
     ),
