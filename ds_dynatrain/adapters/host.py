@@ -98,7 +98,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
         """`attach` for the first time, with what DeepSpeed's constructors do to the state of a new optimizer."""
         for parameter in self.model_map.parameters:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
@@ -207,7 +207,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank = -1
         for parameter in self.model_map.parameters:
             parameter.grad = None
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
 
     def attach(
         self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
@@ -220,7 +220,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         tensors = self.model_map.tensors
         for tensor, parameter in zip(tensors, self.model_map.parameters, strict=True):
             if parameter.shape != tensor.shape:
-                parameter.data = torch.empty(tensor.shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = torch.empty(tensor.shape, dtype=self.model_map.dtype, device=parameter.device)
         reset_counters()
         with hollow(self.basic_optimizer):
             super()._configure_optimizer(self.basic_optimizer, None)

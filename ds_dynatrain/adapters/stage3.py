@@ -85,7 +85,10 @@ class PartitionedStage:
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Patched containers and attributes off; parameters keep no data."""
+        """Patched containers and attributes off; parameters keep no data.
+
+        Under torch autocast DeepSpeed leaves a gathered one in the low type: it gets the model's back.
+        """
         reset_counters()
         offload = getattr(engine.optimizer, "parameter_offload", None)
         if offload is not None:  # classes that it made for the module's hooks keep it in cycles, and it keeps groups
@@ -94,7 +97,7 @@ class PartitionedStage:
         for parameter in model.parameters:
             parameter.grad = None
             forget_parameter(parameter)
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
         for module in engine.module.modules():
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())

@@ -101,7 +101,7 @@ def verdict(
             name = vps.tensors[int(different[0])].name
             raise CertificateError(
                 f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
-                "differ in this kind)"
+                f"differ in this kind){_hint(kind)}"
             )
         summary.update(kind.encode())
         summary.update(before[kind].tobytes())
@@ -131,10 +131,18 @@ def whole_digests(
             if len(different):
                 name = vps.tensors[int(different[0])].name
                 raise CertificateError(
-                    f"{side}: {kind} of {name!r} differs between the replicas of members {first_member} and {member}"
+                    f"{side}: {kind} of {name!r} differs between the replicas of members {first_member} and "
+                    f"{member}{_hint(kind)}"
                 )
         whole[kind] = values
     return whole
+
+
+def _hint(kind: str) -> str:
+    """A weight is cast from its master where that is cheaper than to send it."""
+    if kind not in (WEIGHT, MASTER):
+        return ""
+    return "; was it changed in place, without its fp32 master? Change both, or switch after the next step"
 
 
 def _check_carry(

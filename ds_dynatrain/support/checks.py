@@ -47,6 +47,17 @@ def accumulation_at_stage_0(target: Target) -> Refusal | None:
     return Refusal(why, f"nearest: {target.layout.replace(zero_stage=1)}")
 
 
+def autocast_at_stage_3(target: Target) -> Refusal | None:
+    """Under autocast ZeRO-3 gathers persistent parameters low at their first use, and in fp32 after each step."""
+    zero = target.config.get("zero_optimization") or {}
+    names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+    threshold = next((zero[name] for name in names if name in zero), None)
+    if target.layout.zero_stage < 3 or threshold == 0:
+        return None
+    why = "ZeRO-3 gathers persistent parameters in the low type at their first use, and in fp32 after each step"
+    return Refusal(why, f"set zero_optimization.{names[0]} to 0, or take {target.layout.replace(zero_stage=2)}")
+
+
 def _weight_type(config: Mapping[str, Any]) -> str:
     blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
     return next((name for block, name in blocks.items() if (config.get(block) or {}).get("enabled")), "fp32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.checks import HALF, accumulates_in_fp32, accumulation_at_stage_0
+from ds_dynatrain.support.checks import HALF, accumulates_in_fp32, accumulation_at_stage_0, autocast_at_stage_3
 from ds_dynatrain.support.row import Row, Verdict, refused, works
 
 _HERE = "tests/engine/test_precision.py"
@@ -21,7 +21,14 @@ PRECISION = (
     *works("fp16", "loss_scale initial_scale_power loss_scale_window min_loss_scale", proof=_HERE),
     *works("fp16", "hysteresis consecutive_hysteresis", "stage 0 has none: the count waits until it is left", _HERE),
     *refused("fp16", "fp16_master_weights_and_grads", _LOW_MASTERS),
-    *works("", "torch_autocast", "of a fp32 model", _HERE, switch=_ENABLED),
+    *works(
+        "",
+        "torch_autocast",
+        "of a fp32 model; at stage 3 with a persistence threshold of 0",
+        _HERE,
+        switch=_ENABLED,
+        at_layout=autocast_at_stage_3,
+    ),
     *works("torch_autocast", "enabled lower_precision_safe_modules", proof=_HERE),
     Row(
         "torch_autocast.dtype",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 
 import ds_dynatrain
 from tests.engine.models import Sequences, decay_groups, small_gpt
@@ -103,6 +104,7 @@ def job(
             made.let_go = True
         finally:
             made.engine.destroy()
+            torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed sets it for the life of the process
 
 
 def ask(engine: Any, sizes: Sizes) -> None:
