@@ -142,7 +142,9 @@ def _hint(kind: str) -> str:
     """A weight is cast from its master where that is cheaper than to send it."""
     if kind not in (WEIGHT, MASTER):
         return ""
-    return "; was it changed in place, without its fp32 master? Change both, or switch after the next step"
+    return (
+        "; was it changed in place, a weight without its fp32 master? Change both alike, or switch after the next step"
+    )
 
 
 def _check_carry(
