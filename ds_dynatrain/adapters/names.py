@@ -42,7 +42,6 @@ NAMES: Names = {
         "DeepSpeedEngine.zero_cpu_offload",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
-    "deepspeed.runtime.data_pipeline.constants": ("RANDOM_LTD_GLOBAL_BATCH_SIZE", "RANDOM_LTD_MICRO_BATCH_SIZE"),
     "deepspeed.runtime.bf16_optimizer": (
         "BF16_Optimizer._update_storage_to_flattened_tensor",
         "BF16_Optimizer._link_all_hp_params",
