@@ -11,6 +11,7 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
 from tests.engine import faults, jobs, oracle, walks
 from tests.engine.paths import circuit
 from tests.engine.pool import RankPool
+from tests.engine.test_offload import settings as offloaded
 from tests.engine.test_oracle import compare
 
 OPTIONS: dict[str, dict[str, bool]] = {
@@ -66,6 +67,21 @@ def settings(dtype: str, name: str) -> dict[str, Any]:
 )
 def test_walks(pool: RankPool, dtype: str, name: str, path: list[jobs.Sizes], model: dict[str, int]) -> None:
     walks.compare(pool, settings(dtype, name), path, model)
+
+
+def test_beside_an_optimizer_that_knows_neither(pool: RankPool) -> None:
+    """Stage 1 is BF16_Optimizer here, whose flat groups have no options; stage 2 has them."""
+    config = walks.settings("bf16 in fp32", zero_optimization=OPTIONS["both"])
+    walks.compare(pool, config, [(2, 1), (3, 2), (4, 1), (2, 2), (3, 3), (4, 2)], WIDE)
+
+
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+def test_offloaded(pool: RankPool, dtype: str) -> None:
+    """What `round_robin_gradients` is for. The last gradients on the host are state, in the same order."""
+    config = offloaded(dtype, (2, 1))
+    config["zero_optimization"].update(OPTIONS["both"])
+    walks.compare(pool, config, [(2, 1), (3, 2), (4, 1), (2, 2), (3, 3), (3, 1), (2, 0)])
 
 
 @pytest.mark.full
