@@ -20,7 +20,8 @@ def engine(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: boo
         "get_data_types": (weight, gradient),
     }
     methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    return SimpleNamespace(model_map=SimpleNamespace(dtype=weight), **methods)
+    held = {"model_map": SimpleNamespace(dtype=weight), "element_types": SimpleNamespace(weight=weight)}
+    return SimpleNamespace(basic_optimizer=None, **held, **methods)
 
 
 @pytest.mark.parametrize(
