@@ -12,6 +12,7 @@
 | `rules` | which numbers of the configuration decide where ZeRO cuts |
 | `fragments` | `param._hp_mapping`, set right where DeepSpeed links it wrong |
 | `incoming` | parameters that come in one by one: models of `zero.Init` |
+| `meta` | parameters on the meta device, drawn module by module |
 | `regroup` | optimizer groups when what is trained changes |
 | `schedulers` | a scheduler's lists with one entry per group |
 | `optimizers` | which states an optimizer class keeps; what users register |

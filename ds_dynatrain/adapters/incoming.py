@@ -4,6 +4,8 @@ A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle o
 after the other, each working member copies what its pieces of the first layout need into buffers that were made for
 them, and the engine is then put together hollow over these buffers, as on a member that wakes. So a member never holds
 more than its shard of the first layout and one whole parameter.
+
+Parameters on the meta device are drawn, one module after the other (see `meta`).
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta, swap_in
 from ds_dynatrain.adapters.stage3 import forget_parameter, reset_counters, restore_linear
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 
-WHOLE, PART = "whole", "zero.Init"
+WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str]
 """(name, shape, type, whether it is whole)."""
 Place = tuple[int, int, BufferId, int]
@@ -38,28 +41,38 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    held: what this process holds of each (its part, or the whole), by the parameter's id; emptied as they come in.
+    forms, types: how each parameter comes in, and its element type, by its id. held: what this process holds of it (its
+    part, or the whole); emptied as they come in.
     """
 
     model: nn.Module
     shapes: dict[int, tuple[int, ...]]
     forms: dict[int, str]
+    types: dict[int, torch.dtype]
+    param_init_fn: ParamInit | None = None
     held: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def look(model: nn.Module, launch: LaunchWorld) -> Incoming:
+    def look(model: nn.Module, launch: LaunchWorld, param_init_fn: ParamInit | None = None) -> Incoming:
         """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in."""
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
-        shapes, forms = {}, {}
+        refuse_meta(model, param_init_fn)
+        shapes, forms, types = {}, {}, {}
         each: Any
         for name, each in model.named_parameters():
             is_part = hasattr(each, "ds_id")
             if is_part:
                 _refuse_part(name, each, launch)
             shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
-            forms[id(each)] = PART if is_part else WHOLE
-        return Incoming(model, shapes, forms)
+            forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
+            types[id(each)] = each.dtype
+        return Incoming(model, shapes, forms, types, param_init_fn)
+
+    @property
+    def draws(self) -> bool:
+        """Whether members draw parameters for themselves."""
+        return META in self.forms.values()
 
     @property
     def is_whole(self) -> bool:
@@ -87,24 +100,33 @@ class Incoming:
                     "float32: give zero.Init the same configuration (config_dict_or_path=...)"
                 )
         each: Any
-        for each in self.model.parameters():
-            self.held[id(each)] = each.ds_tensor.data if self.forms[id(each)] == PART else each.data.reshape(-1)
-            if self.forms[id(each)] == PART:
+        for each in list(self.model.parameters()):
+            form, dtype = self.forms[id(each)], each.dtype
+            if form != META:
+                self.held[id(each)] = each.ds_tensor.data if form == PART else each.data.reshape(-1)
+            if form == PART:
                 forget_parameter(each)
-            dtype = wanted if wanted is not None and each.dtype.is_floating_point else each.dtype
-            each.data = torch.empty(1, dtype=dtype, device=each.device).expand(self.shapes[id(each)])
+            dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
+            stand_in = torch.empty(1, dtype=dtype, device="cpu").expand(self.shapes[id(each)])
+            if form == META:
+                swap_in(each, stand_in)
+            else:
+                each.data = stand_in
         for module in self.model.modules():
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())
         reset_counters()
         restore_linear()
 
-    def values(self, launch: LaunchWorld) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.
 
-        A parameter that is whole on every process has member 0's value, as in DeepSpeed.
+        A parameter that is whole on every process has member 0's value, as in DeepSpeed. What is on the meta device is
+        drawn on members that work.
         """
         for each in self.model.parameters():
+            if self.forms[id(each)] == META:
+                continue
             mine = self.held.pop(id(each))
             if self.forms[id(each)] == PART:
                 mine = _gathered(mine, launch)[: math.prod(self.shapes[id(each)])]
@@ -112,6 +134,17 @@ class Incoming:
                 mine = mine.clone()  # the memory may be the user's
                 td.broadcast(mine.view(torch.uint8), 0, group=launch.group)
             yield each, mine
+        if works:
+            yield from self._draws(job_seed)
+
+    def is_drawn(self, parameter: nn.Parameter) -> bool:
+        """Whether each member draws the parameter for itself."""
+        return self.forms[id(parameter)] == META
+
+    def _draws(self, job_seed: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        meta = {key for key, form in self.forms.items() if form == META}
+        for name, module, own in drawing_modules(self.model, meta):
+            yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
 
 def fill(
@@ -126,8 +159,9 @@ def fill(
     numbers: id of a parameter -> its tensor number. A master is made from the weight in the weight's own type.
     """
     wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
+    dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
     for parameter, value in incoming:
-        value = value.to(parameter.dtype)
+        value = value.to(dtype)  # not the parameter's own type: it may be the one that it was drawn in
         for kind, rows in wanted.items():
             for first, numel, name, offset in rows.get(numbers[id(parameter)], ()):
                 buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))

@@ -77,8 +77,6 @@ def _refuse_model(model: nn.Module) -> None:
     from deepspeed.moe.layer import MoE
 
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise practice("meta device").error(f"{name!r} is on the meta device")
         if getattr(parameter, "allreduce", True) is False:
             raise practice("mixture of experts").error(f"{name!r} is an expert parameter")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
@@ -16,6 +17,7 @@ from ds_dynatrain.adapters.host import HostEngine
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, drop
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
@@ -29,11 +31,14 @@ from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
+from ds_dynatrain.transfer import digest
 
 BOUNDARY = "engine.boundary"
 FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
 """The state kinds that are there before the first step."""
 SEE_OFF_SECONDS = 5.0
+DRAW_SECONDS = 1800.0
+"""Large models take their time; as long as DeepSpeed waits for a collective."""
 
 
 @dataclass(frozen=True)
@@ -436,16 +441,58 @@ class DynatrainEngine(HostEngine):
     def take_in(self, incoming: Incoming, space: VirtualParameterSpace) -> None:
         """Put the first layout together out of parameters that come in one by one; all processes take part."""
         self._space = space
-        numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
-        values = incoming.values(self.launch)
-        if self.world is None or self.world.rank is None:
+        values = incoming.values(self.launch, self.job.job_seed, works=self.world is not None)
+        buffers: Buffers = {}
+        if self.world is None:
             for _ in values:
                 pass  # an idle member gives what it has, and keeps nothing
+            self._compare_draws(incoming)
             return
-        types = {kind: dtype for kind, dtype in self._switcher.types(self.layout).items() if kind in FIRST_KINDS}
-        buffers = provide(space, self.layout, types, set(), {}, zeros)
-        fill(buffers, space, self.world.rank, values, numbers)
+        try:
+            buffers, drawn = self._fill(incoming, values)
+        except ConfigError as error:  # the others would wait
+            self._compare_draws(incoming, {"failed": str(error)})
+            raise
+        self._compare_draws(incoming, {"values": drawn})
         self.attach_first(self.layout, self.world, self.present_config, buffers)
+
+    def _fill(
+        self, incoming: Incoming, values: Iterator[tuple[nn.Parameter, torch.Tensor]]
+    ) -> tuple[Buffers, dict[str, int]]:
+        """The buffers of the first layout, and the digests of what this member drew for itself, by name."""
+        drawn: dict[str, int] = {}
+
+        def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+            for parameter, value in values:
+                if incoming.is_drawn(parameter):
+                    drawn[self.param_names[parameter]] = digest(value)
+                yield parameter, value
+
+        numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
+        types = {kind: dtype for kind, dtype in self._switcher.types(self.layout).items() if kind in FIRST_KINDS}
+        buffers = provide(self.vps, self.layout, types, set(), {}, zeros)
+        fill(buffers, self.vps, self.rank, noted(), numbers)
+        return buffers, drawn
+
+    def _compare_draws(self, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
+        """ConfigError on all processes, naming the parameter, unless all working members drew the same values."""
+        if not incoming.draws:
+            return
+        if mine is not None:
+            self.control.post(f"drawn/{self.control.member}", mine)
+        deadline = time.monotonic() + DRAW_SECONDS
+        records = self.control.gather("drawn", self.members, "drawing the parameters", deadline)
+        failed = [record["failed"] for record in records.values() if "failed" in record]
+        if failed:
+            raise ConfigError(failed[0])
+        first = records[self.members[0]]["values"]
+        for member, record in sorted(records.items()):
+            differs = [name for name, value in record["values"].items() if value != first[name]]
+            if differs:
+                raise ConfigError(
+                    f"{differs[0]!r} was drawn otherwise on member {member} than on member {self.members[0]}: its "
+                    "initialization must depend on the random generators alone"
+                )
 
     def adopt_space(self, space: VirtualParameterSpace) -> None:
         """Register other logical tensors."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
@@ -64,6 +65,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Config | None = None,
     on_idle: OnIdle | None = None,
+    param_init_fn: ParamInit | None = None,
 ) -> Results:
     """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
 
@@ -71,6 +73,8 @@ def initialize(
     of the launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
 
     on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
+    param_init_fn: for a model on the meta device, called as `param_init_fn(module)` on each module with parameters of
+    its own, in place of its `reset_parameters()`.
 
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
     that a switch would get wrong.
@@ -106,7 +110,7 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, on_idle)
+    engine = _build(own, settings, arguments, on_idle, param_init_fn)
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -115,7 +119,11 @@ def initialize(
 
 
 def _build(
-    own: dict[str, Any], settings: DynatrainConfig, arguments: dict[str, Any], on_idle: OnIdle | None
+    own: dict[str, Any],
+    settings: DynatrainConfig,
+    arguments: dict[str, Any],
+    on_idle: OnIdle | None,
+    param_init_fn: ParamInit | None,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     launch = LaunchWorld.current()
@@ -125,7 +133,7 @@ def _build(
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        incoming = Incoming.look(arguments["model"], launch)
+        incoming = Incoming.look(arguments["model"], launch, param_init_fn)
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
@@ -165,7 +173,14 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
         engine.leave_world()
     space = space_of(engine, layout, members)
     if not incoming.is_whole:
-        engine.take_in(incoming, space)
+        try:
+            engine.take_in(incoming, space)
+        except BaseException:
+            engine.let_module_go()
+            launch.install()
+            if engine.world is not None:
+                drop(engine.world)
+            raise
     engine.open_for_work(space)
     atexit.register(_close, weakref.ref(engine))
     return engine

@@ -43,7 +43,12 @@ PRACTICES = (
         "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own",
         proof="tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
     ),
-    _start("meta device", "not supported yet", "give the model real parameters", "parameters"),
+    Row(
+        "meta device",
+        Verdict.NOTE,
+        "drawn by each module's reset_parameters() or by param_init_fn=; buffers must be real",
+        proof="tests/engine/test_meta.py::test_equal_to_its_real_twin",
+    ),
     _start(
         "element types",
         "a model has float32 parameters, or those of the bf16 or fp16 block",
