@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -436,7 +437,10 @@ class DynatrainEngine(HostEngine):
         if self.idle:  # pay first imports now, not in a pause
             others = set() if compiled_by_wrapping(self.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
-                self._switcher.rehearse(self.layout.replace(zero_stage=stage), 0)
+                layout = self.layout.replace(zero_stage=stage)
+                with suppress(SwitchRefused):  # it will never be asked to go there
+                    self._switcher.check_features(layout)
+                    self._switcher.rehearse(layout, 0)
 
     def take_in(self, incoming: Incoming, space: VirtualParameterSpace) -> None:
         """Put the first layout together out of parameters that come in one by one; all processes take part."""

@@ -134,11 +134,21 @@ class Switcher:
             refuse_changes(engine)
         feasible.check_size(target, engine.launch.size)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
+        self.check_features(target)
+        return target
+
+    def check_features(self, target: Layout) -> None:
+        """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
+        engine = self.engine
         refuse_module(engine.module, target)
         config, optimizer = engine.job.user_config, engine.basic_optimizer
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))
         refuse_optimizer_layout(optimizer, config, target, engine.layout)
-        return target
+        try:
+            engine.config_for(target)
+        except Exception as error:  # DeepSpeed checks some keys against the stage, with whatever exception
+            reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
+            raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:
         """See `DynatrainEngine.register_parameters`."""

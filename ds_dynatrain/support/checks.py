@@ -24,6 +24,14 @@ def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
     )
 
 
+def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
+    """DeepSpeed leaves the norm of the gradients out in two stages alone."""
+    if target.layout.zero_stage in (1, 2):
+        return None
+    nearest = target.layout.replace(zero_stage=1 if target.layout.zero_stage == 0 else 2)
+    return Refusal("DeepSpeed has it in stages 1 and 2", f"nearest: {nearest}; or leave the key out")
+
+
 HALF = ("fp16", "float16", "half", "torch.float16")
 BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
 """DeepSpeed's names of two types; every other one is taken for fp32 here."""

@@ -6,6 +6,7 @@ from ds_dynatrain.support.checks import scales_gradients
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
+_SETTINGS = "tests/engine/test_settings.py"
 _REPORTS = "tests/engine/test_reports.py"
 _REDUCTIONS = "tests/engine/test_reductions.py"
 _SCALED = "at stages 2 and 3 only with zero_optimization.reduce_scatter false"
@@ -26,16 +27,19 @@ BATCHES = (
     *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),
     *works("", "prescale_gradients", _SCALED, _REDUCTIONS, at_layout=scales_gradients),
     *works("", "gradient_predivide_factor", _SCALED, _REDUCTIONS, off=(None, 1.0), at_layout=scales_gradients),
-    *refused("", "gradient_allreduce_op", off=(None, "mean")),
+    *works("", "disable_allgather", proof=_SETTINGS),
+    *refused("", "gradient_allreduce_op", "a sum of gradients grows with the world", off=(None, "mean")),
     *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
     *works("", "seq_parallel_communication_data_type", "not used without a sequence axis"),
-    *refused("", "disable_allgather"),
 )
 
 REPORTS = (
-    *works("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", proof=_MATRIX),
+    *works("", "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level", proof=_SETTINGS),
     *works("", "disable_python_gc"),
-    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8"),
+    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8", _SETTINGS),
+    *works("", "timers", proof=_SETTINGS),
+    *works("timers", "throughput", proof=_SETTINGS),
+    *works("timers.throughput", "enabled synchronized", proof=_SETTINGS),
     *works("", "tensorboard", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
     *works("tensorboard", "enabled output_path job_name"),
     *works("", "wandb", "rank 0 writes; one run across switches while member 0 works", switch=("enabled", False)),
@@ -54,7 +58,6 @@ REPORTS = (
     *works("", "flops_profiler", "of the step's own world; rank 0 writes", _REPORTS, switch=("enabled", False)),
     *works("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth"),
     *works("flops_profiler", "top_modules detailed output_file"),
-    *refused("", "timers", below=True),
     *refused("", "autotuning", "it restarts the job with other settings", switch=("enabled", False), below=True),
 )
 

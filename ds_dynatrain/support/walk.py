@@ -14,7 +14,7 @@ from ds_dynatrain.support.tables import CONFIG_ROWS
 AUTO = "auto"
 SECTIONS_WITHOUT_AUTO = frozenset(
     {"zero_optimization", "bf16", "bfloat16", "fp16", "tensorboard", "wandb", "csv_monitor", "comet", "compile"}
-    | {"hybrid_engine", "tensor_parallel", "weight_quantization", "comms_logger"}
+    | {"hybrid_engine", "tensor_parallel", "weight_quantization", "comms_logger", "timers"}
 )
 """Sections in which DeepSpeed takes "auto" for a key that was left out."""
 _AUTO_REFUSAL = Refusal("'auto' is filled in by Hugging Face's Trainer only", "give a value, or leave the key out")

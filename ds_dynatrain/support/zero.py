@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.checks import keeps_pinned_memory
+from ds_dynatrain.support.checks import keeps_pinned_memory, norm_needs_stage_1_or_2
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
 _FLAT = "tests/engine/test_flat_orders.py"
+_SETTINGS = "tests/engine/test_settings.py"
 _ZERO = "zero_optimization"
 _PROOF = "tests/engine/test_offload.py"
 _HOST_STATE = "zero_optimization.offload_optimizer"
@@ -18,20 +19,30 @@ _OFF = "set it to false"
 ZERO = (
     *works("", _ZERO, proof=_MATRIX),
     *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one", _MATRIX),
+    *works(_ZERO, "sub_group_size param_persistence_threshold stage3_param_persistence_threshold", proof=_MATRIX),
     *works(_ZERO, "contiguous_gradients reduce_scatter overlap_comm", proof="tests/engine/test_reductions.py"),
-    *works(_ZERO, "reduce_bucket_size", proof=_MATRIX),
-    *works(_ZERO, "allgather_partitions allgather_bucket_size", proof=_MATRIX),
-    *works(_ZERO, "sub_group_size ignore_unused_parameters load_from_fp32_weights", proof=_MATRIX),
-    *works(_ZERO, "max_live_parameters max_reuse_distance prefetch_bucket_size", proof=_MATRIX),
-    *works(_ZERO, "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size", proof=_MATRIX),
-    *works(_ZERO, "param_persistence_threshold model_persistence_threshold", proof=_MATRIX),
-    *works(_ZERO, "stage3_param_persistence_threshold stage3_model_persistence_threshold", proof=_MATRIX),
-    *works(_ZERO, "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save"),
-    *refused(
-        _ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "stage3_gather_16bit_weights_on_model_save"
+    *works(_ZERO, "reduce_bucket_size", proof=_SETTINGS),
+    *works(_ZERO, "allgather_partitions allgather_bucket_size use_multi_rank_bucket_allreduce", proof=_SETTINGS),
+    *works(_ZERO, "ignore_unused_parameters load_from_fp32_weights", proof=_SETTINGS),
+    *works(_ZERO, "max_live_parameters max_reuse_distance prefetch_bucket_size", proof=_SETTINGS),
+    *works(_ZERO, "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size", proof=_SETTINGS),
+    *works(_ZERO, "model_persistence_threshold stage3_model_persistence_threshold", proof=_SETTINGS),
+    *works(_ZERO, "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save", proof=_SETTINGS),
+    *works(_ZERO, "memory_efficient_linear override_module_apply", proof=_SETTINGS),
+    *works(_ZERO, "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params", proof=_SETTINGS),
+    *works(_ZERO, "allgather_sequential stage3_allgather_sequential", proof=_SETTINGS),
+    *works(_ZERO, "log_trace_cache_warnings enable_sanity_checks", proof=_SETTINGS),
+    *works(_ZERO, "leaf_module", proof=_SETTINGS),
+    *works(f"{_ZERO}.leaf_module", "classes names name_suffixes", proof=_SETTINGS),
+    *refused(_ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "write 16bit for fp16"),
+    *works(
+        _ZERO,
+        "compute_grad_norm",
+        "false: a switch to stage 0 or 3 is refused, DeepSpeed has it in stages 1 and 2",
+        _SETTINGS,
+        off=(None, True),
+        at_layout=norm_needs_stage_1_or_2,
     ),
-    *refused(_ZERO, "use_multi_rank_bucket_allreduce", off=(None, True)),
-    *refused(_ZERO, "compute_grad_norm", "stages 0 and 3 do not start with it", off=(None, True)),
     *refused(_ZERO, "elastic_checkpoint legacy_stage1"),
     *works(
         _ZERO,
@@ -54,13 +65,9 @@ ZERO = (
         "ZeRO++ quantizes with CUDA operators, which could not be tried",
         _OFF,
     ),
-    *refused(_ZERO, "memory_efficient_linear override_module_apply", off=(None, True)),
     *refused(_ZERO, "module_granularity_threshold stage3_module_granularity_threshold", off=(None, 0)),
-    *refused(_ZERO, "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params"),
-    *refused(_ZERO, "allgather_sequential stage3_allgather_sequential"),
-    *refused(_ZERO, "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks"),
+    *refused(_ZERO, "pipeline_loading_checkpoint"),
     *refused(_ZERO, "save_muon_momentum_buffer_in_memory"),
-    *refused(_ZERO, "leaf_module", below=True),
 )
 
 OFFLOAD = (
@@ -103,7 +110,7 @@ OFFLOAD = (
         _ZERO,
         "cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
         "an old name",
-        "offload_optimizer, offload_param",
+        "write blocks offload_optimizer and offload_param",
     ),
     *refused(_ZERO, "zenflow", "its masters are updated in parts and at different steps, beside training", below=True),
     *works("", "aio", _FOR_DISK, below=True),

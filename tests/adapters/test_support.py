@@ -200,9 +200,10 @@ def test_no_section() -> None:
 
 
 def test_one_is_not_true() -> None:
-    refused(settings(zero_optimization={"stage": 1, "elastic_checkpoint": 1}), "elastic_checkpoint")
-    accepted(settings(zero_optimization={"stage": 1, "zero_hpz_partition_size": 1}))
-    refused(settings(zero_optimization={"stage": 1, "zero_hpz_partition_size": True}), "zero_hpz_partition_size")
+    row = Row("a size", Verdict.AT_START, "why", "instead", off=(None, 1, 0.5))
+    assert row.is_off(1) and row.is_off(1.0) and row.is_off(0.5) and not row.is_off(True) and not row.is_off(0)
+    row = Row("a switch", Verdict.AT_START, "why", "instead")
+    assert row.is_off(False) and row.is_off({}) and not row.is_off(0) and not row.is_off(1)
     refused(settings(managed_gradient_accumulation=False), "^managed_gradient_accumulation")
 
 

@@ -195,7 +195,7 @@ def test_the_default_of_a_refused_key_is_off(reading: Reading) -> None:
 
 
 def test_sections_in_which_auto_means_nothing(reading: Reading) -> None:
-    assert reading.modelled - {"timers"} == SECTIONS_WITHOUT_AUTO, "timers are refused as a whole"
+    assert reading.modelled == SECTIONS_WITHOUT_AUTO
 
 
 @NEWEST
