@@ -80,6 +80,7 @@ class DynatrainEngine(HostEngine):
     carried: dict[str, Any]
     _switcher: Switcher
     _window_samples: int | None
+    global_samples: int
     _last_dealt: bool
     """Whether the micro-batch that was dealt last closes its global batch."""
 
@@ -314,13 +315,15 @@ class DynatrainEngine(HostEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         """DeepSpeed's; a complete window opens the way to the next boundary.
 
-        UnsupportedError for a step by `set_gradient_accumulation_boundary(True)` in the middle of a global batch: in
-        another world that would be another set of samples.
+        UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or without
+        `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
+        of samples.
         """
-        steps, by_hand = int(self.gradient_accumulation_steps()), bool(self._is_gradient_accumulation_boundary)
+        steps, samples = int(self.gradient_accumulation_steps()), int(self.global_samples)
+        by_hand = bool(self._is_gradient_accumulation_boundary) or not self.managed_gradient_accumulation()
         if by_hand and self._dealt and not self._last_dealt:
             raise practice("set_gradient_accumulation_boundary").error(
-                f"set_gradient_accumulation_boundary(True) in the middle of a global batch of {steps} micro-batches"
+                f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
         super().step(lr_kwargs)
         if by_hand:  # one call for all of the window's micro-batches
@@ -328,7 +331,7 @@ class DynatrainEngine(HostEngine):
         if self.micro_steps % steps == 0:
             self._switcher.note_first_step()
             if self._window_samples is not None:
-                self.global_samples += self._window_samples - self.batch.train_batch_size
+                self.global_samples = samples + self._window_samples
             self._dealt, self._window_samples = False, None
             self.slot_weight, self.slot_is_borrowed = 1.0, False
 

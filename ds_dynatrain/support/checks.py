@@ -32,6 +32,17 @@ def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
     return Refusal("DeepSpeed has it in stages 1 and 2", f"nearest: {nearest}; or leave the key out")
 
 
+def unmanaged_overlap(target: Target) -> Refusal | None:
+    """DeepSpeed checks it when an engine is built, for the stage of the start."""
+    overlap = (target.config.get("zero_optimization") or {}).get("overlap_comm")
+    if target.layout.zero_stage > 1 or not overlap:
+        return None
+    return Refusal(
+        "without it zero_optimization.overlap_comm works in ZeRO stages 2 and 3 alone",
+        f"set overlap_comm to false, or nearest: {target.layout.replace(zero_stage=2)}",
+    )
+
+
 HALF = ("fp16", "float16", "half", "torch.float16")
 BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
 """DeepSpeed's names of two types; every other one is taken for fp32 here."""

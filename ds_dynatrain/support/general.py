@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.checks import scales_gradients
+from ds_dynatrain.support.checks import scales_gradients, unmanaged_overlap
 from ds_dynatrain.support.row import refused, works
 
 _MATRIX = "tests/engine/test_matrix.py"
@@ -16,12 +16,14 @@ BATCHES = (
     *works("", "train_batch_size", proof="tests/engine/test_loops.py"),
     *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world", "tests/engine/test_loops.py"),
     *works("", "gradient_accumulation_steps", "follows in every world: leave it out", "tests/engine/test_loops.py"),
-    *refused(
+    *works(
         "",
         "managed_gradient_accumulation",
-        "with false a step is whatever ends with step(), and the loaders count windows by their micro-batches",
-        "leave it out: managed accumulation is the default",
+        "false: call step() once, after the last micro-batch of a global batch; how many these are depends on the "
+        "world (`gradient_accumulation_steps()`), and in the middle step() raises",
+        "tests/engine/test_practices.py",
         off=(None, True),
+        at_layout=unmanaged_overlap,
     ),
     *works("", "gradient_clipping", proof=_MATRIX),
     *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),

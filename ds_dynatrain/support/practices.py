@@ -10,6 +10,7 @@ _NO_BLOCK = "remove the dynatrain block"
 
 _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
+_PRACTICES = "tests/engine/test_practices.py"
 
 
 def _start(name: str, why: str, instead: str, test: str) -> Row:
@@ -18,6 +19,10 @@ def _start(name: str, why: str, instead: str, test: str) -> Row:
 
 def _switch(name: str, why: str, instead: str, test: str) -> Row:
     return Row(name, Verdict.AT_SWITCH, why, instead, proof=test if "::" in test else _HERE + test)
+
+
+def _works(name: str, why: str, test: str) -> Row:
+    return Row(name, Verdict.NOTE if why else Verdict.WORKS, why, proof=test)
 
 
 PRACTICES = (
@@ -176,7 +181,14 @@ PRACTICES = (
     Row(
         "EMA",
         Verdict.NOTE,
-        "update it inside GatheredParameters, which stage 3 needs, and engine.carry it",
+        "update it inside GatheredParameters, which stage 3 needs, and engine.carry it; keep no `parameter.data` over "
+        "a switch, it is other memory then",
         proof="tests/engine/test_hooks.py::test_an_average_of_the_weights",
     ),
+    _works(
+        "no_sync around micro-batches",
+        "DeepSpeed has it in stages 0 and 1 alone, and raises in the others",
+        f"{_PRACTICES}::test_no_sync",
+    ),
+    _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
 )

@@ -204,7 +204,6 @@ def test_one_is_not_true() -> None:
     assert row.is_off(1) and row.is_off(1.0) and row.is_off(0.5) and not row.is_off(True) and not row.is_off(0)
     row = Row("a switch", Verdict.AT_START, "why", "instead")
     assert row.is_off(False) and row.is_off({}) and not row.is_off(0) and not row.is_off(1)
-    refused(settings(managed_gradient_accumulation=False), "^managed_gradient_accumulation")
 
 
 def test_findings() -> None:
