@@ -23,6 +23,7 @@
 | `stage0`, `stage0_fused`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
 | `scaler` | the loss scale, and what an optimizer has no place for |
 | `bf16` | the same for BF16_Optimizer |
+| `offload` | gradients that masters in host memory own; CPU optimizers |
 | `stages` | which of them an optimizer needs |
 | `gradients` | which parameters got a gradient |
 | `tokens` | gradients by token counts |

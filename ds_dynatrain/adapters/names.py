@@ -40,6 +40,7 @@ NAMES: Names = {
         "DeepSpeedEngine.random_ltd_config",
         "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
         "DeepSpeedEngine.zero_cpu_offload",
+        "DeepSpeedEngine.zero_use_cpu_optimizer",
         "DeepSpeedEngine.zero_round_robin_gradients",
     ),
     "deepspeed.runtime.bf16_optimizer": (
@@ -77,6 +78,8 @@ NAMES: Names = {
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
         "DeepSpeedZeroOptimizer_Stage3.set_grad_positions",
         "DeepSpeedZeroOptimizer_Stage3._update_scale",
+        "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory",
+        "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
     ),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "DeepSpeedZeroOptimizer._update_model_bit16_weights",
@@ -84,6 +87,9 @@ NAMES: Names = {
         "DeepSpeedZeroOptimizer._link_all_hp_params",
         "DeepSpeedZeroOptimizer._create_param_mapping",
         "DeepSpeedZeroOptimizer._create_optimizer_mapping",
+        "DeepSpeedZeroOptimizer._get_offload_gradient_dict",
+        "DeepSpeedZeroOptimizer.get_grad_position",
+        "DeepSpeedZeroOptimizer.complete_grad_norm_calculation_for_cpu_offload",
         "DeepSpeedZeroOptimizer._update_scale",
     ),
     "deepspeed.runtime.zero.utils": ("gc", "defragment", "ZERO_SUPPORTED_OPTIMIZERS"),

@@ -8,7 +8,8 @@ Everything else that offload keeps (`param_buffer_of_bit16_for_cpu_offload_group
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,31 @@ def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:
             address = gradient.data_ptr() + offset * gradient.element_size()
             rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))
     return rows
+
+
+@contextmanager
+def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
+    """Inside the block the optimizer's step divides gradients by `divisor`: but not those left from former steps.
+
+    Those were divided when they were new. A step notes a norm for each gradient that it has got.
+    """
+    if not keeps_gradients(zero):
+        yield
+        return
+    is_flat = hasattr(zero, "params_in_partition")
+    groups = zero.params_in_partition if is_flat else zero.fp16_groups
+    masters = zero.single_partition_of_fp32_groups if is_flat else zero.fp32_partitioned_groups_flat
+    numbers = [zero.get_param_id(parameter) for group in groups for parameter in group]
+    places = [zero.grad_position[number] for number in numbers if number not in zero.norm_for_param_grads]
+    left = [masters[place[0]].grad.narrow(0, place[-2], place[-1]) for place in places]
+    for gradient in left:
+        gradient.mul_(divisor)
+    try:
+        yield
+    finally:
+        if getattr(zero, "overflow", False):  # a step that was left out
+            for gradient in left:
+                gradient.div_(divisor)
 
 
 def refuse_moved_states(engine: Any) -> None:

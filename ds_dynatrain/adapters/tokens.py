@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_dynatrain.adapters import scaler
+from ds_dynatrain.adapters.offload import old_gradients_kept
 
 
 @contextmanager
@@ -46,5 +47,5 @@ def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
             gradients.div_(divisor)
         yield
         return
-    with scaler.multiplied(optimizer, divisor):
+    with old_gradients_kept(optimizer, divisor), scaler.multiplied(optimizer, divisor):
         yield

@@ -86,6 +86,12 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "managed_gradient_accumulation": Refusal(NEWER, (None, True, "auto")),
             "zero_optimization.compute_grad_norm": Refusal(NEWER, (None, True, "auto")),
             "zero_optimization.parameter_alignment": Refusal(NEWER),
+            "zero_optimization.offload_optimizer.device": Refusal(
+                "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
+            ),
+            "zero_optimization.offload_param.device": Refusal(
+                "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
+            ),
             "zero_optimization.round_robin_gradients": Refusal(
                 "DeepSpeed 0.18 cannot link parameters to their masters then; leave it out, or install DeepSpeed 0.19"
             ),
