@@ -82,6 +82,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "data_types.keep_in_fp32_modules": Refusal(NEWER),
             "data_types.param_dtype": Refusal(NEWER),
             "disable_python_gc": Refusal(NEWER),
+            "fp16.enabled": Refusal("its loss scale is followed with DeepSpeed 0.19 only; take bf16, or install that"),
             "gradient_allreduce_op": Refusal(NEWER, (None, "mean", "auto")),
             "managed_gradient_accumulation": Refusal(NEWER, (None, True, "auto")),
             "zero_optimization.compute_grad_norm": Refusal(NEWER, (None, True, "auto")),

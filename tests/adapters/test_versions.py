@@ -71,6 +71,8 @@ def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     ("config", "key"),
     [
         ({"disable_python_gc": True}, "disable_python_gc"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
         ({"zero_optimization": {"parameter_alignment": True}}, "zero_optimization.parameter_alignment"),
