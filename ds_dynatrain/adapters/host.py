@@ -26,7 +26,7 @@ from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
-from ds_dynatrain.adapters.versions import refuse_groups, settle_flat_groups
+from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
@@ -73,6 +73,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         else:
             basic = client_optimizer(model_parameters)
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
+        refuse_optimizer(basic)
         check_optimizer(basic, self.config, int(self.zero_optimization_stage()))
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         if self.model_map.dtype != self.get_data_types()[0]:

@@ -92,7 +92,7 @@ NAMES: Names = {
         "DeepSpeedZeroOptimizer.complete_grad_norm_calculation_for_cpu_offload",
         "DeepSpeedZeroOptimizer._update_scale",
     ),
-    "deepspeed.runtime.zero.utils": ("gc", "defragment", "ZERO_SUPPORTED_OPTIMIZERS"),
+    "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
     "deepspeed.utils": ("link_hp_params",),
     "deepspeed.utils.groups": ("_WORLD_GROUP",),
 }

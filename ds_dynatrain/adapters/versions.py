@@ -41,6 +41,7 @@ class Series:
     refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
     waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
+    follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
     """
 
     tested: str
@@ -49,9 +50,12 @@ class Series:
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     steps_frozen: bool = False
     waits_for_last_gather: bool = False
+    follows_own_optimizers: bool = True
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
+
+UNTRIED = "tested with DeepSpeed 0.19 only; leave it out, or install that"
 
 SERIES: Mapping[tuple[int, int], Series] = {
     (0, 19): Series(
@@ -73,6 +77,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         },
         collector="deepspeed.runtime.zero.stage3",
         refused={
+            "data_efficiency.enabled": Refusal(UNTRIED),
             "data_types.buffer_dtype": Refusal(NEWER),
             "data_types.grad_accum_dtype": Refusal(
                 "BF16_Optimizer of DeepSpeed 0.18 leaves the last micro-batch of a window unreduced; leave it out, or "
@@ -96,6 +101,8 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "zero_optimization.round_robin_gradients": Refusal(
                 "DeepSpeed 0.18 cannot link parameters to their masters then; leave it out, or install DeepSpeed 0.19"
             ),
+            "zero_optimization.cpu_offload": Refusal(UNTRIED),
+            "zero_optimization.cpu_offload_param": Refusal(UNTRIED),
             "zero_optimization.contiguous_gradients": Refusal(
                 "false leaves gradients unreduced on a CPU in DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19",
                 (None, True, "auto"),
@@ -103,6 +110,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         },
         steps_frozen=True,
         waits_for_last_gather=True,
+        follows_own_optimizers=False,
     ),
 }
 """By (major, minor), the one that is developed with first."""
@@ -138,6 +146,13 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in refusal.harmless:
             raise UnsupportedError(f"{key}: {refusal.reason}")
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:
+    """UnsupportedError for an optimizer of DeepSpeed's own, where the series' were not tested."""
+    kind = type(optimizer)
+    if not (series or present()).follows_own_optimizers and kind.__module__.startswith("deepspeed."):
+        raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
 def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:

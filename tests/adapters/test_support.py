@@ -164,7 +164,7 @@ def test_a_refused_section_that_is_off(row: Row) -> None:
     "row", [row for row in CONFIG_ROWS if row.verdict is not Verdict.AT_START], ids=lambda row: row.name
 )
 def test_a_key_that_works(row: Row) -> None:
-    if row.key in present().refused:
+    if any(f"{key}.".startswith(f"{row.key}.") for key in present().refused):
         pytest.skip("refused with this series of DeepSpeed: adapters/versions.py")
     accepted(asking(row, value_of(row)))
 

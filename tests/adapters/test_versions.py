@@ -72,6 +72,7 @@ def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"disable_python_gc": True}, "disable_python_gc"),
         ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
@@ -96,6 +97,15 @@ def test_frozen_16_bit_parameters_in_a_group_are_refused_where_they_would_be_ste
         versions.refuse_groups([[trained], [trained, frozen]], OLDER)
     versions.refuse_groups([[trained, frozen]], NEWEST)
     versions.refuse_groups([[trained], [torch.zeros(2)]], OLDER)
+
+
+def test_optimizers_of_deepspeed_s_own_are_refused_where_they_were_not_tested() -> None:
+    kind: Any = type("Own", (torch.optim.SGD,), {"__module__": "deepspeed.ops.somewhere"})
+    own = kind([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(UnsupportedError, match="optimizer Own"):
+        versions.refuse_optimizer(own, OLDER)
+    versions.refuse_optimizer(own, NEWEST)
+    versions.refuse_optimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), OLDER)
 
 
 def test_flat_groups_lose_their_history() -> None:
