@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     if "optimizer" not in own:
         report.notes.append(f"no optimizer block: {practice('no optimizer').instead}")
     if block is not None:
-        _look_at_layouts(own, block, processes, report)
+        _look_at_layouts(own, block, processes, has_deepspeed, report)
     if report.layout is not None and report.would_start and has_deepspeed:
         _ask_deepspeed(own, report.layout, report)
     return report
@@ -74,7 +75,9 @@ def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any],
         return {key: value for key, value in whole.items() if key != BLOCK}, None
 
 
-def _look_at_layouts(own: dict[str, Any], block: DynatrainConfig, processes: int | None, report: JobReport) -> None:
+def _look_at_layouts(
+    own: dict[str, Any], block: DynatrainConfig, processes: int | None, has_deepspeed: bool, report: JobReport
+) -> None:
     """The first layout, and which stages it can go to."""
     wanted = block.layout
     launch = processes or int(os.environ.get("WORLD_SIZE") or 0) or (wanted.data if wanted is not None else 1)
@@ -94,11 +97,30 @@ def _look_at_layouts(own: dict[str, Any], block: DynatrainConfig, processes: int
         present = None if other == stage else report.layout
         try:
             refuse_layout(Target(own, report.layout.replace(zero_stage=other), present))
+            if has_deepspeed:
+                _refuse_optimizer(own, report.layout.replace(zero_stage=other), present)
             report.stages[other] = ""
         except SwitchRefused as refusal:
             report.stages[other] = str(refusal)
     if report.stages[stage]:
         report.problems.append(f"the first layout, {report.layout}: {report.stages[stage]}")
+
+
+def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
+    """SwitchRefused for a layout that the optimizer of the configuration cannot be in."""
+    import torch
+
+    from ds_dynatrain.adapters.optimizers import MUON, refuse_optimizer_layout
+
+    block = own.get("optimizer")
+    name = str(block.get("type", "")).lower() if isinstance(block, Mapping) else ""
+    if name == "muon":
+        module, _, wanted = MUON.rpartition(".")
+        kind = getattr(importlib.import_module(module), wanted)
+    else:
+        kind = next((held for key, held in vars(torch.optim).items() if key.lower() == name), None)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        refuse_optimizer_layout(kind.__new__(kind), own, layout, present)  # what is asked for is its class
 
 
 def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> None:
@@ -114,9 +136,8 @@ def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> No
         refuse_for_series(own)
         sizes = BatchSizes.of(own, layout.data)
         check_batch(layout, BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data), nn.Module())
-        alone = BatchArithmetic(
-            sizes.micro_batch_size, sizes.micro_batch_size, 1
-        )  # outside of a launch there is one rank
+        micro = sizes.micro_batch_size
+        alone = BatchArithmetic(micro, micro, 1)  # outside of a launch there is one rank
         with redirect_stdout(sys.stderr):
             layout_config(own, layout.replace(data=1), alone)
     except Exception as error:  # whatever it says is what would end the start

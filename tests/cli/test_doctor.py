@@ -159,6 +159,25 @@ def test_a_stage_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
+    ("name", "stages", "words"),
+    [
+        ("Adagrad", {"0"}, "DeepSpeed replaces it"),
+        ("SGD", {"0"}, "zero_allow_untested_optimizer"),
+        ("Muon", {"0"}, "reduce_scatter"),
+        ("AdamW", {"0", "1", "2", "3"}, ""),
+    ],
+)
+def test_stages_of_an_optimizer(tmp_path: Path, name: str, stages: set[str], words: str) -> None:
+    block = {"optimizer": {"type": name, "params": {"lr": 1e-3, "torch_adam": True}}}
+    start = {**GOOD, **block, "dynatrain": {"layout": {"data": 2, "zero_stage": 0}}}
+    found = told(written(tmp_path, start))["config"]["stages"]
+    assert {stage for stage, why in found.items() if not why} == stages
+    assert words in found["3"]
+    said = told(written(tmp_path, {**GOOD, **block}))
+    assert said["would_start"] == ("3" in stages)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "neither a readable file nor JSON"),
