@@ -1,7 +1,8 @@
 """DeepSpeed's compiled operators: built once, before any rank asks for one.
 
-DeepSpeed compiles an operator at its first use, under a lock file that a killed rank would leave behind; so the test
-process has it built first. Takes about a minute each on a fresh machine, nothing afterwards.
+DeepSpeed compiles an operator at its first use, under a lock file that a killed process leaves behind; so the test
+process has it built first, into a folder that only tests use. About a minute each on a fresh machine, nothing
+afterwards.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 BUILD_SECONDS = 280
+FOLDER = Path(__file__).parents[1] / "build" / "torch_extensions"
 BUILD = "from deepspeed.accelerator import get_accelerator as g; g().create_op_builder('{}').load(verbose=False)"
 
 
@@ -23,13 +26,14 @@ def build(builder: str) -> None:
         pytest.skip(f"{builder}: DeepSpeed compiles it at first use, and there is no C++ compiler")
     subprocess.run(
         [sys.executable, "-c", BUILD.format(builder)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path_with_ninja()},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", **surroundings()},
         check=True,
         timeout=BUILD_SECONDS,
         capture_output=True,
     )
 
 
-def path_with_ninja() -> str:
-    """PATH for processes that load an operator: ninja lies beside Python, whose environment need not be activated."""
-    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+def surroundings() -> dict[str, str]:
+    """Environment of processes that load an operator: where it is, and ninja, which lies beside Python."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    return {"TORCH_EXTENSIONS_DIR": str(FOLDER), "PATH": path}

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ops import path_with_ninja
+from tests.ops import surroundings
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0
@@ -62,7 +62,7 @@ class Nursery:
 
     def __init__(self, log: Path, accelerator: str) -> None:
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
-        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", "PATH": path_with_ninja()}
+        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", **surroundings()}
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
             self._process = subprocess.Popen(
