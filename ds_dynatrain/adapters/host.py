@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
-from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
+from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.tokens import divided_by_tokens
@@ -201,6 +201,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             if hook in self.__dict__:
                 self.__dict__.pop(hook).remove()
                 restore_linear()  # once: DeepSpeed calls `destroy` again when the engine is collected
+                forget_traces()
 
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""

@@ -37,6 +37,7 @@ NAMES: Names = {
         "DeepSpeedEngine._backward_post_hook",
         "DeepSpeedEngine._take_model_step",
         "DeepSpeedEngine.get_data_types",
+        "DeepSpeedEngine._configure_random_ltd_scheduler",
         "DeepSpeedEngine.random_ltd_config",
         "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
         "DeepSpeedEngine.zero_cpu_offload",
@@ -73,6 +74,9 @@ NAMES: Names = {
         "top_level_context",
         "shutdown_init_context",
         "restore_init_context",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": (
+        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release",
     ),
     "deepspeed.runtime.zero.stage3": (
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
@@ -28,6 +29,7 @@ _PARAMETER_ATTRIBUTES = """
     is_external_param nvme_swapper all_gather all_gather_coalesced partition item reduce_gradients_at_owner
     partition_gradients aligned_size padding_size partition_numel convert_to_zero_parameters _z3_optimizer grad_accum
 """.split()
+_RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
@@ -165,9 +167,24 @@ def whole(buffers: Buffers, kind: str) -> torch.Tensor:
     return first.as_strided((size,), (1,), first.storage_offset())
 
 
+def forget_traces() -> None:
+    """Empty the stack and the cache in which DeepSpeed keeps coordinators and modules of every engine for good.
+
+    They are one for the whole process, and are filled anew in the next step (measured on 0.19.8: a module outlived its
+    engine).
+    """
+    FWD_MODULE_STACK.clear()
+    method = getattr(PartitionedParameterCoordinator, _RELEASES)
+    for cell in getattr(method, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+    if hasattr(method, "cache_clear"):
+        method.cache_clear()
+
+
 def reset_counters() -> None:
     """Start ZeRO-3's class-wide counters anew, so that ids agree between members with different pasts."""
-    FWD_MODULE_STACK.clear()
+    forget_traces()
     Init.param_id = 0
     Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.apply_param_persistence = False

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,18 @@ def in_turn_case() -> list[int]:
 
 def test_engines_in_turn(pool: RankPool) -> None:
     assert pool.run(in_turn_case)[0] == [2, 2, 2, 2]
+
+
+def forgotten_case(start: jobs.Sizes, schedule: jobs.Schedule) -> bool:
+    """Whether the model of a job that is over is gone."""
+    model = small_gpt()
+    remembered = weakref.ref(model)
+    jobs.run(jobs.config(start=start), 5, schedule, model=model)
+    del model
+    gc.collect()
+    return remembered() is None
+
+
+@pytest.mark.parametrize("schedule", [{}, {2: (4, 3), 3: (2, 1)}], ids=["no switch", "through stage 3"])
+def test_a_destroyed_engine_lets_its_model_go(pool: RankPool, schedule: jobs.Schedule) -> None:
+    assert pool.run(forgotten_case, start=(2, 3), schedule=schedule) == [True] * 4
