@@ -89,7 +89,10 @@ def random_ltd_case(schedule: jobs.Schedule, fails: bool = False, **sizes: int) 
     return record
 
 
-@pytest.mark.parametrize("sizes", [{}, {"width": 64, "hidden": 260}], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, id="small", marks=pytest.mark.full), pytest.param({"width": 64, "hidden": 260}, id="large")],
+)
 def test_random_ltd_over_stages(pool: RankPool, sizes: dict[str, int]) -> None:
     """In a world of one size the same tokens are dropped, so the losses are those of a static run."""
     static = pool.run(random_ltd_case, schedule={}, **sizes)

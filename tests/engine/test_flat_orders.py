@@ -69,14 +69,16 @@ def test_walks(pool: RankPool, dtype: str, name: str, path: list[jobs.Sizes], mo
     walks.compare(pool, settings(dtype, name), path, model)
 
 
+@pytest.mark.full
 def test_beside_an_optimizer_that_knows_neither(pool: RankPool) -> None:
     """Stage 1 is BF16_Optimizer here, whose flat groups have no options; stage 2 has them."""
     config = walks.settings("bf16 in fp32", zero_optimization=OPTIONS["both"])
     walks.compare(pool, config, [(2, 1), (3, 2), (4, 1), (2, 2), (3, 3), (4, 2)], WIDE)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("cpu_adam")
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_offloaded(pool: RankPool, dtype: str) -> None:
     """What `round_robin_gradients` is for. The last gradients on the host are state, in the same order."""
     config = offloaded(dtype, (2, 1))

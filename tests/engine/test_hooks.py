@@ -59,7 +59,10 @@ def hooks_case(**sizes: int) -> dict[str, Any]:
     return {"steps": steps[0], **calls}
 
 
-@pytest.mark.parametrize("sizes", [{}, {"width": 64, "hidden": 260}], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, id="small", marks=pytest.mark.full), pytest.param({"width": 64, "hidden": 260}, id="large")],
+)
 def test_objects_attributes_and_hooks_stay(pool: RankPool, sizes: dict[str, int]) -> None:
     found = pool.run(hooks_case, seconds=120, **sizes)
     assert found[0] == {**dict.fromkeys(found[0], 2 * len(PATH))}

@@ -150,6 +150,9 @@ CASES: dict[str, Case] = {
 
 
 FULL = (
+    "amsgrad",
+    "centered rmsprop",
+    "fused adam",
     "radam",
     "adamax",
     "rmsprop",

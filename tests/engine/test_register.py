@@ -394,7 +394,7 @@ def scheduled_case(kind: str) -> tuple[list[list[float]], str]:
     return rates, "".join(said)
 
 
-@pytest.mark.parametrize("kind", ["WarmupLR", "LambdaLR", "CosineAnnealingLR"])
+@pytest.mark.parametrize("kind", ["WarmupLR", "LambdaLR", pytest.param("CosineAnnealingLR", marks=pytest.mark.full)])
 def test_schedules_go_on(pool: RankPool, kind: str) -> None:
     for result in filter(None, pool.run(scheduled_case, kind=kind)):
         rates = result[0]

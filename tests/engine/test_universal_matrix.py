@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.accelerator import get_accelerator
 
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences
@@ -37,13 +36,10 @@ def every_change() -> list[jobs.Sizes]:
     path: list[jobs.Sizes] = [(2, 0)]
     while wanted:
         here = path[-1]
-        nearest = min(wanted, key=lambda edge: (edge[0] != here, edge))
-        if nearest[0] != here:
-            path.append(nearest[0])
-        wanted.discard((here, path[-1]))
-        if path[-1] == nearest[0]:
-            path.append(nearest[1])
-            wanted.discard(nearest)
+        edge = min(wanted, key=lambda change: (change[0] != here, change))
+        step = edge[1] if edge[0] == here else edge[0]
+        path.append(step)
+        wanted.discard((here, step))
     return path
 
 
@@ -59,34 +55,29 @@ def settings(dtype: str, torch_adam: bool, sub_group_size: int, start: jobs.Size
 
 def walk_case(config: dict[str, Any], path: list[jobs.Sizes], folder: Path | None, load_optimizer: bool) -> int:
     """Walk the path with a step at each place; the number of switches that this rank has compared, bit for bit."""
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
     before: oracle.State | None = None
     compared = 0
-    try:
-        with jobs.job(config, data=Sequences(12 * 4 * len(path))) as made:
-            engine, iterator = made.engine, iter(made.loader)
+    with jobs.job(config, data=Sequences(12 * 4 * len(path))) as made:
+        engine, iterator = made.engine, iter(made.loader)
+        batch = next(iterator)
+        while True:
+            number = engine.generation - 1
+            assert (engine.layout.data, engine.layout.zero_stage) == path[number]
+            arrived = oracle.gather(engine)
+            if before is not None:
+                assert oracle.differences(before, arrived) == [], f"{path[number - 1]} -> {path[number]}"
+                assert engine.last_switch.bytes_sent == engine.last_switch.bytes_minimum
+                compared += 1
+            jobs.one_micro_batch(engine, batch, jobs.Record())
+            if folder is not None:
+                save_and_load(made, iterator, folder, str(number), load_optimizer)
+            if number + 1 == len(path):
+                return compared
+            before = oracle.gather(engine)
+            jobs.ask(engine, path[number + 1])
             batch = next(iterator)
-            while True:
-                number = engine.generation - 1
-                assert (engine.layout.data, engine.layout.zero_stage) == path[number]
-                arrived = oracle.gather(engine)
-                if before is not None:
-                    assert oracle.differences(before, arrived) == [], f"{path[number - 1]} -> {path[number]}"
-                    assert engine.last_switch.bytes_sent == engine.last_switch.bytes_minimum
-                    compared += 1
-                jobs.one_micro_batch(engine, batch, jobs.Record())
-                if folder is not None:
-                    save_and_load(made, iterator, folder, str(number), load_optimizer)
-                if number + 1 == len(path):
-                    return compared
-                before = oracle.gather(engine)
-                jobs.ask(engine, path[number + 1])
-                batch = next(iterator)
-                if engine.generation != number + 2:  # this member was away
-                    before = None
-    finally:
-        del accelerator.is_fp16_supported
+            if engine.generation != number + 2:  # this member was away
+                before = None
     return compared
 
 
