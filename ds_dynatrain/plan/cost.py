@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_dynatrain.plan.plan import SwitchPlan
 from ds_dynatrain.plan.sides import ABSENT
-from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space import HOST_GRAD, STALE_GRAD, Layout, VirtualParameterSpace
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Cost:
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
     """Cost with at most `budget_bytes` packed in flight on a member, over links of `bytes_per_second` each way."""
     sides = plan.sides
+    fresh = {HOST_GRAD, STALE_GRAD} & set(sides.vps.present_kinds(sides.layout))  # made there, if none moves
+    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))
     peak = {}
     for member in plan.members:
         busy = sum(plan.traffic[member])
         before = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), plan.kinds)
-        after = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), plan.kinds)
+        after = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), kinds)
         peak[member] = before + after + min(budget_bytes, busy)
     slowest = max((max(traffic) for traffic in plan.traffic.values()), default=0)
     return Cost(plan.bytes_sent, peak, slowest / bytes_per_second)

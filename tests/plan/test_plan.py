@@ -171,6 +171,16 @@ def test_the_cost_counts_both_sides_and_the_budget() -> None:
     assert cost.highest_peak_bytes == 22_100 and cost.seconds == 7.0
 
 
+def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:
+    tensors = [LogicalTensor("a", (1000,))]
+    kinds = standard_kinds(2, stale_grad=2)
+    source, target = Layout(zero_stage=1, data=2), Layout(zero_stage=3, data=2)
+    vps = VirtualParameterSpace(tensors, ZeroRules(persistence_threshold=0), kinds, source, (0, 1))
+    plan = plan_switch(vps, target, (0, 1), ("weight", "master", "exp_avg", "exp_avg_sq"))
+    cost = estimate(plan, budget_bytes=0, bytes_per_second=1.0)
+    assert cost.highest_peak_bytes == (2_000 + 6_000) + (1_000 + 6_000) + 1_000
+
+
 @pytest.mark.parametrize(("source", "target"), [((3, 512), (3, 384)), ((3, 384), (3, 512)), ((1, 512), (3, 512))])
 def test_one_rank_of_a_large_world_plans_quickly(source: tuple[int, int], target: tuple[int, int]) -> None:
     tensors = [LogicalTensor(f"t{i}", (1000 + i, 1000) if i % 2 else (1000 + i,)) for i in range(1000)]
