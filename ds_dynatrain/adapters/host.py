@@ -115,6 +115,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
 
     @property
+    def manages_accumulation(self) -> bool:
+        """Whether DeepSpeed counts micro-batches; the user ends windows otherwise. DeepSpeed 0.18 always does."""
+        managed = getattr(type(self), "managed_gradient_accumulation", None)
+        return managed is None or bool(managed(self))
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step, also where DeepSpeed's three numbers cannot say it."""
         return int(self.train_batch_size())

@@ -148,7 +148,7 @@ def test_a_refused_key(row: Row) -> None:
     ids=lambda part: part.name if isinstance(part, Row) else str(part),
 )
 def test_a_refused_key_that_is_off(row: Row, value: object) -> None:
-    accepted(asking(row, value))
+    accepted_by_this_series(asking(row, value))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,17 @@ def test_a_refused_section_that_is_off(row: Row) -> None:
     "row", [row for row in CONFIG_ROWS if row.verdict is not Verdict.AT_START], ids=lambda row: row.name
 )
 def test_a_key_that_works(row: Row) -> None:
-    if any(f"{key}.".startswith(f"{row.key}.") for key in present().refused):
-        pytest.skip("refused with this series of DeepSpeed: adapters/versions.py")
-    accepted(asking(row, value_of(row)))
+    accepted_by_this_series(asking(row, value_of(row)))
+
+
+def accepted_by_this_series(config: dict[str, Any]) -> None:
+    """Accepted, or refused by the series of DeepSpeed that is installed, and not by the table: then skipped."""
+    try:
+        accepted(config)
+    except UnsupportedError as error:
+        if str(error).partition(":")[0].partition(" ")[0] not in present().refused:
+            raise
+        pytest.skip(f"refused with this series of DeepSpeed (adapters/versions.py): {error}")
 
 
 # ---- how a configuration is read ---------------------------------------------------------------------------------
