@@ -20,13 +20,17 @@
 | `native` | what compiled optimizers keep for themselves |
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
-| `stage0`, `stage0_fused`, `stage12`, `stage3` | one kind of DeepSpeed state each; the same four verbs (see `state`) |
-| `scaler` | the loss scale, and what an optimizer has no place for |
-| `bf16` | the same for BF16_Optimizer |
-| `offload` | gradients that masters in host memory own; CPU optimizers |
+| `stage0`, `stage0_fused`, `stage12`, `bf16`, `stage3` | one kind of DeepSpeed state each; four verbs (see `state`) |
 | `stages` | which of them an optimizer needs |
+| `flat` | what those over flat groups have in common |
+| `offload` | gradients that masters in host memory own; CPU optimizers |
+| `scaler` | the loss scale, and what an optimizer has no place for |
 | `gradients` | which parameters got a gradient |
 | `tokens` | gradients by token counts |
+| `windows` | which `GatheredParameters` blocks are open |
+| `rng` | the random streams of activation checkpointing |
+| `compiled` | what torch has compiled, and when it must be dropped |
+| `curriculum` | DeepSpeed's curriculum as an order of samples |
 | `host` | DeepSpeed's engine with these openings |
 """
 

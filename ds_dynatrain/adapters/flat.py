@@ -1,0 +1,86 @@
+"""What DeepSpeed's optimizers over flat groups have in common, whatever they call their lists.
+
+Per optimizer group one flat weight buffer, and one flat fp32 tensor (a rank's part of it, or the whole) that the basic
+optimizer steps; frozen tensors stand alone. `stage12`, `bf16` and `stage0_fused` say where DeepSpeed keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
+from ds_dynatrain.adapters.state import Buffers, Found, Scalars
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
+
+Slots = Iterable[tuple[int, int, int]]
+"""(tensor number, position of its first element in the flat group, elements)."""
+
+
+def describe_groups(
+    engine: Any, model: ModelMap, flats: Iterable[torch.Tensor], masters: Iterable[torch.Tensor]
+) -> tuple[Buffers, Scalars]:
+    """Per group: the flat weights, this rank's master and moments; frozen tensors one by one."""
+    buffers: Buffers = {}
+    scalars = Scalars()
+    for group, (flat, master) in enumerate(zip(flats, masters, strict=True)):
+        name = BufferId("group", group)
+        buffers[WEIGHT, name], buffers[MASTER, name] = flat.data, master.data
+        moments, steps = read_state(engine.basic_optimizer, master, group)
+        buffers.update({(kind, name): moment for kind, moment in moments.items()})
+        for kind, value in steps.items():
+            scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
+    for number, parameter in model.frozen():
+        buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
+    return buffers, scalars
+
+
+def weight_rows(model: ModelMap) -> list[Found]:
+    """Where the weights lie: whole, at the parameters' own addresses."""
+    return [Found(WEIGHT, index, 0, held.numel(), held.data_ptr()) for index, held in enumerate(model.parameters)]
+
+
+def master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
+    """What of a flat group lies in `master`, which holds its positions from `low` on."""
+    rows, high = [], low + master.numel()
+    for number, position, numel in slots:
+        start, stop = max(position, low), min(position + numel, high)
+        if start < stop:
+            address = master.data_ptr() + (start - low) * master.element_size()
+            rows.append(Found(MASTER, number, start - position, stop - start, address))
+    return rows
+
+
+def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Slots of parameters that follow one another."""
+    number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
+    slots, position = [], 0
+    for parameter in parameters:
+        slots.append((number[id(parameter)], position, parameter.numel()))
+        position += parameter.numel()
+    return slots
+
+
+def refill_master(
+    engine: Any, model: ModelMap, group: int, master: torch.Tensor, buffers: Buffers, scalars: Scalars
+) -> None:
+    """A group's master, its moments and its counts become the given ones."""
+    name = BufferId("group", group)
+    master.data = buffers[MASTER, name]
+    held = held_moments(engine.basic_optimizer, group, buffers, name)
+    steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}")
+    write_state(engine.basic_optimizer, master, group, held, steps)
+
+
+def refill_frozen(model: ModelMap, buffers: Buffers) -> None:
+    """Frozen parameters become views of their buffers."""
+    for number, parameter in model.frozen():
+        parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
+
+
+def tensors_of(model: ModelMap, group: int) -> list[int]:
+    """Numbers of the trainable tensors of an optimizer group."""
+    return [number for number, tensor in enumerate(model.tensors) if tensor.group == group != FROZEN]
