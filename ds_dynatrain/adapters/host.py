@@ -115,10 +115,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
 
     @property
-    def manages_accumulation(self) -> bool:
-        """Whether DeepSpeed counts micro-batches; the user ends windows otherwise. DeepSpeed 0.18 always does."""
+    def ends_window_by_hand(self) -> bool:
+        """Whether the next `step` ends the window because the user says so, not because of DeepSpeed's count.
+
+        By `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation` (DeepSpeed 0.18 always
+        has it).
+        """
         managed = getattr(type(self), "managed_gradient_accumulation", None)
-        return managed is None or bool(managed(self))
+        return bool(self._is_gradient_accumulation_boundary) or not (managed is None or managed(self))
 
     @property
     def global_batch_size(self) -> int:

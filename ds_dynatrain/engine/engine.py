@@ -320,7 +320,7 @@ class DynatrainEngine(HostEngine):
         of samples.
         """
         steps, samples = int(self.gradient_accumulation_steps()), int(self.global_samples)
-        by_hand = bool(self._is_gradient_accumulation_boundary) or not self.manages_accumulation
+        by_hand = self.ends_window_by_hand
         if by_hand and self._dealt and not self._last_dealt:
             raise practice("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
