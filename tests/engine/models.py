@@ -75,6 +75,15 @@ def decay_groups(model: nn.Module, decay: float = 0.1) -> list[dict[str, object]
     ]
 
 
+def named_groups(model: nn.Module) -> list[dict[str, object]]:
+    """Two groups by name, of what is trained: parameters of `zero.Init` or on the meta device tell no dims."""
+    trainable = [(name, held) for name, held in model.named_parameters() if held.requires_grad]
+    return [
+        {"params": [held for name, held in trainable if "norm" not in name], "weight_decay": 0.1},
+        {"params": [held for name, held in trainable if "norm" in name], "weight_decay": 0.0},
+    ]
+
+
 class Sequences(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """`length` pairs of token sequences; sample i is the same in every process."""
 

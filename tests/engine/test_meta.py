@@ -13,7 +13,7 @@ from torch import nn
 import ds_dynatrain
 from ds_dynatrain.errors import ConfigError
 from tests.engine import jobs, oracle
-from tests.engine.models import SmallGPT, small_gpt
+from tests.engine.models import SmallGPT, named_groups, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.test_members import holdings
 
@@ -36,15 +36,6 @@ def on_meta(**sizes: Any) -> MetaGPT:
     return model
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups; the objects must stay the model's."""
-    trainable = [(name, held) for name, held in model.named_parameters() if held.requires_grad]
-    return [
-        {"params": [held for name, held in trainable if "norm" not in name], "weight_decay": 0.1},
-        {"params": [held for name, held in trainable if "norm" in name], "weight_decay": 0.0},
-    ]
-
-
 def seeded() -> None:
     """Member 0's seed is the job's, whatever the others have."""
     torch.manual_seed(77 if td.get_rank() == 0 else 1000 + td.get_rank())
@@ -54,7 +45,7 @@ def trained(config: dict[str, Any], model: nn.Module, target: jobs.Sizes, **more
     """(states at the start and after the last step, where this member works; its losses)."""
     states: dict[str, Any] = {}
     record = jobs.Record()
-    more = more or {"model_parameters": groups_of(model)}
+    more = more or {"model_parameters": named_groups(model)}
     with jobs.job(config, model=model, **more) as made:
         if made.engine.idle:
             assert holdings(made.engine, 100_000)["parameters"] == 0
@@ -72,7 +63,7 @@ def twin_case(dtype: str, start: jobs.Sizes, target: jobs.Sizes, sizes: dict[str
     before = torch.get_rng_state(), random.getstate()
     model = on_meta(**sizes)
     kept = [id(held) for held in model.parameters()]
-    optimizer = torch.optim.AdamW(groups_of(model), lr=2e-3)
+    optimizer = torch.optim.AdamW(named_groups(model), lr=2e-3)
     states, losses = trained(config, model, target, optimizer=optimizer)
     assert model.out.weight is model.words.weight and [id(held) for held in model.parameters()] == kept
     values = td_broadcast(states["start"].tensors if "start" in states else None)

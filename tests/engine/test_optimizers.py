@@ -72,7 +72,7 @@ class Case:
     make: Callable[[Any], torch.optim.Optimizer] | dict[str, Any]
     moments: dict[str, tuple[int, ...]]
     dtype: str = "fp32"
-    furthest: float = 1e-5
+    furthest: float = 1e-6
     sizes: dict[str, int] = field(default_factory=dict)
     path: tuple[jobs.Sizes, ...] = tuple(PATH)
     compiled: str = ""
@@ -105,11 +105,10 @@ CASES: dict[str, Case] = {
     "dampening": Case(
         lambda groups: OPTIM.SGD(groups, lr=RATE, momentum=0.9, dampening=0.3), {"momentum_buffer": BOTH}, "bf16", 1e-3
     ),
-    "rmsprop": Case(lambda groups: OPTIM.RMSprop(groups, lr=RATE), {"square_avg": BOTH}, furthest=1e-4),
+    "rmsprop": Case(lambda groups: OPTIM.RMSprop(groups, lr=RATE), {"square_avg": BOTH}),
     "centered rmsprop": Case(
         lambda groups: OPTIM.RMSprop(groups, lr=1e-4, momentum=0.5, centered=True),
         {"square_avg": BOTH, "momentum_buffer": BOTH, "grad_avg": BOTH},
-        furthest=1e-4,
     ),
     "nadam": Case(lambda groups: OPTIM.NAdam(groups, lr=RATE), ADAM),
     "radam": Case(lambda groups: OPTIM.RAdam(groups, lr=RATE), ADAM),
@@ -121,19 +120,18 @@ CASES: dict[str, Case] = {
         {"sum": BOTH},
         path=((2, 0), (4, 0), (1, 0), (3, 0)),
     ),
-    "cpu lion": Case(_cpu_lion, ADAM, furthest=1e-4, sizes=LARGE, compiled="cpu_lion"),
+    "cpu lion": Case(_cpu_lion, ADAM, sizes=LARGE, compiled="cpu_lion"),
     "cpu adam": Case(_cpu_adam, ADAM, compiled="cpu_adam"),
     "muon": Case(
         {"type": "Muon", "params": {"lr": RATE, "torch_adam": True}},
         MUON,
-        furthest=1e-4,
         sizes=LARGE,
         path=MUON_PATH,
     ),
     "muon with fused adam": Case(
         {"type": "Muon", "params": {"lr": RATE, "ns_method": "standard"}},
         MUON,
-        furthest=1e-4,
+        furthest=2e-5,
         path=MUON_PATH,
         compiled="fused_adam",
     ),
@@ -145,7 +143,7 @@ CASES: dict[str, Case] = {
         sizes=LARGE,
         path=((2, 3), (4, 3), (1, 3), (3, 3)),
     ),
-    "lion of the user's": Case(_lion, {"exp_avg": BOTH}, furthest=1e-4),
+    "lion of the user's": Case(_lion, {"exp_avg": BOTH}),
 }
 
 

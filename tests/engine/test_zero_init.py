@@ -14,7 +14,7 @@ from torch import nn
 import ds_dynatrain
 from ds_dynatrain.errors import ConfigError
 from tests.engine import jobs, oracle
-from tests.engine.models import SmallGPT, small_gpt
+from tests.engine.models import SmallGPT, named_groups, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.test_members import holdings, resident_bytes
 
@@ -43,15 +43,6 @@ def converted(config: dict[str, Any], **sizes: Any) -> nn.Module:
     return model
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two optimizer groups by name: a parameter of `zero.Init` has no dims."""
-    trainable = [(name, held) for name, held in model.named_parameters() if held.requires_grad]
-    return [
-        {"params": [held for name, held in trainable if "norm" not in name], "weight_decay": 0.1},
-        {"params": [held for name, held in trainable if "norm" in name], "weight_decay": 0.0},
-    ]
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole parameters of a model of `zero.Init`."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -71,7 +62,7 @@ def trained(config: dict[str, Any], model: nn.Module, schedule: jobs.Schedule) -
     """(states at the start and after the last step, where this member works; its losses; its events)."""
     states: dict[str, Any] = {}
     record = jobs.Record()
-    with jobs.job(config, model=model, model_parameters=groups_of(model)) as made:
+    with jobs.job(config, model=model, model_parameters=named_groups(model)) as made:
         if not made.engine.idle:
             states["start"] = oracle.gather(made.engine)
         jobs.train(made, STEPS, schedule, record)
