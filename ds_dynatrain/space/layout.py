@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ds_dynatrain.errors import LayoutError
 
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
+NO_AXES = ("zero_stage", "boundaries")
+"""The fields of a layout that are no axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,10 @@ class Layout:
     world size = pipe x data x sequence x tensor. `expert` divides data x sequence and adds no ranks; `data` never
     includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1, a
     stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
+
+    boundaries: the layer with which each pipeline stage begins, and behind them the number of layers, such as (0, 3, 7)
+    for layers 0 to 2 and 3 to 6. None leaves it to the model's partition method. LayoutError unless they are `pipe`
+    stages with a layer each.
     """
 
     zero_stage: int
@@ -28,11 +36,12 @@ class Layout:
     expert: int = 1
     tensor: int = 1
     sequence: int = 1
+    boundaries: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise LayoutError with the arithmetic that fails."""
-        for name, value in self.to_dict().items():
-            if not isinstance(value, int) or isinstance(value, bool):
+        for name, value in {**self.axes(), "zero_stage": self.zero_stage}.items():
+            if not _is_whole(value):
                 raise LayoutError(f"{name}={value!r} is not a whole number")
         if self.zero_stage not in STAGES:
             raise LayoutError(f"zero_stage={self.zero_stage} is not one of {', '.join(map(str, STAGES))}")
@@ -45,10 +54,12 @@ class Layout:
                 f"expert={self.expert} does not divide data x sequence = {self.data} x {self.sequence} = {width} "
                 f"(remainder {width % self.expert})"
             )
+        if self.boundaries is not None:
+            _check_boundaries(self.boundaries, self.pipe)
 
     def axes(self) -> dict[str, int]:
         """Size of every axis, by name."""
-        names = (field.name for field in dataclasses.fields(self) if field.name != "zero_stage")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in NO_AXES)
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -56,13 +67,17 @@ class Layout:
         """Number of ranks: pipe x data x sequence x tensor."""
         return math.prod(getattr(self, axis) for axis in RANK_ORDER)
 
-    def replace(self, **changes: int) -> Layout:
-        """A layout with some sizes changed; LayoutError for a name that is no axis."""
+    def replace(self, **changes: Any) -> Layout:
+        """A layout with some sizes changed; LayoutError for a name that is no axis.
+
+        Boundaries belong to a number of stages: another `pipe` drops them.
+        """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}")
-        return dataclasses.replace(self, **changes)
+        kept = {} if changes.get("pipe", self.pipe) == self.pipe else {"boundaries": None}
+        return dataclasses.replace(self, **{**kept, **changes})
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on each axis that adds ranks; LayoutError for a rank outside of the world."""
@@ -88,18 +103,43 @@ class Layout:
             rank = rank * size + index
         return rank
 
-    def to_dict(self) -> dict[str, int]:
-        """All sizes and the stage, by name."""
-        return {**self.axes(), "zero_stage": self.zero_stage}
+    def to_dict(self) -> dict[str, Any]:
+        """All sizes, the stage, and the boundaries if there are any, by name; plain JSON."""
+        cut = {} if self.boundaries is None else {"boundaries": list(self.boundaries)}
+        return {**self.axes(), "zero_stage": self.zero_stage, **cut}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, int]) -> Layout:
+    def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """The inverse of `to_dict`; missing axes are 1; LayoutError for an unknown name or a missing stage."""
         if "zero_stage" not in values:
             raise LayoutError(f"zero_stage is missing among {', '.join(values) or 'nothing'}; it has no default")
-        return cls(zero_stage=values["zero_stage"]).replace(**values)
+        given = dict(values)
+        if isinstance(given.get("boundaries"), list):
+            given["boundaries"] = tuple(given["boundaries"])
+        return cls(zero_stage=values["zero_stage"]).replace(**given)
 
     def __str__(self) -> str:
         """Short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
         parts = [f"{name}={size}" for name, size in self.axes().items() if size != 1 or name == "data"]
-        return " ".join([*parts, f"zero_stage={self.zero_stage}"])
+        cut = [] if self.boundaries is None else [f"boundaries={','.join(map(str, self.boundaries))}"]
+        return " ".join([*parts, *cut, f"zero_stage={self.zero_stage}"])
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
+    """LayoutError unless they cut the layers into `pipe` stages that have at least one each."""
+    if not isinstance(boundaries, tuple) or not all(map(_is_whole, boundaries)):
+        raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers, such as (0, 3, 7)")
+    if len(boundaries) != pipe + 1:
+        raise LayoutError(
+            f"boundaries={boundaries} cut {max(0, len(boundaries) - 1)} stages and pipe is {pipe}: give the first "
+            f"layer of each stage and the number of layers, {pipe + 1} numbers"
+        )
+    if boundaries[0] != 0:
+        raise LayoutError(f"boundaries={boundaries} leave out layers 0 to {boundaries[0] - 1}; begin with 0")
+    for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
+        if start >= stop:
+            raise LayoutError(f"boundaries={boundaries} give stage {stage} no layer: {start} is not below {stop}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,37 @@ def test_it_reads_short() -> None:
     assert str(Layout(zero_stage=2, data=4)) == "data=4 zero_stage=2"
     assert str(Layout(zero_stage=0)) == "data=1 zero_stage=0"
     assert str(Layout(zero_stage=1, data=2, pipe=2, expert=2)) == "data=2 pipe=2 expert=2 zero_stage=1"
+
+
+def test_boundaries_belong_to_a_number_of_stages() -> None:
+    layout = Layout(zero_stage=1, pipe=2, boundaries=(0, 3, 7))
+    assert str(layout) == "data=1 pipe=2 boundaries=0,3,7 zero_stage=1"
+    assert "boundaries" not in layout.axes() and layout.world_size == 2
+    assert layout.to_dict()["boundaries"] == [0, 3, 7]
+    assert Layout.from_dict(layout.to_dict()) == layout == layout.replace(boundaries=(0, 3, 7))
+    assert "boundaries" not in Layout(zero_stage=1, pipe=2).to_dict()
+    assert layout.replace(data=2, pipe=2).boundaries == (0, 3, 7)
+    assert layout.replace(pipe=4).boundaries is None
+    assert layout.replace(pipe=1, boundaries=(0, 7)).boundaries == (0, 7)
+    assert len({layout, Layout(zero_stage=1, pipe=2, boundaries=(0, 4, 7)), layout.replace(boundaries=None)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "words"),
+    [
+        ((0, 7), r"cut 1 stages and pipe is 2.*3 numbers"),
+        ((), "cut 0 stages"),
+        ((1, 3, 7), "leave out layers 0 to 0"),
+        ((0, 3, 3), "give stage 1 no layer: 3 is not below 3"),
+        ((0, 9, 7), "give stage 1 no layer: 9"),
+        ((0, 3.0, 7), "no tuple of whole numbers"),
+        ((False, 3, 7), "no tuple of whole numbers"),
+        ("0,3,7", "no tuple of whole numbers"),
+    ],
+)
+def test_impossible_boundaries_say_why(boundaries: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Layout(zero_stage=1, pipe=2, boundaries=boundaries)
 
 
 @pytest.mark.parametrize(
