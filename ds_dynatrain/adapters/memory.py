@@ -11,8 +11,17 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.space import MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
-from ds_dynatrain.space.zero import has_flat_groups, partition_size, subgroups
+from ds_dynatrain.space import (
+    MASTER,
+    STALE_GRAD,
+    WEIGHT,
+    BufferId,
+    Layout,
+    LocalSpace,
+    Pieces,
+    VirtualParameterSpace,
+)
+from ds_dynatrain.space.zero import group_sizes, has_flat_groups, partition_size, subgroups
 
 SLACK = 2048
 """Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
@@ -44,32 +53,32 @@ def dtypes(types: ElementTypes, kinds: tuple[str, ...]) -> dict[str, torch.dtype
     return {kind: types.of(kind) for kind in kinds}
 
 
-def sizes(vps: VirtualParameterSpace, layout: Layout) -> dict[tuple[str, BufferId], int]:
-    """Elements of every buffer that a rank of `layout` holds, padding included; equal on all ranks."""
-    line, data = vps.line, layout.data
-    kinds = vps.present_kinds(layout)
+def sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
+    """Elements of every buffer of a rank, padding included."""
+    line, layout, rules = local.line, local.layout, local.rules
+    kinds, ranks = local.present_kinds(), group_sizes(line, layout)
+    flat = has_flat_groups(rules, layout)
     found: dict[tuple[str, BufferId], int] = {}
-    for number, tensor in enumerate(vps.tensors):
-        part = -(-tensor.numel // data)
-        if layout.zero_stage < 3 and not (tensor.trainable and has_flat_groups(vps.rules, layout)):
-            held = [kind for kind in kinds if vps.has(kind, tensor.group)] if tensor.trainable else [WEIGHT]
+    for number, tensor in enumerate(local.tensors):
+        if layout.zero_stage < 3 and not (tensor.trainable and flat):
+            held = [kind for kind in kinds if local.has(kind, tensor.group)] if tensor.trainable else [WEIGHT]
             found.update({(kind, BufferId("tensor", number)): tensor.numel for kind in held})
         elif layout.zero_stage == 3 and not tensor.trainable:
-            found[WEIGHT, BufferId("partition", number)] = part
-    if has_flat_groups(vps.rules, layout):
-        for group in sorted({tensor.group for tensor in vps.tensors if tensor.trainable}):
-            size = partition_size(line, vps.rules, layout, group)
+            found[WEIGHT, BufferId("partition", number)] = -(-tensor.numel // int(ranks[number]))
+    if flat:
+        for group in sorted({tensor.group for tensor in local.tensors if tensor.trainable}):
+            size, width = partition_size(line, rules, layout, group), int(ranks[line.groups == group][0])
             for kind in kinds:
-                if vps.has(kind, group):
+                if local.has(kind, group):
                     whole = kind == WEIGHT and layout.zero_stage > 0
-                    found[kind, BufferId("group", group)] = size * data if whole else size
+                    found[kind, BufferId("group", group)] = size * width if whole else size
     if layout.zero_stage == 3:
-        parts = -(-line.numels[: line.trainable_count] // data)
-        numbers = subgroups(line, vps.rules, data)
+        parts = (-(-line.numels // ranks))[: line.trainable_count]
+        numbers = subgroups(line, rules, layout)
         totals = np.bincount(numbers, weights=parts).astype(np.int64)
         group_of = dict(zip(numbers.tolist(), line.groups.tolist(), strict=False))
         for kind in kinds:
-            present = [j for j in range(len(totals)) if vps.has(kind, group_of[j])]
+            present = [j for j in range(len(totals)) if local.has(kind, group_of[j])]
             found.update({(kind, BufferId("subgroup", j)): int(totals[j]) for j in present})
     return found
 
@@ -82,26 +91,31 @@ def reusable(
     """
     if rank is None:
         return set()
-    wanted = sizes(vps, target)
+    wanted = sizes(vps.local(target, target_rank))
     kept: set[tuple[str, BufferId]] = set()
     for kind in vps.present_kinds(target):
         if kind not in vps.present_kinds():
             continue
-        before, after = vps.holding(vps.layout, rank, kind), vps.holding(target, target_rank, kind)
-        rows: dict[BufferId, list[tuple[int, int, int]]] = {name: [] for held, name in wanted if held == kind}
-        for piece in after:
-            rows[piece.buffer].append((piece.start, piece.stop, piece.offset))
-        have: dict[BufferId, list[tuple[int, int, int]]] = {}
-        for piece in before:
-            have.setdefault(piece.buffer, []).append((piece.start, piece.stop, piece.offset))
-        for name, pieces in rows.items():
+        have = _by_buffer(vps.holding(vps.layout, rank, kind))
+        want = _by_buffer(vps.holding(target, target_rank, kind))
+        names = {name for held, name in wanted if held == kind}
+        for name in names:
             fits = (kind, name) in live and _capacity(live[kind, name]) >= wanted[kind, name]
-            if fits and have.get(name, []) == pieces:
+            if fits and have.get(name) == want.get(name):
                 kept.add((kind, name))
-        slices = {(kind, name) for name in rows if name.place == "subgroup"}
+        slices = {(kind, name) for name in names if name.place == "subgroup"}
         if not slices <= kept:  # slices of one tensor: all of them or none
             kept -= slices
     return kept - _masters_apart(target, kept, live)
+
+
+def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
+    """Buffer -> runs and their offsets in it, as one value to compare."""
+    columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
+    found = {}
+    for index in np.unique(pieces.buffer).tolist():
+        found[pieces.buffers[index]] = columns[pieces.buffer == index].tobytes()
+    return found
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
@@ -124,20 +138,19 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def provide(
-    vps: VirtualParameterSpace,
-    target: Layout,
+    local: LocalSpace,
     types: Mapping[str, torch.dtype],
     keep: set[tuple[str, BufferId]],
     live: Buffers,
     allocate: Allocate,
 ) -> Buffers:
-    """Every buffer of the target layout: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
+    """Every buffer of a rank: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
 
     Sub-group buffers of a kind are slices of one tensor; where weight and master are of one type (fp32), those of ZeRO
     stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
-    wanted = {key: size for key, size in sizes(vps, target).items() if key[0] in types}
-    one_memory = types[WEIGHT] == types.get(MASTER) and target.zero_stage in (0, 3)
+    wanted = {key: size for key, size in sizes(local).items() if key[0] in types}
+    one_memory = types[WEIGHT] == types.get(MASTER) and local.layout.zero_stage in (0, 3)
     buffers: Buffers = {}
     for kind, dtype in types.items():
         if kind == MASTER and one_memory:

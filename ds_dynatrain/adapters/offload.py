@@ -16,7 +16,8 @@ import torch
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.state import Buffers, Found
-from ds_dynatrain.space import HOST_GRAD, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.space import HOST_GRAD, BufferId, LocalSpace
+from ds_dynatrain.space.zero import group_size
 from ds_dynatrain.support import practice
 
 
@@ -88,16 +89,16 @@ def refuse_moved_states(engine: Any) -> None:
         raise practice("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
 
 
-def working_bytes(vps: VirtualParameterSpace, layout: Layout, weight: torch.dtype, accumulates: bool) -> int:
+def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:
     """Bytes that offload takes on a rank beside the state, at most.
 
     Stages 1 and 2: a copy of the weight part, two buffers as large as the largest tensor, and with several
     micro-batches a gradient of each parameter that touches the part, whole.
     """
-    if layout.zero_stage not in (1, 2):
+    if local.layout.zero_stage not in (1, 2):
         return 0
-    numels = vps.line.numels[: vps.line.trainable_count]
-    part, largest = int(numels.sum()) // layout.data, int(numels.max(initial=0))
-    groups = len({tensor.group for tensor in vps.tensors if tensor.trainable})
+    numels = local.line.numels[: local.line.trainable_count]
+    part, largest = int(numels.sum()) // group_size(local.layout), int(numels.max(initial=0))
+    groups = len({tensor.group for tensor in local.tensors if tensor.trainable})
     window = min(int(numels.sum()), part + 2 * groups * largest) if accumulates else 0
     return (part + 2 * largest + window) * weight.itemsize

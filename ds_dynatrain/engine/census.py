@@ -16,13 +16,14 @@ Row = tuple[str, int, int, int, int]
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
-    """(kind, tensor number, first row-major index, elements, address) of everything a rank holds by its layout.
+    """(kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
 
     CensusError if the layout names a buffer that is not there.
     """
     rows: set[Row] = set()
+    local = vps.local(vps.layout, rank)
     for kind in sorted(kinds):
-        numbers, pieces = vps.split_by_tensor(vps.holding(vps.layout, rank, kind))
+        numbers, pieces = local.rows(kind)
         for number, piece in zip(numbers.tolist(), pieces, strict=True):
             held = buffers.get((kind, piece.buffer))
             if held is None:
@@ -36,7 +37,7 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
                     f"of a buffer of {held.numel()} elements"
                 )
             address = held.data_ptr() + piece.offset * held.element_size()
-            first = piece.start - int(vps.bases[number])
+            first = piece.start - int(local.line.bases[number])
             rows.add((kind, number, first, piece.stop - piece.start, address))
     return rows
 

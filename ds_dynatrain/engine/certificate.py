@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, Box, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -88,8 +88,10 @@ def verdict(
     _check_carry(reports, source_members, target_members)
     _check_streams(reports, source_members, target_members)
     _check_newcomers(reports, source_members, target_members)
-    before = whole_digests(vps, source, {member: reports[member]["source"] for member in source_members}, "source")
-    after = whole_digests(vps, target, {member: reports[member]["target"] for member in target_members}, "target")
+    given = {member: reports[member]["source"] for member in source_members}
+    arrived = {member: reports[member]["target"] for member in target_members}
+    before = whole_digests(vps, source, source_members, given, "source")
+    after = whole_digests(vps, target, target_members, arrived, "target")
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(before):
         if kind not in after:
@@ -112,30 +114,75 @@ def verdict(
 
 
 def whole_digests(
-    vps: VirtualParameterSpace, layout: Layout, records: Mapping[int, Mapping[str, str]], side: str
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    members: tuple[int, ...],
+    records: Mapping[int, Mapping[str, str]],
+    side: str,
 ) -> dict[str, Digests]:
-    """Kind -> digests of whole tensors; replicas must agree."""
+    """Kind -> digests of whole tensors. members: at each rank of the layout.
+
+    Replicas must agree, whether data-parallel copies or tensors that the other axes leave whole on several places.
+    """
     sides = {member: SideDigests.from_json(record) for member, record in records.items()}
-    first_member, first = next(iter(sides.items()))
-    whole: dict[str, Digests] = {}
+    first = sides[members[0]]
     for member, other in sides.items():
         if set(other.of) != set(first.of):
             kinds = sorted(set(other.of) ^ set(first.of))
-            raise CertificateError(f"{side}: only one of members {first_member} and {member} holds {', '.join(kinds)}")
-    for kind, values in first.of.items():
-        if not vps.is_replicated(layout, kind):
-            whole[kind] = np.sum([other.of[kind] for other in sides.values()], axis=0, dtype=np.uint64)
-            continue
-        for member, other in sides.items():
-            different = np.flatnonzero(other.of[kind] != values)
-            if len(different):
-                name = vps.tensors[int(different[0])].name
-                raise CertificateError(
-                    f"{side}: {kind} of {name!r} differs between the replicas of members {first_member} and "
-                    f"{member}{_hint(kind)}"
-                )
-        whole[kind] = values
+            raise CertificateError(f"{side}: only one of members {members[0]} and {member} holds {', '.join(kinds)}")
+    mesh = vps.mesh(layout)
+    decks = [np.arange(len(members))] if mesh is None else [deck.ranks for deck in mesh.decks]
+    whole: dict[str, Digests] = {}
+    for kind in first.of:
+        replicated = vps.is_replicated(layout, kind)
+        found = []
+        for ranks in decks:
+            held = {members[rank]: sides[members[rank]].of[kind] for rank in ranks.tolist()}
+            found.append(_deck_digest(vps, held, replicated, f"{side}: {kind}"))
+        whole[kind] = found[0] if mesh is None else _joined(vps, mesh, members, found, f"{side}: {kind}")
     return whole
+
+
+def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str) -> Digests:
+    """One digest for each tensor, of what the members of a ZeRO group hold together."""
+    if not replicated:
+        total: Digests = np.sum(list(held.values()), axis=0, dtype=np.uint64)
+        return total
+    first, *others = held
+    for member in others:
+        _check_replica(vps, held[first], held[member], (first, member), what)
+    return held[first]
+
+
+def _joined(
+    vps: VirtualParameterSpace, mesh: Mesh, members: tuple[int, ...], found: list[Digests], what: str
+) -> Digests:
+    """Digests of whole tensors out of those of decks: places that hold the same part agree, parts add up."""
+    total = np.zeros(len(vps.tensors), np.uint64)
+    for number, tensor in enumerate(vps.tensors):
+        parts: dict[tuple[Box, ...], int] = {}
+        for index, deck in enumerate(mesh.decks):
+            boxes = tuple(piece.box for piece in mesh.shard(int(deck.ranks[0]), number).pieces)
+            if deck.experts != tensor.expert or not boxes:
+                continue
+            before = parts.setdefault(boxes, index)
+            if found[before][number] != found[index][number]:
+                pair = (members[int(mesh.decks[before].ranks[0])], members[int(deck.ranks[0])])
+                raise CertificateError(_replica_text(tensor.name, pair, what))
+        for index in parts.values():
+            total[number] += found[index][number]
+    return total
+
+
+def _check_replica(vps: VirtualParameterSpace, one: Digests, other: Digests, pair: tuple[int, int], what: str) -> None:
+    different = np.flatnonzero(one != other)
+    if len(different):
+        raise CertificateError(_replica_text(vps.tensors[int(different[0])].name, pair, what))
+
+
+def _replica_text(name: str, pair: tuple[int, int], what: str) -> str:
+    kind = what.split(": ")[-1]
+    return f"{what} of {name!r} differs between the replicas of members {pair[0]} and {pair[1]}{_hint(kind)}"
 
 
 def _hint(kind: str) -> str:

@@ -477,7 +477,7 @@ class DynatrainEngine(HostEngine):
 
         numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
         types = {kind: dtype for kind, dtype in self._switcher.types(self.layout).items() if kind in FIRST_KINDS}
-        buffers = provide(self.vps, self.layout, types, set(), {}, zeros)
+        buffers = provide(self.vps.local(self.layout, self.rank), types, set(), {}, zeros)
         fill(buffers, self.vps, self.rank, noted(), numbers)
         return buffers, drawn
 

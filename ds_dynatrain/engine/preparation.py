@@ -128,7 +128,9 @@ class Preparation:
         member, vps = self.control.member, self.vps
         rank = vps.members.index(member) if member in vps.members else None
         self.kept = reusable(vps, rank, self.proposal.layout, self.target_rank, self.live)
-        self.buffers = provide(vps, self.proposal.layout, self.types, self.kept, self.live, self._touched)
+        self.buffers = provide(
+            vps.local(self.proposal.layout, self.target_rank), self.types, self.kept, self.live, self._touched
+        )
         self.live = {}
 
     def _touched(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

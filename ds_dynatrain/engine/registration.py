@@ -227,7 +227,11 @@ class _Registration:
 
     def _check_memory(self, vps: VirtualParameterSpace) -> None:
         types = dtypes(self.engine.element_types, self.new_kinds)
-        need = sum(size * types[kind].itemsize for (kind, _), size in sizes(vps, self.layout).items() if kind in types)
+        need = sum(
+            size * types[kind].itemsize
+            for (kind, _), size in sizes(vps.local(self.layout, self.engine.rank)).items()
+            if kind in types
+        )
         need += 2 * max(tensor.numel for tensor in vps.tensors) * max(each.itemsize for each in types.values())
         feasible.check_memory(self.control.member, dict.fromkeys(self.engine.members, need), self.engine.nodes)
 
@@ -236,7 +240,8 @@ class _Registration:
     def _filled(self, vps: VirtualParameterSpace) -> tuple[Buffers, dict[str, int]]:
         """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters)."""
         old, rank = self.old, self.engine.rank
-        target = provide(vps, self.layout, dtypes(self.engine.element_types, self.new_kinds), set(), {}, zeros)
+        local = vps.local(self.layout, rank)
+        target = provide(local, dtypes(self.engine.element_types, self.new_kinds), set(), {}, zeros)
         weights = pieces_by_tensor(old.vps, self.layout, rank, WEIGHT)
         expected: dict[str, int] = {}
         for kind in self.new_kinds:
@@ -303,12 +308,10 @@ class _Registration:
         if len({report["carry"] for report in reports.values()}) != 1:
             raise CertificateError("hyper-parameters, counts or the scheduler differ between members")
         new, old = self.engine.vps, self.old.vps
-        before = whole_digests(
-            old, self.layout, {member: report["source"] for member, report in reports.items()}, "before"
-        )
-        after = whole_digests(
-            new, self.layout, {member: report["target"] for member, report in reports.items()}, "after"
-        )
+        given = {member: report["source"] for member, report in reports.items()}
+        arrived = {member: report["target"] for member, report in reports.items()}
+        before = whole_digests(old, self.layout, self.engine.members, given, "before")
+        after = whole_digests(new, self.layout, self.engine.members, arrived, "after")
         for kind in self.new_kinds:
             for number, tensor in enumerate(new.tensors):
                 if not (tensor.trainable or kind == WEIGHT) or not new.has(kind, tensor.group):

@@ -162,12 +162,16 @@ class Switcher:
 
     def _needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
-        types = self.types(target)
-        state = sum(size * types[kind].itemsize for (kind, _), size in sizes(self.engine.vps, target).items())
-        if self.engine.zero_use_cpu_optimizer():
-            batch = self.engine.batch_for(target)
-            state += working_bytes(self.engine.vps, target, types["weight"], batch.accumulation > 1)
-        return dict.fromkeys(members, state + min(self.engine.settings.memory_budget_bytes, state))
+        types, budget = self.types(target), self.engine.settings.memory_budget_bytes
+        accumulates = self.engine.batch_for(target).accumulation > 1
+        needs = {}
+        for rank, member in enumerate(members):
+            local = self.engine.vps.local(target, rank)
+            state = sum(size * types[kind].itemsize for (kind, _), size in sizes(local).items())
+            if self.engine.zero_use_cpu_optimizer():
+                state += working_bytes(local, types["weight"], accumulates)
+            needs[member] = state + min(budget, state)
+        return needs
 
     def types(self, layout: Layout) -> dict[str, torch.dtype]:
         """Element type of each state kind under a layout."""
@@ -243,7 +247,7 @@ class Switcher:
         """
         engine, before = self.engine, streams.capture()
         types = self.types(layout)
-        empty = provide(engine.vps, layout, types, set(), {}, _untouched)
+        empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
         world = stand_in_world(rank, layout.world_size)
         with installed(world, engine.launch):
             engine.attach(layout, world, engine.config_for(layout), empty, Scalars())

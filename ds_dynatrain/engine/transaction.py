@@ -217,7 +217,8 @@ class Transaction:
         ]
         if stale:
             preparation.kept = reusable(vps, self.source_rank, layout, self.target_rank, self.source)
-            preparation.buffers = provide(vps, layout, preparation.types, preparation.kept, self.source, zeros)
+            local = vps.local(layout, self.target_rank)
+            preparation.buffers = provide(local, preparation.types, preparation.kept, self.source, zeros)
         absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
         self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
 

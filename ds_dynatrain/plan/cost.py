@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_dynatrain.plan.plan import SwitchPlan
-from ds_dynatrain.plan.sides import ABSENT
-from ds_dynatrain.space import HOST_GRAD, STALE_GRAD, Layout, VirtualParameterSpace
+from ds_dynatrain.space import ABSENT, HOST_GRAD, STALE_GRAD, Layout, VirtualParameterSpace
 
 
 @dataclass(frozen=True)

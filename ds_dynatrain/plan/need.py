@@ -10,8 +10,8 @@ import numpy as np
 
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.senders import read_from, receivers_of, senders_of
-from ds_dynatrain.plan.sides import ABSENT, Sides
-from ds_dynatrain.space import Kind, Pieces
+from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.space import ABSENT, Kind, Pieces
 from ds_dynatrain.space.tensor import Ints
 
 
@@ -132,12 +132,13 @@ def _between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, re
 def _target_place(sides: Sides, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Where received runs go: into the rank's own part, or else into its whole copy."""
     cut = sides.target(kind.name)
-    if cut.replicated:
+    copies = sides.target(kind.name, copies=True)
+    if cut.replicated or copies.is_empty:
         return cut.place(start, stop, rank)
     row, low, high, owner = cut.owners(start, stop)
     own = owner == rank[row]
     parts = []
-    for mask, place in ((own, cut), (~own, sides.target(kind.name, copies=True))):
+    for mask, place in ((own, cut), (~own, copies)):
         inner, first, last, buffer, offset = place.place(low[mask], high[mask], rank[row[mask]])
         parts.append((row[mask][inner], first, last, buffer, offset))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]

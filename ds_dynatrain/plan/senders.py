@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ds_dynatrain.errors import SwitchRefused
-from ds_dynatrain.plan.sides import ABSENT, Sides
-from ds_dynatrain.space import Kind, Sharding, interval
+from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.space import ABSENT, Kind, interval
 from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.vps import AnySharding
 
 Rows = tuple[Ints, Ints, Ints]
 
@@ -50,25 +51,18 @@ def receivers_of(sides: Sides, kind: Kind, sender: int) -> Rows:
     return _join(parts)
 
 
-def _receivers_of_owned(sides: Sides, kind: Kind, cut: Sharding, sender: int) -> Rows:
-    owned = cut.holding(sender)
+def _receivers_of_owned(sides: Sides, kind: Kind, cut: AnySharding, sender: int) -> Rows:
+    owned = cut.owned(sender)
     target, copies = sides.target(kind.name), sides.target(kind.name, copies=True)
-    if target.replicated:
-        rows = _for_ranks(*_within(owned.start, owned.stop, target), np.arange(target.ranks, dtype=np.int64))
-    else:
-        _, low, high, rank = target.owners(owned.start, owned.stop)
-        extra = _second_copies(sides, kind, *_within(owned.start, owned.stop, copies))
-        rows = _join([(low, high, rank), _drop_owned(extra, target, extra[2])])
-    keep = sides.source_ranks[rows[2]] != sender
-    rows = (rows[0][keep], rows[1][keep], rows[2][keep])
+    _, low, high, rank = target.holders(owned.start, owned.stop)
+    extra = _second_copies(sides, kind, *_within(owned.start, owned.stop, copies))
+    rows = _join([(low, high, rank), _drop_held(extra, target, extra[2])])
     for name in sides.sources(kind):
-        other = sides.source(name)
-        if other is not cut:
-            rows = _drop_owned(rows, other, sides.source_ranks[rows[2]])
-        rows = _drop_owned(rows, sides.source(name, copies=True), sides.source_ranks[rows[2]])
+        rows = _drop_held(rows, sides.source(name), sides.source_ranks[rows[2]])
+        rows = _drop_held(rows, sides.source(name, copies=True), sides.source_ranks[rows[2]])
     origin = sides.derived_from(kind)
     if origin is not None:
-        rows = _drop_owned(rows, sides.target(origin), rows[2])
+        rows = _drop_held(rows, sides.target(origin), rows[2])
     return rows
 
 
@@ -79,7 +73,7 @@ def _second_copies(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Rows:
     return _join([_for_ranks(start, stop, np.flatnonzero(fresh)), _for_ranks(low, high, np.flatnonzero(~fresh))])
 
 
-def _within(start: Ints, stop: Ints, cut: Sharding) -> tuple[Ints, Ints]:
+def _within(start: Ints, stop: Ints, cut: AnySharding) -> tuple[Ints, Ints]:
     """The parts of runs that a sharding covers."""
     _, _, low, high = interval.intersect(start, stop, *cut.region())
     return low, high
@@ -90,20 +84,13 @@ def _for_ranks(start: Ints, stop: Ints, ranks: Ints) -> Rows:
     return np.tile(start, len(ranks)), np.tile(stop, len(ranks)), np.repeat(ranks, len(start))
 
 
-def _drop_owned(rows: Rows, cut: Sharding, holder: Ints) -> Rows:
+def _drop_held(rows: Rows, cut: AnySharding, holder: Ints) -> Rows:
     """What of each row its `holder` (a rank of `cut`, or ABSENT) does not hold."""
     start, stop, rank = rows
-    if not len(start) or not len(cut.start):
+    if not len(start) or cut.is_empty:
         return rows
-    absent = holder == ABSENT
-    row, low, high = interval.subtract(start, stop, *cut.region())
-    beyond = ~absent[row]
-    parts = [(start[absent], stop[absent], rank[absent]), (low[beyond], high[beyond], rank[row[beyond]])]
-    if not cut.replicated:
-        row, low, high, owner = cut.owners(start, stop)
-        others = ~absent[row] & (owner != holder[row])
-        parts.append((low[others], high[others], rank[row[others]]))
-    return _join(parts)
+    row, low, high = cut.lacking(start, stop, holder)
+    return low, high, rank[row]
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import Kind, Layout, Pieces, Sharding, VirtualParameterSpace, interval
+from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, VirtualParameterSpace, interval
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.vps import check_members
-
-ABSENT = -1
+from ds_dynatrain.space.vps import AnySharding, check_members
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +46,7 @@ class Sides:
     def _check_present(self) -> None:
         present = self.vps.present_kinds()
         for kind in self.kinds:
-            if kind.name not in present and len(self.target(kind.name).start):
+            if kind.name not in present and not self.target(kind.name).is_empty:
                 raise SwitchRefused(
                     f"{kind.name} is needed under {self.layout} and held by no rank under {self.vps.layout}",
                     "leave it out of the kinds of this switch",
@@ -59,11 +57,11 @@ class Sides:
         """For each target rank, the source rank of its member, or ABSENT."""
         return np.array([self.source_rank.get(member, ABSENT) for member in self.members], dtype=np.int64)
 
-    def source(self, kind: str, copies: bool = False) -> Sharding:
+    def source(self, kind: str, copies: bool = False) -> AnySharding:
         """How the source holds a kind."""
         return self.vps.sharding(self.vps.layout, kind, copies)
 
-    def target(self, kind: str, copies: bool = False) -> Sharding:
+    def target(self, kind: str, copies: bool = False) -> AnySharding:
         """How the target holds a kind."""
         return self.vps.sharding(self.layout, kind, copies)
 

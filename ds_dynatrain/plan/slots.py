@@ -16,9 +16,11 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan.sides import ABSENT, Sides
-from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, interval
+from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.space import ABSENT, Kind, Layout, VirtualParameterSpace, interval
+from ds_dynatrain.space.deckwise import DeckSharding
 from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.vps import AnySharding
 
 
 def assign_slots(
@@ -75,6 +77,8 @@ def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
     result[:ranks] = int((stop - start).sum())
+    if any(isinstance(cut, DeckSharding) for cut in cuts):
+        return _missing_by_rank(cuts, start, stop, result)
     seen: list[Ints] = []
     for cut in cuts:
         if not cut.replicated and len(start):
@@ -83,6 +87,17 @@ def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
             fresh = np.all([owner != earlier for earlier in seen], axis=0) if seen else np.ones(len(owner), dtype=bool)
             np.subtract.at(result, owner[fresh], (stop - start)[fresh])
             seen.append(owner)
+    return result
+
+
+def _missing_by_rank(cuts: list[AnySharding], start: Ints, stop: Ints, result: Ints) -> Ints:
+    """The same where an element may have several holders, rank by rank."""
+    for rank in range(len(result) - 1):
+        low, high = start, stop
+        for cut in cuts:
+            held = cut.holding(rank)
+            _, low, high = interval.subtract(low, high, held.start, held.stop)
+        result[rank] = int((high - low).sum())
     return result
 
 

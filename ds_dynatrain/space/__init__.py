@@ -7,11 +7,14 @@ are `Pieces`, sorted runs of the line, and all questions about them (what do two
 set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
 Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
-(`box`), a run of a row-major block is a few boxes (`run`), and `cut` composes the cuts of several axes.
+(`box`), a run of a row-major block is a few boxes (`run`), and `cut` composes the cuts of several axes. `AxisCuts`
+says how these axes deal one tensor out (`axes`); a `Mesh` puts ranks that are dealt the same into decks, each with a
+line of its own that ZeRO cuts, and an atlas back to the logical line; `deckwise` answers a sharding's questions there.
 
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 """
 
+from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned
 from ds_dynatrain.space.box import Box, row_major
 from ds_dynatrain.space.cut import (
     Cut,
@@ -41,14 +44,17 @@ from ds_dynatrain.space.kind import (
     standard_kinds,
 )
 from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.local import LocalSpace
+from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
 from ds_dynatrain.space.run import boxes_of_run, runs_of_box
-from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import FROZEN, Line, LogicalTensor
 from ds_dynatrain.space.vps import VirtualParameterSpace
 from ds_dynatrain.space.zero import ZeroRules
 
 __all__ = [
+    "ABSENT",
     "EXP_AVG",
     "EXP_AVG_SQ",
     "FROZEN",
@@ -56,6 +62,8 @@ __all__ = [
     "MASTER",
     "STALE_GRAD",
     "WEIGHT",
+    "WHOLE",
+    "AxisCuts",
     "Box",
     "BufferId",
     "Cut",
@@ -65,7 +73,11 @@ __all__ = [
     "Kind",
     "Layout",
     "Line",
+    "LocalSpace",
     "LogicalTensor",
+    "Mesh",
+    "Partition",
+    "Partitioner",
     "Pick",
     "Piece",
     "Pieces",
@@ -81,6 +93,7 @@ __all__ = [
     "expert",
     "fused_blocks",
     "fused_qkv",
+    "is_partitioned",
     "padded",
     "row_major",
     "runs_of_box",

@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.tensor import Ints, Line
 
 
 class BufferId(NamedTuple):
@@ -122,3 +122,11 @@ class Pieces:
         first = np.flatnonzero(np.append(True, ~joined))
         last = np.append(first[1:], len(self)) - 1
         return Pieces(self.start[first], self.stop[last], self.buffer[first], self.offset[first], self.buffers)
+
+
+def split_by_tensor(line: Line, pieces: Pieces) -> tuple[Ints, Pieces]:
+    """Pieces cut where one tensor of the line ends and the next begins, and the tensor number of each."""
+    filled = np.flatnonzero(line.numels)
+    start, stop = line.bases[filled], line.bases[filled + 1]
+    row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)
+    return filled[tensor], pieces.take(row, low, high)

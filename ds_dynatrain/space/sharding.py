@@ -20,6 +20,9 @@ from ds_dynatrain.space import interval
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.tensor import Ints
 
+ABSENT = -1
+"""In place of a rank: nobody."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
@@ -40,6 +43,11 @@ class Sharding:
     ranks: int
     replicated: bool
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds an element."""
+        return not len(self.start)
+
     def holding(self, rank: int) -> Pieces:
         """What a rank holds; LayoutError for a rank outside of the world."""
         if not 0 <= rank < self.ranks:
@@ -52,6 +60,15 @@ class Sharding:
             offset = self.at + start - first
         keep = start < stop
         return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
+
+    def owned(self, rank: int) -> Pieces:
+        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        held = self.holding(rank)
+        if not self.replicated:
+            return held
+        row, low, high, owner = self.owners(held.start, held.stop)
+        mine = owner == rank
+        return held.take(row[mine], low[mine], high[mine])
 
     def only(self, rows: npt.NDArray[np.bool_]) -> Sharding:
         """Some of the segments; a replicated kind's owners are then an even split of what is left."""
@@ -76,6 +93,27 @@ class Sharding:
             base, width = (self.start - self.lead)[segment], self.width[segment]
         part, low, high, rank = interval.cut_every(low - base, high - base, width)
         return row[part], low + base[part], high + base[part], rank
+
+    def holders(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Every rank that holds a part of a run: (row, start, stop, rank)."""
+        if not self.replicated:
+            return self.owners(start, stop)
+        row, _, low, high = interval.intersect(start, stop, *self.region())
+        rank = np.repeat(np.arange(self.ranks, dtype=np.int64), len(row))
+        return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        absent = holder == ABSENT
+        row, low, high = interval.subtract(start, stop, *self.region())
+        beyond = ~absent[row]
+        parts = [(np.flatnonzero(absent), start[absent], stop[absent]), (row[beyond], low[beyond], high[beyond])]
+        if not self.replicated:
+            row, low, high, owner = self.owners(start, stop)
+            others = ~absent[row] & (owner != holder[row])
+            parts.append((row[others], low[others], high[others]))
+        rows, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return rows, low, high
 
     def _even_width(self) -> int:
         span = int(self.stop[-1] - self.start[0]) if len(self.start) else 0

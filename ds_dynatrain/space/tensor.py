@@ -18,17 +18,22 @@ import numpy.typing as npt
 from ds_dynatrain.errors import LayoutError
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 FROZEN = -1
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of the model as if every axis had size 1. `group` is its optimizer parameter group, or `FROZEN`."""
+    """A tensor of the model as if every axis had size 1.
+
+    group: its optimizer parameter group, or `FROZEN`. expert: ZeRO deals it to the ranks of an expert-data group only.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
+    expert: bool = False
 
     def __post_init__(self) -> None:
         """Raise LayoutError for a negative dim or a group below -1."""
@@ -59,6 +64,7 @@ class Line:
     bases: Ints = field(init=False)
     numels: Ints = field(init=False)
     groups: Ints = field(init=False)
+    experts: Flags = field(init=False)
     _index: dict[str, int] = field(init=False, repr=False)
 
     def __init__(self, tensors: Iterable[LogicalTensor]) -> None:
@@ -69,6 +75,7 @@ class Line:
         object.__setattr__(self, "tensors", ordered)
         object.__setattr__(self, "numels", numels)
         object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "experts", np.array([tensor.expert for tensor in ordered], dtype=bool))
         object.__setattr__(self, "bases", np.concatenate([np.zeros(1, np.int64), np.cumsum(numels)]))
         object.__setattr__(self, "_index", {tensor.name: index for index, tensor in enumerate(ordered)})
         self._check()

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space import interval, zero
+from ds_dynatrain.space import zero
+from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned
+from ds_dynatrain.space.deckwise import DeckSharding
 from ds_dynatrain.space.kind import Kind
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.local import LocalSpace, cut_kind
+from ds_dynatrain.space.mesh import Mesh
+from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
 from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+
+AnySharding = Sharding | DeckSharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,7 @@ class VirtualParameterSpace:
     """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
 
     members: the member at each rank. planner: what `plan` calls, as planner(vps, target_layout, *args, **kwargs).
+    partitioner: how a layout's pipe, expert and tensor axes deal the tensors out; None where these always have size 1.
     """
 
     line: Line
@@ -30,7 +35,9 @@ class VirtualParameterSpace:
     layout: Layout
     members: tuple[int, ...]
     planner: Callable[..., Any] | None = None
-    _shardings: dict[tuple[Layout, str, bool], Sharding] = field(default_factory=dict, repr=False)
+    partitioner: Partitioner | None = None
+    _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
+    _shardings: dict[tuple[Layout, str, bool], AnySharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
 
     def __init__(
@@ -41,6 +48,7 @@ class VirtualParameterSpace:
         layout: Layout,
         members: Iterable[int],
         planner: Callable[..., Any] | None = None,
+        partitioner: Partitioner | None = None,
     ) -> None:
         """Register the tensors; LayoutError if the members do not fill the world or a kind is unknown to another."""
         object.__setattr__(self, "line", tensors if isinstance(tensors, Line) else Line(tensors))
@@ -49,6 +57,8 @@ class VirtualParameterSpace:
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "members", tuple(members))
         object.__setattr__(self, "planner", planner)
+        object.__setattr__(self, "partitioner", partitioner)
+        object.__setattr__(self, "_meshes", {})
         object.__setattr__(self, "_shardings", {})
         object.__setattr__(self, "_tables", {})
         check_members(self.layout, self.members)
@@ -93,16 +103,41 @@ class VirtualParameterSpace:
         present = layout or self.layout
         return tuple(kind.name for kind in self.kinds if zero.is_held(present, kind.name))
 
-    def sharding(self, layout: Layout, kind: str, copies: bool = False) -> Sharding:
+    def mesh(self, layout: Layout) -> Mesh | None:
+        """What of the tensors lies where before ZeRO cuts it; None if every rank has all of them. Computed once.
+
+        LayoutError for an axis that the space was built without, or that does not cut a tensor.
+        """
+        cuts = is_partitioned(layout)
+        if not cuts and not self.line.experts.any():
+            return None
+        if layout not in self._meshes:
+            if cuts and self.partitioner is None:
+                raise LayoutError(
+                    f"{layout}: this model is dealt out by data and sequence only; give other axes size 1"
+                )
+            partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
+            self._meshes[layout] = Mesh(self.line, layout, partition)
+        return self._meshes[layout]
+
+    def local(self, layout: Layout, rank: int) -> LocalSpace:
+        """What a rank holds, in terms of its own local tensors."""
+        mesh = self.mesh(layout)
+        if mesh is None:
+            return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
+        return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, mesh.zero_rank(rank))
+
+    def sharding(self, layout: Layout, kind: str, copies: bool = False) -> AnySharding:
         """How a layout holds a kind (or its second, whole copies); computed once."""
         key = (layout, kind, copies)
         if key not in self._shardings:
-            groups = self.kind(kind).groups
-            make = zero.copies_sharding if copies else zero.sharding
-            cut = make(self.line, self.rules, layout, kind, self.buffers(layout))
-            if groups is not None:
-                cut = cut.only(np.isin(self.line.groups_at(cut.start), sorted(groups)))
-            self._shardings[key] = cut
+            mesh, held = self.mesh(layout), self.kind(kind)
+            if mesh is None:
+                self._shardings[key] = cut_kind(self.line, self.rules, layout, held, copies)
+            else:
+                self._shardings[key] = DeckSharding.of(
+                    mesh, lambda deck: cut_kind(deck.line, self.rules, layout, held, copies, deck.experts)
+                )
         return self._shardings[key]
 
     def has(self, kind: str, group: int) -> bool:
@@ -111,9 +146,12 @@ class VirtualParameterSpace:
         return groups is None or group in groups
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
-        """The buffers that a rank has under a layout; all of its pieces number them alike. Computed once."""
+        """The buffers that a rank has under a layout; all pieces number them alike. Computed once."""
         if layout not in self._tables:
-            self._tables[layout] = zero.buffer_table(self.line, self.rules, layout)
+            mesh = self.mesh(layout)
+            lines = [self.line] if mesh is None else [deck.line for deck in mesh.decks]
+            tables = [zero.buffer_table(line, self.rules, layout) for line in lines]
+            self._tables[layout] = tuple(dict.fromkeys(name for table in tables for name in table))
         return self._tables[layout]
 
     def holding(self, layout: Layout, rank: int, kind: str) -> Pieces:
@@ -129,7 +167,7 @@ class VirtualParameterSpace:
         return zero.is_held(layout, kind)
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
-        """Whether every rank holds the whole of the kind."""
+        """Whether every rank holds the whole of its tensors' kind, as far as ZeRO is concerned."""
         return zero.is_replicated(layout, kind)
 
     def owners(self, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
@@ -139,28 +177,21 @@ class VirtualParameterSpace:
 
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
         """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
-        cut = self.sharding(layout, kind)
-        held = cut.holding(rank)
-        if not cut.replicated:
-            return held
-        row, low, high, owner = cut.owners(held.start, held.stop)
-        mine = owner == rank
-        return held.take(row[mine], low[mine], high[mine])
+        return self.sharding(layout, kind).owned(rank)
 
     def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
         """Pieces cut where one tensor ends and the next begins, and the tensor number of each."""
-        filled = np.flatnonzero(self.line.numels)
-        start, stop = self.bases[filled], self.bases[filled + 1]
-        row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)
-        return filled[tensor], pieces.take(row, low, high)
+        return split_by_tensor(self.line, pieces)
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
         """The same state under another layout and world."""
-        return VirtualParameterSpace(self.line, self.rules, self.kinds, layout, members, self.planner)
+        return VirtualParameterSpace(self.line, self.rules, self.kinds, layout, members, self.planner, self.partitioner)
 
     def with_kinds(self, kinds: Iterable[Kind]) -> VirtualParameterSpace:
         """The same tensors with other state kinds."""
-        return VirtualParameterSpace(self.line, self.rules, kinds, self.layout, self.members, self.planner)
+        return VirtualParameterSpace(
+            self.line, self.rules, kinds, self.layout, self.members, self.planner, self.partitioner
+        )
 
     def plan(self, target: Layout, *args: Any, **kwargs: Any) -> Any:
         """The planner's plan of a switch to `target`; LayoutError if the space was built without a planner."""

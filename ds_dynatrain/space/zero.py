@@ -2,7 +2,10 @@
 
 Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runtime/zero/partition_parameters.py`
 (parts of a parameter), `runtime/zero/stage3.py` `_create_fp16_sub_groups` and `runtime/zero/parameter_offload.py`
-`mark_persistent_parameters`. Padding is part of no sharding. The world of a layout is its data axis here.
+`mark_persistent_parameters`. Padding is part of no sharding.
+
+The world of a layout is one ZeRO group here, of data x sequence ranks; what else cuts a tensor has been done before
+(`mesh`). A tensor of an expert is dealt to one in `expert` of these ranks, so its sharding counts fewer.
 
 | kinds \\ stage            | 0            | 1, 2                             | 3                                  |
 |--------------------------|--------------|----------------------------------|------------------------------------|
@@ -25,7 +28,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD, WEIGHT
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces
@@ -83,13 +85,12 @@ _Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
-    """The buffers that a rank has under a layout, for all of its shardings; LayoutError for an axis not cut yet."""
-    _check_axes(layout)
+    """The buffers that a rank has under a layout, for all of its shardings."""
     tensors = range(len(line.tensors))
     whole = [BufferId("tensor", tensor) for tensor in tensors]
     count = line.trainable_count
     if layout.zero_stage == 3:
-        number = subgroups(line, rules, layout.data)
+        number = subgroups(line, rules, layout)
         parts = [BufferId("partition", tensor) for tensor in tensors]
         return (*whole, *parts, *(BufferId("subgroup", index) for index in range(int(number.max(initial=-1)) + 1)))
     if has_flat_groups(rules, layout):
@@ -97,27 +98,46 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
     return tuple(whole)
 
 
-def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None) -> Sharding:
+def sharding(
+    line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None, experts: bool = False
+) -> Sharding:
     """How the layout holds the kind, one owner for each element where the kind is not replicated.
 
-    table: `buffer_table` of the layout, if at hand. LayoutError for a layout with an axis other than data.
+    experts: of the expert tensors, over the ranks of their group, or of all others.
+    table: `buffer_table` of the layout, if at hand.
     """
     table = buffer_table(line, rules, layout) if table is None else table
     count = len(line.tensors) if is_held(layout, kind) else 0
     if kind != WEIGHT:
         count = min(count, line.trainable_count)
+    ranks = group_size(layout, experts)
     if has_flat_groups(rules, layout):
-        return _flat_groups(line, rules, layout, kind, count, table)
-    if layout.zero_stage == 3:
-        return _parts(line, rules, layout, count, table)
-    return _whole(line, layout, np.arange(count, dtype=np.int64), table)
+        cut = _flat_groups(line, rules, layout, kind, count, table, ranks)
+    elif layout.zero_stage == 3:
+        cut = _parts(line, rules, layout, count, table, ranks)
+    else:
+        cut = _whole(line, ranks, np.arange(count, dtype=np.int64), table)
+    if not line.experts.any():
+        return cut
+    return cut.only(line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts)
+
+
+def group_size(layout: Layout, experts: bool = False) -> int:
+    """Ranks that ZeRO deals a tensor to: data x sequence, of an expert's tensors as many as hold the same expert."""
+    width = layout.data * layout.sequence
+    return width // layout.expert if experts else width
+
+
+def group_sizes(line: Line, layout: Layout) -> Ints:
+    """`group_size` for each tensor."""
+    return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
 
 
 def copies_sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None) -> Sharding:
     """The second, replicated holding: whole persistent tensors (weights under ZeRO-3), else nothing."""
     table = buffer_table(line, rules, layout) if table is None else table
     chosen = persistent_tensors(line, rules) if kind == WEIGHT and layout.zero_stage == 3 else ()
-    return _whole(line, layout, np.array(chosen, dtype=np.int64), table)
+    return _whole(line, group_size(layout), np.array(chosen, dtype=np.int64), table)
 
 
 def holding(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:
@@ -152,13 +172,13 @@ def persistent_tensors(line: Line, rules: ZeroRules) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def subgroups(line: Line, rules: ZeroRules, data: int) -> Ints:
+def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
     """Number of the ZeRO-3 sub-group of each trainable tensor.
 
     A group that fits is one sub-group; else one closes with the tensor whose part brings the sum to sub_group_size.
     """
     count = line.trainable_count
-    parts = -(-line.numels[:count] // data)
+    parts = -(-line.numels // group_sizes(line, layout))[:count]
     result = np.zeros(count, np.int64)
     number = -1
     for group in np.unique(line.groups[:count]):
@@ -180,7 +200,8 @@ def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tupl
     """
     tensors = np.flatnonzero((line.groups == group) & (line.numels > 0))
     if layout.zero_stage in rules.round_robin_stages:
-        tensors = tensors[np.argsort(np.arange(len(tensors)) % layout.data, kind="stable")]
+        ranks = group_size(layout, bool(len(tensors)) and bool(line.experts[tensors[0]]))
+        tensors = tensors[np.argsort(np.arange(len(tensors)) % ranks, kind="stable")]
     step = rules.weight_alignment if layout.zero_stage in rules.aligned_stages else 1
     numels = line.numels[tensors]
     room = -(-numels // step) * step
@@ -190,30 +211,27 @@ def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tupl
 
 def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> int:
     """Elements of a rank's part of a flat group under stages 1 and 2, padding included; under stage 0 of all of it."""
+    tensors, _, numel = flat_order(line, rules, layout, group)
     if layout.zero_stage == 0:
-        return flat_order(line, rules, layout, group)[2]
-    step = rules.alignment_factor * layout.data
-    return -(-flat_order(line, rules, layout, group)[2] // step) * step // layout.data
+        return numel
+    ranks = group_size(layout, bool(len(tensors)) and bool(line.experts[tensors[0]]))
+    step = rules.alignment_factor * ranks
+    return -(-numel // step) * step // ranks
 
 
-def _check_axes(layout: Layout) -> None:
-    wide = {name: size for name, size in layout.axes().items() if size != 1 and name != "data"}
-    if wide:
-        names = ", ".join(f"{name}={size}" for name, size in wide.items())
-        raise LayoutError(f"{names}: only the data axis is cut so far; give the other axes the size 1")
-
-
-def _whole(line: Line, layout: Layout, tensors: Ints, table: Table) -> Sharding:
+def _whole(line: Line, ranks: int, tensors: Ints, table: Table) -> Sharding:
     numels = line.numels[tensors]
     return Sharding(
         *_nonempty(line.bases[tensors], line.bases[tensors] + numels, numels, tensors, np.zeros_like(tensors)),
         buffers=table,
-        ranks=layout.data,
+        ranks=ranks,
         replicated=True,
     )
 
 
-def _flat_groups(line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table) -> Sharding:
+def _flat_groups(
+    line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
+) -> Sharding:
     """Segments of optimizer groups, as long as the line and the flat order agree, then one per frozen tensor."""
     replicated = is_replicated(layout, kind)
     trainable = min(count, line.trainable_count)
@@ -239,16 +257,16 @@ def _flat_groups(line: Line, rules: ZeroRules, layout: Layout, kind: str, count:
         position[first] if replicated else nothing,
         nothing if replicated else position[first],
         buffers=table,
-        ranks=layout.data,
+        ranks=ranks,
         replicated=replicated,
     )
 
 
-def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table) -> Sharding:
+def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int) -> Sharding:
     """One segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
     trainable = min(count, line.trainable_count)
-    width = -(-line.numels[:count] // layout.data)
-    number = subgroups(line, rules, layout.data)[:trainable]
+    width = -(-line.numels // group_sizes(line, layout))[:count]
+    number = subgroups(line, rules, layout)[:trainable]
     before = np.cumsum(width[:trainable]) - width[:trainable]
     opens = np.append(True, np.diff(number) > 0)[:trainable]
     at = np.zeros(count, np.int64)
@@ -258,7 +276,7 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     return Sharding(
         *_nonempty(line.bases[:count], line.bases[1 : count + 1], width, buffer, at),
         buffers=table,
-        ranks=layout.data,
+        ranks=ranks,
         replicated=False,
     )
 

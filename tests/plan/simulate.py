@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ds_dynatrain.plan import MemberPlan, Moves, SwitchPlan
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
-from tests.space.models import addresses
+from tests.space.models import addresses, addresses_under
 
 Memory = dict[tuple[str, str, int, int], tuple[str, int]]
 
@@ -21,7 +21,7 @@ def memory(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Iterabl
     found: Memory = {}
     for kind in kinds:
         groups = vps.kind(kind).groups
-        for part in addresses(list(vps.tensors), vps.rules, layout, rank, kind):
+        for part in addresses_under(vps, layout, rank, kind):
             held = {at for at in part if groups is None or vps.locate(at)[0].group in groups}
             found |= {(kind, *where): value(vps, kind, at) for at, where in part.items() if at in held}
     return found

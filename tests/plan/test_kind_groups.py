@@ -50,7 +50,7 @@ def test_buffers(layout: Layout) -> None:
     import torch
 
     vps = space(layout, tuple(range(layout.data)), 2)
-    found = sizes(vps, layout)
+    found = sizes(vps.local(layout, 0))
     for rank in range(layout.data):
         for kind in vps.present_kinds():
             pieces = vps.holding(layout, rank, kind)
@@ -59,6 +59,6 @@ def test_buffers(layout: Layout) -> None:
     assert not [kind for kind, _ in found if kind == "nowhere"]
     assert {name for kind, name in found if kind == "exp_avg"} < {name for kind, name in found if kind == "master"}
     types = {kind.name: torch.float32 if kind.itemsize == 4 else torch.bfloat16 for kind in vps.kinds}
-    live = provide(vps, layout, types, set(), {}, lambda size, dtype: torch.zeros(size, dtype=dtype))
+    live = provide(vps.local(layout, 0), types, set(), {}, lambda size, dtype: torch.zeros(size, dtype=dtype))
     assert set(live) == set(found)
     assert reusable(vps, 0, layout, 0, live) == set(found)

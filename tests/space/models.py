@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.space import (
+    FROZEN,
+    Cut,
+    DimCut,
+    Layout,
+    LogicalTensor,
+    Pick,
+    VirtualParameterSpace,
+    ZeroRules,
+    standard_kinds,
+)
 
 Address = tuple[str, int, int]
 
@@ -40,6 +52,48 @@ def space(
     tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, members: tuple[int, ...], weight: int = 2
 ) -> VirtualParameterSpace:
     return VirtualParameterSpace(tensors, rules, standard_kinds(weight, stale_grad=weight), layout, members)
+
+
+def addresses_under(
+    vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str
+) -> tuple[dict[int, Address], dict[int, Address]]:
+    """`addresses` under any layout: the tensors are cut by numpy's own splitting, element numbers in hand."""
+    if vps.partitioner is None:
+        return addresses(list(vps.tensors), vps.rules, layout, rank, kind)
+    at = layout.coordinate(rank)
+    index, width = at["data"] * layout.sequence + at["sequence"], layout.data * layout.sequence
+    local, numbers = [], []
+    for tensor, base, cuts in zip(vps.tensors, vps.bases[:-1].tolist(), vps.partitioner(layout), strict=True):
+        held = np.arange(tensor.numel).reshape(tensor.shape) + base
+        for cut, place in ((cuts.expert, index % layout.expert), (cuts.tensor, at["tensor"])):
+            held = held if cut is None else _split(held, cut, place)
+        held = held if at["pipe"] in cuts.stages else np.empty(0, np.int64)
+        local.append(LogicalTensor(tensor.name, held.shape, tensor.group))
+        numbers += held.reshape(-1).tolist()
+    main: dict[int, Address] = {}
+    for experts, size, place in ((False, width, index), (True, width // layout.expert, index // layout.expert)):
+        part, _ = addresses(local, vps.rules, Layout(data=size, zero_stage=layout.zero_stage), place, kind)
+        chosen = {step for step, flag in enumerate(_flags(vps, local)) if flag == experts}
+        main |= {numbers[step]: where for step, where in part.items() if step in chosen}
+    return main, {}
+
+
+def _flags(vps: VirtualParameterSpace, local: list[LogicalTensor]) -> list[bool]:
+    """For each local element, whether it is an expert's."""
+    return [tensor.expert for tensor, held in zip(vps.tensors, local, strict=True) for _ in range(held.numel)]
+
+
+def _split(held: npt.NDArray[np.int64], cut: Cut, place: int) -> npt.NDArray[np.int64]:
+    """One rank's share of an array, block by block."""
+    if isinstance(cut, Pick):
+        return held if place in cut.holders else np.empty(0, np.int64)
+    assert isinstance(cut, DimCut)
+    blocks = np.split(held, np.cumsum([sum(block) for block in cut.blocks])[:-1], axis=cut.dim)
+    shares = [
+        np.split(block, np.cumsum(sizes)[:-1], axis=cut.dim)[place]
+        for block, sizes in zip(blocks, cut.blocks, strict=True)
+    ]
+    return np.concatenate(shares, axis=cut.dim)
 
 
 def addresses(
@@ -77,7 +131,7 @@ def _flat(
     out: dict[int, Address],
 ) -> None:
     data, stage = layout.data, layout.zero_stage
-    for group in (0, 1):
+    for group in sorted({tensor.group for tensor in tensors if tensor.trainable}):
         line = flat_line(
             [range(base[n], base[n] + tensor.numel) for n, tensor in enumerate(tensors) if tensor.group == group],
             data if stage in rules.round_robin_stages else 1,
@@ -126,7 +180,7 @@ def _parted(
 ) -> None:
     part = [math.ceil(tensor.numel / data) for tensor in tensors]
     groups: list[list[int]] = []
-    for group in (0, 1):
+    for group in sorted({tensor.group for tensor in tensors if tensor.trainable}):
         members = [n for n in numbers if tensors[n].group == group]
         if sum(part[n] for n in members) <= rules.sub_group_size:
             groups += [members] if members else []

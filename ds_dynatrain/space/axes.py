@@ -1,0 +1,55 @@
+"""How the pipe, expert and tensor axes deal out logical tensors, before ZeRO cuts what is left on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.cut import Cut, Shard, compose
+from ds_dynatrain.space.layout import Layout
+
+
+@dataclass(frozen=True)
+class AxisCuts:
+    """One logical tensor under one layout.
+
+    stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts
+    it, None if it belongs to no expert. tensor: how the tensor axis cuts what is left of it, None if all ranks of that
+    axis hold the same.
+    """
+
+    stages: tuple[int, ...] = (0,)
+    expert: Cut | None = None
+    tensor: Cut | None = None
+
+    def shard(self, shape: tuple[int, ...], pipe: int, expert: int, tensor: int) -> Shard:
+        """What of a tensor of `shape` is at a place on the three axes; of shape (0,) where there is nothing."""
+        if pipe not in self.stages:
+            return NOTHING
+        cuts = [(cut, index) for cut, index in ((self.expert, expert), (self.tensor, tensor)) if cut is not None]
+        return compose(shape, cuts)
+
+
+NOTHING = Shard((0,), ())
+WHOLE = AxisCuts()
+
+Partition = tuple[AxisCuts, ...]
+"""One entry for each logical tensor, in the order of registration."""
+Partitioner = Callable[[Layout], Partition]
+
+
+def is_partitioned(layout: Layout) -> bool:
+    """Whether ranks of the layout hold different parts of the model before ZeRO cuts anything."""
+    return layout.pipe > 1 or layout.expert > 1 or layout.tensor > 1
+
+
+def check_partition(partition: Partition, names: Iterable[str], layout: Layout) -> None:
+    """LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
+    for name, cuts in zip(names, partition, strict=True):
+        if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):
+            raise LayoutError(f"{name!r} lies on stages {cuts.stages}, and {layout} has {layout.pipe}")
+        for axis in ("expert", "tensor"):
+            cut, size = getattr(cuts, axis), getattr(layout, axis)
+            if cut is not None and cut.count != size:
+                raise LayoutError(f"{name!r} is dealt out in {cut.count} by the {axis} axis, and {layout} has {size}")

@@ -1,0 +1,160 @@
+"""How a layout of several axes holds one state kind: a sharding for each deck of its mesh, spoken of on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.mesh import Atlas, Deck, Mesh
+from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.sharding import ABSENT, Sharding
+from ds_dynatrain.space.tensor import Ints
+
+Cutter = Callable[[Deck], Sharding]
+"""The sharding of one kind on a deck's local line, over the ranks of the deck."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeckSharding:
+    """The same questions as `Sharding` answers, with ranks of the whole layout and coordinates of the logical line.
+
+    cuts: of each deck of the mesh. buffers: of all ranks, by the numbers of the local buffers.
+    """
+
+    mesh: Mesh
+    cuts: tuple[Sharding, ...]
+    buffers: tuple[BufferId, ...]
+
+    replicated = False
+
+    @staticmethod
+    def of(mesh: Mesh, cutter: Cutter) -> DeckSharding:
+        """One kind, cut deck by deck."""
+        cuts = tuple(cutter(deck) for deck in mesh.decks)
+        table = tuple(dict.fromkeys(name for cut in cuts for name in cut.buffers))
+        return DeckSharding(mesh, cuts, table)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.mesh.layout.world_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds an element."""
+        return not any(len(cut.start) for cut in self.cuts)
+
+    def holding(self, rank: int) -> Pieces:
+        """What a rank holds."""
+        return self._pieces(rank, lambda cut, index: cut.holding(index), lambda deck: deck.atlas)
+
+    def owned(self, rank: int) -> Pieces:
+        """The part of `holding` that the rank owns: over all ranks these tile the kind."""
+        return self._pieces(rank, lambda cut, index: cut.owned(index), lambda deck: deck.primary)
+
+    def region(self) -> tuple[Ints, Ints]:
+        """The runs that the ranks hold together, touching ones joined."""
+        found = []
+        for deck, cut in self._pairs():
+            _, _, start, stop = deck.atlas.to_line(cut.start, cut.stop)
+            found.append((start, stop))
+        start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
+        return interval.union(start, stop)
+
+    def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
+
+        Of several decks that hold it the first, of the ranks of that deck the one that `Sharding` names.
+        """
+        parts = [self._over(deck, deck.primary, cut.owners, start, stop) for deck, cut in self._pairs()]
+        return _in_order(parts)
+
+    def holders(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
+        parts = [self._over(deck, deck.atlas, cut.holders, start, stop) for deck, cut in self._pairs()]
+        return _in_order(parts)
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        parts = []
+        for rank in np.unique(holder).tolist():
+            rows = np.flatnonzero(holder == rank)
+            held = Pieces.empty() if rank == ABSENT else self.holding(rank)
+            row, low, high = interval.subtract(start[rows], stop[rows], held.start, held.stop)
+            parts.append((rows[row], low, high))
+        if not parts:
+            return start, start, start
+        row, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.lexsort((low, row))
+        return row[order], low[order], high[order]
+
+    def place(self, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset), row by row.
+
+        rank: one per row; each must hold its row.
+        """
+        number = {name: index for index, name in enumerate(self.buffers)}
+        parts = []
+        for deck, cut in self._pairs():
+            index = _index_in(deck.ranks, rank)
+            rows = np.flatnonzero(index != ABSENT)
+            row, line, low, high = deck.atlas.to_local(start[rows], stop[rows])
+            part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
+            begin = line[part] + first - low[part]
+            code = np.array([number[name] for name in cut.buffers] or [0], dtype=np.int64)
+            parts.append((rows[row][part], begin, begin + last - first, code[buffer], offset))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        row, low, high, buffer, offset = (column[order] for column in columns)
+        return row, low, high, buffer, offset
+
+    def _pairs(self) -> Iterator[tuple[Deck, Sharding]]:
+        return zip(self.mesh.decks, self.cuts, strict=True)
+
+    def _pieces(self, rank: int, held: Callable[[Sharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
+        number = {name: index for index, name in enumerate(self.buffers)}
+        parts = [Pieces.empty(self.buffers)]
+        for deck, cut in self._pairs():
+            index = np.flatnonzero(deck.ranks == rank)
+            if not len(index):
+                continue
+            local = held(cut, int(index[0]))
+            row, first, start, stop = atlas(deck).to_line(local.start, local.stop)
+            code = np.array([number[name] for name in local.buffers] or [0], dtype=np.int64)
+            offset = local.offset[row] + first - local.start[row]
+            parts.append(Pieces(start, stop, code[local.buffer[row]], offset, self.buffers))
+        start, stop, buffer, offset = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("start", "stop", "buffer", "offset")
+        )
+        order = np.argsort(start, kind="stable")
+        return Pieces(start[order], stop[order], buffer[order], offset[order], self.buffers).coalesce()
+
+    @staticmethod
+    def _over(
+        deck: Deck,
+        atlas: Atlas,
+        ask: Callable[[Ints, Ints], tuple[Ints, Ints, Ints, Ints]],
+        start: Ints,
+        stop: Ints,
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """What a deck's sharding answers of runs, in coordinates of the logical line and ranks of the layout."""
+        row, line, low, high = atlas.to_local(start, stop)
+        part, first, last, index = ask(low, high)
+        begin = line[part] + first - low[part]
+        return row[part], begin, begin + last - first, deck.ranks[index]
+
+
+def _index_in(ranks: Ints, rank: Ints) -> Ints:
+    """Place of each rank among `ranks`, or ABSENT."""
+    order = np.argsort(ranks)
+    at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
+    return np.where(ranks[order][at] == rank, order[at], ABSENT)
+
+
+def _in_order(parts: list[tuple[Ints, Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints, Ints]:
+    row, low, high, rank = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((low, row))
+    return row[order], low[order], high[order], rank[order]

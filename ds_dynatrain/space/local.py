@@ -1,0 +1,84 @@
+"""One rank's view of a layout: its local tensors, and where ZeRO puts their elements in its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import zero
+from ds_dynatrain.space.kind import Kind
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.pieces import Pieces, split_by_tensor
+from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+
+
+def cut_kind(
+    line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, copies: bool = False, experts: bool = False
+) -> Sharding:
+    """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `zero.sharding`."""
+    if copies:
+        cut = zero.copies_sharding(line, rules, layout, kind.name)
+    else:
+        cut = zero.sharding(line, rules, layout, kind.name, experts=experts)
+    if kind.groups is None:
+        return cut
+    return cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSpace:
+    """What one rank holds. Coordinates are those of its own line, on which a tensor has its local shape.
+
+    layout: the whole one. zero_rank: place among the data x sequence ranks of ZeRO's group.
+    """
+
+    line: Line
+    rules: zero.ZeroRules
+    kinds: tuple[Kind, ...]
+    layout: Layout
+    zero_rank: int
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        """The local tensors, under the numbers of the logical ones."""
+        return self.line.tensors
+
+    def present_kinds(self) -> tuple[str, ...]:
+        """Names of the kinds that the layout holds at all."""
+        return tuple(kind.name for kind in self.kinds if zero.is_held(self.layout, kind.name))
+
+    def kind(self, name: str) -> Kind:
+        """The kind of that name; LayoutError if there is none."""
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        raise LayoutError(f"no state kind {name!r}; there are {', '.join(kind.name for kind in self.kinds)}")
+
+    def has(self, kind: str, group: int) -> bool:
+        """Whether the trainable tensors of an optimizer group have a state kind."""
+        groups = self.kind(kind).groups
+        return groups is None or group in groups
+
+    def holding(self, kind: str) -> list[Pieces]:
+        """The pieces of a kind on this rank, disjoint: of most tensors, and of those of experts."""
+        found = [cut_kind(self.line, self.rules, self.layout, self.kind(kind)).holding(self.zero_rank)]
+        if self.line.experts.any():
+            cut = cut_kind(self.line, self.rules, self.layout, self.kind(kind), experts=True)
+            found.append(cut.holding(self.zero_rank // self.layout.expert))
+        return found
+
+    def rows(self, kind: str) -> tuple[Ints, Pieces]:
+        """(tensor number, piece) of all that `holding` gives, cut where tensors end."""
+        parts = [split_by_tensor(self.line, pieces) for pieces in self.holding(kind)]
+        held = [part for _, part in parts]
+        joined = Pieces(
+            np.concatenate([part.start for part in held]),
+            np.concatenate([part.stop for part in held]),
+            np.concatenate([part.buffer for part in held]),
+            np.concatenate([part.offset for part in held]),
+            held[0].buffers,
+        )
+        return np.concatenate([number for number, _ in parts]), joined

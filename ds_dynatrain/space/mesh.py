@@ -1,0 +1,181 @@
+"""A layout of several axes: where the elements of each rank's local tensors lie on the line of all logical ones.
+
+Ranks with one place on the pipe and tensor axes form a ZeRO group, and hold the same *local* tensors: what the axes
+left of the logical ones, under the same numbers, some of them empty. ZeRO cuts a line of these local tensors as it
+would cut any model (`zero`). An *atlas* says, for every element of such a local line, which coordinate of the line of
+logical tensors it is. Expert tensors are apart: ranks with one place on the expert axis, too, form their group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_dynatrain.space import interval, zero
+from ds_dynatrain.space.axes import Partition, check_partition
+from ds_dynatrain.space.box import row_major
+from ds_dynatrain.space.cut import Placed, Shard
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Atlas:
+    """Runs of equal length on two lines, tidy on the logical one: local[i] + k is the coordinate start[i] + k."""
+
+    start: Ints
+    stop: Ints
+    local: Ints
+
+    @classmethod
+    def of(cls, start: Ints, stop: Ints, local: Ints) -> Atlas:
+        """Sorted by coordinate, neighbors on both lines joined."""
+        order = np.argsort(start, kind="stable")
+        start, stop, local = start[order], stop[order], local[order]
+        joined = (start[1:] == stop[:-1]) & (np.diff(local) == np.diff(start))
+        first = np.flatnonzero(np.append(True, ~joined)[: len(start)])
+        last = np.append(first[1:], len(start))[: len(first)] - 1
+        return cls(start[first], stop[last], local[first])
+
+    def without(self, start: Ints, stop: Ints) -> Atlas:
+        """Less the tidy runs [start[i], stop[i]) of coordinates."""
+        row, low, high = interval.subtract(self.start, self.stop, start, stop)
+        return Atlas(low, high, self.local[row] + low - self.start[row])
+
+    def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first coordinate, local start, local stop) of the parts of runs that are here."""
+        row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
+        begin = self.local[run] + low - self.start[run]
+        return row, low, begin, begin + high - low
+
+    def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first local coordinate, start, stop on the line) of runs of the local line; padding is nowhere."""
+        order = np.argsort(self.local, kind="stable")
+        local = self.local[order]
+        row, run, low, high = interval.intersect(start, stop, local, local + (self.stop - self.start)[order])
+        begin = self.start[order][run] + low - local[run]
+        return row, low, begin, begin + high - low
+
+
+@dataclass(frozen=True, eq=False)
+class Deck:
+    """Ranks that ZeRO deals the same local tensors to.
+
+    ranks: in their order in the group. line: of the local tensors of one rank; those that are not of this deck are on
+    it, too. atlas: of this deck's tensors. primary: the part of it that no deck before this one holds.
+    """
+
+    ranks: Ints
+    line: Line
+    experts: bool
+    atlas: Atlas
+    primary: Atlas
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The decks of a layout, and each rank's local line. Computed once for a layout."""
+
+    line: Line
+    layout: Layout
+    partition: Partition
+    decks: tuple[Deck, ...] = field(init=False)
+    _lines: dict[tuple[int, int, int], Line] = field(init=False, repr=False)
+    _shards: dict[tuple[int, int, int], tuple[Shard, ...]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Build the decks; LayoutError for cuts that do not fit the layout or a tensor."""
+        check_partition(self.partition, [tensor.name for tensor in self.line.tensors], self.layout)
+        object.__setattr__(self, "_lines", {})
+        object.__setattr__(self, "_shards", {})
+        decks: list[Deck] = []
+        taken: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        for place, experts in self._places():
+            atlas = self._atlas(place, experts)
+            primary = atlas.without(*taken)
+            taken = interval.union(np.append(taken[0], atlas.start), np.append(taken[1], atlas.stop))
+            decks.append(Deck(self._ranks(place, experts), self._local_line(place), experts, atlas, primary))
+        object.__setattr__(self, "decks", tuple(decks))
+
+    def local_line(self, rank: int) -> Line:
+        """The local tensors of a rank: numbered as the logical ones, an empty one where it holds nothing."""
+        return self._local_line(self.place(rank))
+
+    def shard(self, rank: int, tensor: int) -> Shard:
+        """Pieces of a logical tensor, and its local shape, on a rank; before ZeRO cuts it."""
+        return self._shards_at(self.place(rank))[tensor]
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Indexes of a rank on the pipe, expert and tensor axes."""
+        at = self.layout.coordinate(rank)
+        return at["pipe"], self.zero_rank(rank) % self.layout.expert, at["tensor"]
+
+    def zero_rank(self, rank: int) -> int:
+        """Place of a rank among the data x sequence ranks that ZeRO deals to."""
+        at = self.layout.coordinate(rank)
+        return at["data"] * self.layout.sequence + at["sequence"]
+
+    def _places(self) -> list[tuple[tuple[int, int, int], bool]]:
+        """((pipe, expert, tensor) index, whether of expert tensors) of every deck."""
+        grid = [(pipe, tensor) for pipe in range(self.layout.pipe) for tensor in range(self.layout.tensor)]
+        decks = [((pipe, 0, tensor), False) for pipe, tensor in grid]
+        if self.line.experts.any():
+            decks += [((pipe, e, tensor), True) for pipe, tensor in grid for e in range(self.layout.expert)]
+        return decks
+
+    def _ranks(self, place: tuple[int, int, int], experts: bool) -> Ints:
+        pipe, expert, tensor = place
+        every = self.layout.expert if experts else 1
+        width = zero.group_size(self.layout)
+        found = []
+        for index in range(expert if experts else 0, width, every):
+            data, sequence = divmod(index, self.layout.sequence)
+            found.append(self.layout.rank(pipe=pipe, data=data, sequence=sequence, tensor=tensor))
+        return np.array(found, dtype=np.int64)
+
+    def _shards_at(self, place: tuple[int, int, int]) -> tuple[Shard, ...]:
+        if place not in self._shards:
+            pairs = zip(self.line.tensors, self.partition, strict=True)
+            self._shards[place] = tuple(cuts.shard(tensor.shape, *place) for tensor, cuts in pairs)
+        return self._shards[place]
+
+    def _local_line(self, place: tuple[int, int, int]) -> Line:
+        if place not in self._lines:
+            pairs = zip(self.line.tensors, self._shards_at(place), strict=True)
+            self._lines[place] = Line(
+                LogicalTensor(held.name, cut.shape, held.group, held.expert) for held, cut in pairs
+            )
+        return self._lines[place]
+
+    def _atlas(self, place: tuple[int, int, int], experts: bool) -> Atlas:
+        """Where the elements of a place's dense or expert tensors lie."""
+        line, shards = self._local_line(place), self._shards_at(place)
+        parts = []
+        for number in np.flatnonzero(self.line.experts == experts).tolist():
+            tensor = self.line.tensors[number]
+            for piece in shards[number].pieces:
+                start, stop, local = _runs(piece, tensor.shape)
+                base, local_base = self.line.bases[number], line.bases[number]
+                parts.append((start + base, stop + base, local + local_base))
+        if not parts:
+            nothing = np.empty(0, np.int64)
+            return Atlas(nothing, nothing, nothing)
+        start, stop, local = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return Atlas.of(start, stop, local)
+
+
+def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+    """The runs of a piece that are one in the tensor and in the buffer: (start, stop, offset), row-major."""
+    whole, dense = row_major(shape), piece.box.shape
+    length, outer = 1, len(dense)
+    while outer and whole[outer - 1] == piece.strides[outer - 1] == length:
+        outer -= 1
+        length *= dense[outer]
+    first = sum(index * step for index, step in zip(piece.box.start, whole, strict=True))
+    start, local = np.array([first], dtype=np.int64), np.array([piece.offset], dtype=np.int64)
+    for dim in range(outer):
+        steps = np.arange(dense[dim], dtype=np.int64)
+        start = (start[:, None] + steps * whole[dim]).reshape(-1)
+        local = (local[:, None] + steps * piece.strides[dim]).reshape(-1)
+    return start, start + length, local
