@@ -64,7 +64,7 @@ def test_working_memory() -> None:
 def _bytes(stage: int, data: int, accumulates: bool) -> int:
     layout = Layout(data=data, zero_stage=stage)
     vps = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), layout, range(data))
-    return working_bytes(vps, layout, torch.bfloat16, accumulates)
+    return working_bytes(vps.local(layout, 0), torch.bfloat16, accumulates)
 
 
 def test_the_native_half_starts_anew_as_after_a_checkpoint(cpu_adam: None, monkeypatch: pytest.MonkeyPatch) -> None:
