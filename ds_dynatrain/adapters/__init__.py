@@ -31,6 +31,7 @@
 | `rng` | the random streams of activation checkpointing |
 | `compiled` | what torch has compiled, and when it must be dropped |
 | `curriculum` | DeepSpeed's curriculum as an order of samples |
+| `pipeline`, `stage_module`, `grid` | stages of a `PipelineModule`: who has which layer, layers made anew, groups |
 | `host` | DeepSpeed's engine with these openings |
 """
 

@@ -18,7 +18,7 @@ NAMES: Names = {
     "deepspeed": ("set_optimizer_flags", "init_distributed"),
     "deepspeed.comm.comm": ("cdb",),
     "deepspeed.constants": ("default_pg_timeout",),
-    "deepspeed.pipe": ("PipelineModule",),
+    "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": ("get_cuda_rng_tracker",),
@@ -56,7 +56,18 @@ NAMES: Names = {
         "FP16_UnfusedOptimizer.initialize_optimizer_states",
         "FP16_UnfusedOptimizer._update_scale",
     ),
-    "deepspeed.runtime.utils": ("check_internal_apis_for_count_used_parameters",),
+    "deepspeed.runtime.pipe.module": (
+        "PipelineModule._build",
+        "PipelineModule._partition_layers",
+        "PipelineModule._precompute_checkpointable_values",
+        "PipelineModule._set_bounds",
+    ),
+    "deepspeed.runtime.pipe.topology": ("PipeDataParallelTopology", "PipelineParallelGrid._build_p2p_groups"),
+    "deepspeed.runtime.utils": (
+        "check_internal_apis_for_count_used_parameters",
+        "partition_balanced",
+        "partition_uniform",
+    ),
     "deepspeed.runtime.zero.parameter_offload": (
         "FWD_MODULE_STACK",
         "DeepSpeedZeRoOffload._register_deepspeed_module",

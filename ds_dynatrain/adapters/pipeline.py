@@ -1,0 +1,226 @@
+"""`PipelineModule`: which stage has which layer under a layout, and a module with the layers of another stage.
+
+DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tie, whatever the number
+of stages; so the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers without
+memory, and the module makes the layers of its stage from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from torch import nn
+
+from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import Layout
+
+PARAMETERS, UNIFORM, TYPE = "parameters", "uniform", "type:"
+"""DeepSpeed's partition methods; the last one is followed by a pattern for the names of layer classes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineTemplate:
+    """The layers of a `PipelineModule` before anything was cut, without memory.
+
+    layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
+    tied: by key, the attributes whose gradients DeepSpeed adds up over stages. whole: the modules that the user built,
+    by number or key, until `forget_values`.
+    """
+
+    layers: tuple[Template | None, ...]
+    keys: tuple[str | None, ...]
+    names: tuple[str | None, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    method: str = PARAMETERS
+    whole: dict[int | str, nn.Module] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: PipelineModule, method: str = PARAMETERS) -> PipelineTemplate:
+        """Read a module that was built with `num_stages=1`, and let it make its layers from the template from now on.
+
+        UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
+        """
+        _refuse(model)
+        specs: Sequence[Any] = model._layer_specs
+        built = [_built(model, number, spec) for number, spec in enumerate(specs)]
+        kept = {id(module): Template.of(module) for module in built if module is not None}
+        keys = tuple(spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs)
+        places = [number if key is None else key for number, key in enumerate(keys)]
+        template = PipelineTemplate(
+            tuple(None if module is None else kept[id(module)] for module in built),
+            keys,
+            tuple(map(_name, specs)),
+            {key: tuple(attributes) for key, attributes in model.tied_weight_attrs.items()},
+            method.lower(),
+            {place: module for place, module in zip(places, built, strict=True) if module is not None},
+        )
+        model._layer_specs = [template._spec(spec, *pair) for spec, pair in zip(specs, enumerate(places), strict=True)]
+        return template
+
+    def forget_values(self) -> None:
+        """Let go of the user's modules: layers come without values from now on."""
+        self.whole.clear()
+
+    def boundaries(self, layout: Layout) -> tuple[int, ...]:
+        """The first layer of each stage, and the number of layers; as DeepSpeed partitions them.
+
+        LayoutError, with the nearest number of stages, if a stage would have no layer or nothing to train.
+        """
+        count, found = len(self.layers), layout.boundaries
+        if found is not None and found[-1] != count:
+            raise LayoutError(f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers")
+        if found is None and layout.pipe > count:
+            raise LayoutError(f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={self._nearest(count)}")
+        found = found or self._partition(layout.pipe)
+        idle = self._untrained(found)
+        if idle is not None:
+            start, stop = found[idle : idle + 2]
+            raise LayoutError(
+                f"stage {idle} of pipe={layout.pipe} has layers {start} to {stop - 1}, where nothing is trained; "
+                f"nearest: pipe={self._nearest(layout.pipe - 1)}, or other boundaries"
+            )
+        return found
+
+    def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each logical tensor, by name, ascending; several for a tied one.
+
+        UnsupportedError, naming the tensor, for one that would have several owners and is not tied.
+        """
+        parts = self.boundaries(layout)
+        found: dict[str, tuple[int, ...]] = {}
+        for number, (layer, key) in enumerate(zip(self.layers, self.keys, strict=True)):
+            if layer is None:
+                continue
+            held = (_stage(parts, number),) if key is None else self._holders(parts, key)
+            prefix = str(number) if key is None else f"tied_modules.{key}"
+            for name, parameter in layer.module.named_parameters():
+                is_tied = key is None or name in self.tied[key] or not parameter.requires_grad
+                if len(held) > 1 and not is_tied:
+                    raise UnsupportedError(
+                        f"{prefix}.{name} is on stages {', '.join(map(str, held))} and not in `tied_weight_attr`: each "
+                        "of them would train a copy of its own; put it into a layer of its own"
+                    )
+                found[f"{prefix}.{name}"] = held
+        return found
+
+    def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """The stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
+        parts = self.boundaries(layout)
+        return {key: self._holders(parts, key) for key in sorted(self.tied)}
+
+    def _holders(self, parts: Sequence[int], key: str) -> tuple[int, ...]:
+        return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
+
+    def _partition(self, pipe: int) -> tuple[int, ...]:
+        if self.method == UNIFORM:
+            parts = partition_uniform(num_items=len(self.layers), num_parts=pipe)
+        else:
+            parts = partition_balanced(weights=self._weights(), num_parts=pipe)
+        return tuple(map(int, parts))
+
+    def _weights(self) -> list[int]:
+        """What the partition method counts each layer for."""
+        if self.method == PARAMETERS:
+            return list(map(_trained, self.layers))
+        if not self.method.startswith(TYPE):
+            raise LayoutError(f"no partition method {self.method!r}: use {PARAMETERS}, {UNIFORM} or {TYPE}...")
+        pattern = re.compile(self.method.split(":")[1], re.IGNORECASE)
+        weights = [int(name is not None and pattern.search(name) is not None) for name in self.names]
+        if not any(weights):
+            raise LayoutError(f"partition method {self.method!r}: no class of a layer has such a name")
+        return weights
+
+    def _untrained(self, parts: Sequence[int]) -> int | None:
+        """The first stage that has nothing to train."""
+        pairs = enumerate(itertools.pairwise(parts))
+        return next((stage for stage, (start, stop) in pairs if not any(map(_trained, self.layers[start:stop]))), None)
+
+    def _nearest(self, pipe: int) -> int:
+        """The largest number of stages up to `pipe` each of which trains something."""
+        sizes = (size for size in range(pipe, 1, -1) if self._untrained(self._partition(size)) is None)
+        return next(sizes, 1)
+
+    def _spec(self, spec: Any, number: int, place: int | str) -> Any:
+        """What the module builds a layer from: the user's description of it, whose layer is the template's."""
+        layer = self.layers[number]
+        if layer is None:
+            return spec
+        kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
+        kept.build = partial(self._build, layer, place)
+        return kept
+
+    def _build(self, layer: Template, place: int | str) -> nn.Module:
+        return self.whole[place] if place in self.whole else layer.copy()
+
+
+def _stage(parts: Sequence[int], number: int) -> int:
+    return next(stage for stage, (start, stop) in enumerate(itertools.pairwise(parts)) if start <= number < stop)
+
+
+def _trained(layer: Template | None) -> int:
+    """Elements that are trained in a layer."""
+    held = () if layer is None else layer.module.parameters()
+    return sum(parameter.numel() for parameter in held if parameter.requires_grad)
+
+
+def _name(spec: Any) -> str | None:
+    """The name that DeepSpeed's "type:" looks at."""
+    if isinstance(spec, LayerSpec):
+        return str(spec.typename.__name__)
+    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
+
+
+def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
+    """The module of a layer, None if it is a function."""
+    if isinstance(spec, TiedLayerSpec):
+        tied: nn.Module = model.tied_modules[spec.key]
+        return tied
+    return model._modules[str(number)] if isinstance(spec, LayerSpec | nn.Module) else None
+
+
+def _refuse(model: PipelineModule) -> None:
+    """UnsupportedError for a module whose stages cannot be told from its layers."""
+    kind = type(model)
+    if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
+        raise UnsupportedError("DualPipeVModule: its stages hold layers of two places; take PipelineModule")
+    if model.num_stages != 1:
+        raise UnsupportedError(
+            f"PipelineModule with num_stages={model.num_stages}: build it with num_stages=1 on every process, and say "
+            "how many stages it gets by dynatrain.layout.pipe"
+        )
+    axes = [axis for axis in model._topo.get_axis_names() if axis not in ("pipe", "data")]
+    if axes:
+        raise UnsupportedError(f"PipelineModule over a topology with {', '.join(axes)}: leave `topology` out")
+    for method in ("_build", "_partition_layers", "_set_bounds"):
+        if getattr(kind, method) is not getattr(PipelineModule, method):
+            raise UnsupportedError(f"{kind.__name__} has a {method} of its own: leave it out, and give boundaries")
+    owners: dict[int, str] = {}
+    for title, module in _parts(model):
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), title) != title:
+                raise UnsupportedError(
+                    f"parameter {name!r} of {title} is that of {owners[id(parameter)]}, too: on two stages it would be "
+                    "two; use TiedLayerSpec"
+                )
+    strays = [name for name, parameter in model.named_parameters() if id(parameter) not in owners]
+    if strays:
+        raise UnsupportedError(f"parameter {strays[0]!r} is in no layer of the PipelineModule: make it a layer's")
+
+
+def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
+    """(title, module) of everything that a stage holds or does not hold as a whole."""
+    for key, module in model.tied_modules.items():
+        yield f"tied_modules.{key}", module
+    for number, spec in enumerate(model._layer_specs):
+        module = _built(model, number, spec)
+        if module is not None and not isinstance(spec, TiedLayerSpec):
+            yield f"layer {number}", module

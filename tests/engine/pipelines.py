@@ -1,0 +1,99 @@
+"""Small models for pipelines, as lists of layers: tied embedding, layers of uneven sizes, functions, ready modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from tests.engine.models import WORDS, Block
+
+WIDTH = 15
+
+
+class Words(nn.Module):
+    """Token embedding; a frozen table of places rides along with the tie, trained weights do not."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, width) * 0.1)
+        self.places = nn.Parameter(torch.randn(width) * 0.1, requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return F.embedding(inputs, self.weight) + self.places
+
+
+class Wide(nn.Module):
+    """A layer much larger than the others, with a buffer that its constructor computes."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+        self.register_buffer("slope", torch.linspace(0.5, 1.5, width), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.slope.to(hidden.dtype) * self.down(torch.tanh(self.up(hidden)))
+
+
+def logits(words: Words, hidden: torch.Tensor) -> torch.Tensor:
+    """The tied embedding as the last layer."""
+    return hidden @ words.weight.t()
+
+
+def double(hidden: torch.Tensor) -> torch.Tensor:
+    """A layer that is a function."""
+    return hidden * 2
+
+
+def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean loss of a micro-batch."""
+    return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
+
+
+def _tied() -> list[Any]:
+    return [
+        TiedLayerSpec("words", Words, WIDTH),
+        *(LayerSpec(Block, WIDTH, 21, 0.0) for _ in range(4)),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", Words, WIDTH, forward_fn=logits),
+    ]
+
+
+def _uneven() -> list[Any]:
+    return [
+        LayerSpec(Words, WIDTH),
+        double,
+        LayerSpec(Wide, WIDTH),
+        Block(WIDTH, 21, 0.0),
+        nn.LayerNorm(WIDTH),
+        LayerSpec(Block, WIDTH, 9, 0.0),
+        nn.Linear(WIDTH, WORDS),
+    ]
+
+
+def _inner_tie() -> list[Any]:
+    """A tie of the second and the third quarter, and one of the first and the last."""
+    return [
+        TiedLayerSpec("words", Words, WIDTH),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        TiedLayerSpec("middle", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"]),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        TiedLayerSpec("middle", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"]),
+        LayerSpec(Block, WIDTH, 9, 0.0),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", Words, WIDTH, forward_fn=logits),
+    ]
+
+
+LAYERS: Mapping[str, Callable[[], list[Any]]] = {"tied": _tied, "uneven": _uneven, "inner tie": _inner_tie}
+
+
+def pipeline(name: str, stages: int = 1, seed: int = 7, **arguments: Any) -> PipelineModule:
+    """One of `LAYERS` with the same weights on every rank; the caller's random stream is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return PipelineModule(LAYERS[name](), num_stages=stages, loss_fn=loss, **arguments)
