@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.worlds import launch_store, make_group
+from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.worlds import launch_store
 from ds_dynatrain.transfer import allocate, prefault
 
 Peers = dict[int, tuple[int, int]]

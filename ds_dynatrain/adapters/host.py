@@ -242,9 +242,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         self.config, self._config = config
-        self.world_size = self.dp_world_size = self.seq_dp_world_size = layout.data
+        self.world_size, self.dp_world_size = layout.world_size, layout.data
+        self.seq_dp_world_size = layout.data * layout.sequence
+        self.mp_world_size = layout.pipe * layout.tensor
         self.global_rank = -1 if world.rank is None else world.rank
-        self.data_parallel_group = self.seq_data_parallel_group = world.data
+        self.data_parallel_group, self.seq_data_parallel_group = world.data_only, world.data
+        self.mpu = world.mpu
 
     def _after_attach(self) -> None:
         """What DeepSpeed's constructor does after its optimizer stands."""

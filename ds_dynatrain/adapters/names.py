@@ -109,7 +109,25 @@ NAMES: Names = {
     ),
     "deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",),
     "deepspeed.utils": ("link_hp_params",),
-    "deepspeed.utils.groups": ("_WORLD_GROUP",),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
+        "_SEQUENCE_DATA_PARALLEL_GROUP",
+        "_SEQUENCE_PARALLEL_GROUP",
+    ),
+    "deepspeed.utils.groups": (
+        "_DATA_PARALLEL_GROUP",
+        "_EXPERT_DATA_PARALLEL_GROUP",
+        "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+        "_EXPERT_PARALLEL_GROUP",
+        "_EXPERT_PARALLEL_GROUP_RANKS",
+        "_MODEL_PARALLEL_GROUP",
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_WORLD_GROUP",
+        "expert_tensor_parallel_world_size",
+        "mesh_device",
+        "mpu",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Process groups of a world: built beside a running one, put in place of it, and taken away again.
+"""The process groups of a world: built beside a running one, put in place of it, and taken away again.
 
 `torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and touches
 none of them; `install` and `drop` do, and belong on the main thread between two steps.
@@ -6,75 +6,139 @@ none of them; `install` and `drop` do, and belong on the main thread between two
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as td
-from deepspeed.constants import default_pg_timeout
-from deepspeed.utils import groups
-from torch._C._distributed_c10d import PrefixStore, Store, _unregister_process_group
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import GroupName
+
+from ds_dynatrain.adapters import parallel_state
+from ds_dynatrain.adapters.peers import SAME_AS, peers
+from ds_dynatrain.adapters.process_groups import Made, bury, make_fake_group, make_group, register, unregister
+from ds_dynatrain.space import Layout
 
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """The process groups of one generation, as seen by one of its members.
 
-    `default` is what `torch.distributed` calls WORLD, `data` the clone of it that DeepSpeed reduces over, `transfer`
-    spans the members of this and of the previous world during a switch (it may be `data` itself).
+    `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
+    that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
+    may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone.
     """
 
     generation: int
     members: tuple[int, ...]
     rank: int | None
-    default: td.ProcessGroup | None = None
-    data: td.ProcessGroup | None = None
+    layout: Layout
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
-    stores: dict[str, Store] = field(default_factory=dict)
+    _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
+    _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _stores: dict[str, Store] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The prefix of this world's groups."""
         return f"dynatrain_{self.generation}"
 
+    def group(self, kind: str) -> td.ProcessGroup:
+        """The group of a kind; RuntimeError on a member without a rank, and after `drop`."""
+        if kind not in self._groups:
+            raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
+        return self._groups[kind]
+
+    def ranks(self, kind: str) -> tuple[int, ...]:
+        """The ranks of this world that are in the group of a kind, in its order; RuntimeError as in `group`."""
+        self.group(kind)
+        return self._ranks[kind]
+
+    @property
+    def default(self) -> td.ProcessGroup:
+        """All ranks."""
+        return self.group("default")
+
+    @property
+    def data(self) -> td.ProcessGroup:
+        """The ranks that ZeRO cuts and reduces over: data x sequence."""
+        return self.group("data")
+
+    @property
+    def data_only(self) -> td.ProcessGroup:
+        """The ranks of the data axis; `data` itself without sequence parallelism."""
+        return self.group("data_only")
+
+    @property
+    def sequence(self) -> td.ProcessGroup:
+        """The ranks of the sequence axis."""
+        return self.group("sequence")
+
+    @property
+    def tensor(self) -> td.ProcessGroup:
+        """The ranks of the tensor axis."""
+        return self.group("tensor")
+
+    @property
+    def pipe(self) -> td.ProcessGroup:
+        """The ranks of the pipe axis."""
+        return self.group("pipe")
+
+    @property
+    def expert(self) -> td.ProcessGroup:
+        """The ranks that share one set of experts."""
+        return self.group("expert")
+
+    @property
+    def expert_data(self) -> td.ProcessGroup:
+        """The ranks that hold the same experts."""
+        return self.group("expert_data")
+
+    @property
+    def mpu(self) -> SimpleNamespace | None:
+        """What DeepSpeed gets as `mpu` in this world: None where data and expert are the only axes above 1."""
+        return parallel_state.mpu_of(self) if parallel_state.is_wide(self.layout) else None
+
+    def hold(self, kind: str, ranks: tuple[int, ...], made: Made) -> None:
+        """Take a group in that was made for this world."""
+        self._ranks[kind] = ranks
+        self._groups[kind], self._stores[kind] = made
+
+    def made(self, kind: str) -> Made:
+        """A group that it holds, and the store that it was made over."""
+        return self.group(kind), self._stores[kind]
+
+    def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
+        """Let go of the groups of some kinds, all other references to which are gone."""
+        for table in (self._ranks, self._stores):
+            for kind in kinds:
+                table.pop(kind, None)
+        gone = [self._groups.pop(kind) for kind in kinds if kind in self._groups]
+        return list({id(group): group for group in gone}.values())
+
     def retire_transfer(self) -> threading.Thread:
         """Take down a group that was made for the moves alone; see `drop`."""
-        retired = [self.transfer] if "transfer" in self.stores and self.transfer is not None else []
-        self.stores.pop("transfer", None)
         self.transfer, self.transfer_members = None, ()
-        return _bury(retired)
+        return bury(self.give_up(["transfer"]))
 
+    def register(self) -> None:
+        """Make all groups of the world's own known to `torch.distributed`."""
+        for kind, group in self._groups.items():
+            if kind != "transfer":
+                register(group, self._stores[kind], self._ranks[kind])
 
-def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> tuple[td.ProcessGroup, Store]:
-    """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
-
-    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: a member may be kept from
-    them by an evaluation, or by waiting for another member's wish.
-
-    Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
-    """
-    prefix = PrefixStore(f"{name}/", store)
-    group = td.ProcessGroup(prefix, rank, size)
-    gloo = td.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(gloo)
-    timeout = datetime.timedelta(seconds=seconds)
-    backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
-    backend._set_sequence_number_for_group()
-    backend._set_default_timeout(default_pg_timeout)
-    group._register_backend(torch.device("cpu"), gloo, backend)
-    group._set_group_name(GroupName(name))
-    return group, prefix
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the groups that it holds."""
+        return list(self._groups)
 
 
 def build_world(
@@ -84,56 +148,59 @@ def build_world(
     members: Sequence[int],
     previous: Sequence[int],
     seconds: float,
+    layout: Layout,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
-    Blocks until every member of both has called it (`seconds` at most each); store keys carry the generation and are
-    never used again.
+    Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
+    and are never used again. A group of one rank costs no connection and no thread.
     """
     union = tuple(sorted({*members, *previous}))
-    world = World(generation, tuple(members), members.index(member) if member in members else None)
+    world = World(generation, tuple(members), members.index(member) if member in members else None, layout)
+
+    def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
+        name = f"{world.name}_{kind}_{min(ranks)}"
+        if len(ranks) == 1 and kind != "default":
+            return make_fake_group(name, 0, 1)
+        return make_group(store, name, place, len(ranks), seconds)
+
     if world.rank is not None:
-        for kind in ("default", "data"):
-            group, prefix = make_group(store, f"{world.name}_{kind}", world.rank, len(members), seconds)
-            setattr(world, kind, group)
-            world.stores[kind] = prefix
+        _fill(world, world.rank, make)
     if set(union) == set(members):
-        world.transfer, world.transfer_members = world.data, tuple(members)
+        world.transfer, world.transfer_members = world.default, tuple(members)
     else:
-        name = f"{world.name}_transfer"
-        world.transfer, world.stores["transfer"] = make_group(store, name, union.index(member), len(union), seconds)
-        world.transfer_members = union
+        world.hold("transfer", union, make("transfer", union, union.index(member)))
+        world.transfer, world.transfer_members = world.group("transfer"), union
     return world
 
 
-def stand_in_world(rank: int, size: int) -> World:
-    """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], Made]) -> None:
+    """Give `world` its groups, in the one order in which no two members can wait for each other."""
+    everyone = tuple(range(world.layout.world_size))
+    world.hold("default", everyone, make("default", everyone, rank))
+    for kind, ranks in peers(world.layout, rank).items():
+        serving = [other for other in SAME_AS.get(kind, ()) if world.ranks(other) == ranks]
+        world.hold(kind, ranks, world.made(serving[0]) if serving else make(kind, ranks, ranks.index(rank)))
 
-    world = World(0, tuple(range(size)), rank)
-    for kind in ("default", "data"):
-        store = FakeStore()
-        group = td.ProcessGroup(store, rank, size)
-        backend = FakeProcessGroup._create_internal(rank, size)
-        custom = td.ProcessGroup.BackendType.CUSTOM
-        group._set_default_backend(custom)
-        group._register_backend(torch.device("cpu"), custom, backend)
-        group._set_group_name(GroupName(f"dynatrain_fake_{kind}"))
-        setattr(world, kind, group)
-        world.stores[kind] = store
+
+def stand_in_world(rank: int, layout: Layout) -> World:
+    """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
+    world = World(0, tuple(range(layout.world_size)), rank, layout)
+    _fill(world, rank, lambda kind, ranks, place: make_fake_group(f"dynatrain_fake_{kind}", place, len(ranks)))
     return world
 
 
 def install(world: World) -> None:
-    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables speak of."""
-    if world.rank is None or world.default is None or world.data is None:
+    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables speak of.
+
+    Also to go back to a world that was installed before and not dropped.
+    """
+    if world.rank is None:
         raise RuntimeError(f"generation {world.generation} cannot be installed: this member holds no rank in it")
     c10d._update_default_pg(world.default)
-    for kind in ("default", "data"):
-        _register(getattr(world, kind), world, kind)
+    world.register()
     c10d._world.group_count = max(c10d._world.group_count, GROUP_COUNT)
-    groups._WORLD_GROUP = world.data
+    parallel_state.speak_of(world, world.mpu)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
 
 
@@ -142,62 +209,20 @@ def is_ours_installed() -> bool:
     return str(c10d._get_default_group().group_name).startswith("dynatrain_")
 
 
-def reinstall(world: World) -> None:
-    """Go back to a world that was installed before and not dropped."""
-    if world.rank is None:
-        raise RuntimeError(f"generation {world.generation} cannot be reinstalled: this member holds no rank in it")
-    c10d._update_default_pg(world.default)
-    groups._WORLD_GROUP = world.data
-    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
-
-
-def _register(group: td.ProcessGroup, world: World, kind: str) -> None:
-    if group in c10d._world.pg_map:
-        return
-    backend = "fake" if group.name() == "custom" else "gloo"
-    mapping = {rank: rank for rank in range(len(world.members))}
-    c10d._register_pg_in_world(
-        group, backend, world.stores[kind], group.group_name, f"cpu:{backend}", rank_mapping=mapping
-    )
-
-
 def drop(world: World) -> threading.Thread:
     """Forget and shut down every group of `world`; harmless for groups that were never installed.
 
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends.
     """
-    groups_of: list[td.ProcessGroup] = []
-    for kind in ("default", "data", "transfer"):
-        group = getattr(world, kind)
-        setattr(world, kind, None)
-        if group is None or (kind == "transfer" and "transfer" not in world.stores):
-            continue
-        _unregister(group)
-        if groups._WORLD_GROUP is group:
-            groups._WORLD_GROUP = None
-        groups_of.append(group)
-    world.stores.clear()
-    return _bury(groups_of)
-
-
-def _bury(groups_of: list[td.ProcessGroup]) -> threading.Thread:
-    thread = threading.Thread(target=groups_of.clear, name="dynatrain-bury", daemon=True)
-    thread.start()
-    return thread
-
-
-def _unregister(group: td.ProcessGroup) -> None:
-    known = group in c10d._world.pg_map
-    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
-        table.pop(group, None)
-    c10d._world.pg_backend_config.pop(group, None)
-    for tag, tagged in list(c10d._world.tags_to_pg.items()):
-        c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
-        if not c10d._world.tags_to_pg[tag]:
-            del c10d._world.tags_to_pg[tag]
-    if known:
-        _unregister_process_group(group.group_name)
+    world.transfer, world.transfer_members = None, ()
+    gone = world.give_up(world.kinds)
+    if parallel_state.speaks_of(gone):
+        parallel_state.forget()
+    for group in gone:
+        unregister(group)
+    del group
+    return bury(gone)
 
 
 @dataclass(frozen=True)
@@ -216,7 +241,7 @@ class LaunchWorld:
     def install(self) -> None:
         """Speak of the launch group again: on a member that trains in no world."""
         c10d._update_default_pg(self.group)
-        groups._WORLD_GROUP = None
+        parallel_state.forget()
         os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
 
 

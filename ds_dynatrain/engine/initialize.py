@@ -145,7 +145,7 @@ def _build(
 
 def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: Incoming) -> DynatrainEngine:
     """The engine in its first world, or without one."""
-    launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.data))
+    launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.world_size))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
     _check_start(layout, batch, arguments["model"], job.user_config)
     given: dict[str, Any] = {
@@ -159,7 +159,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
         incoming.take_apart(given["settings"][1])
     if launch.member in members:
         seconds = job.settings.timeout_seconds
-        world = build_world(job.background.store, 1, launch.member, members, members, seconds)
+        world = build_world(job.background.store, 1, launch.member, members, members, seconds, layout)
         install(world)
         try:
             engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
@@ -168,7 +168,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
             drop(world)
             raise
     else:
-        with installed(stand_in_world(launch.member, launch.size), launch):
+        with installed(stand_in_world(0, layout), launch):
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
         engine.leave_world()
     space = space_of(engine, layout, members)

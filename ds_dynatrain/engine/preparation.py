@@ -99,6 +99,7 @@ class Preparation:
                 self.proposal.members,
                 self.proposal.source_members,
                 board.timeout_seconds,
+                self.proposal.layout,
             )
             if self._stop.is_set():
                 self.control.bury(drop(self.world))

@@ -248,7 +248,7 @@ class Switcher:
         engine, before = self.engine, streams.capture()
         types = self.types(layout)
         empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
-        world = stand_in_world(rank, layout.world_size)
+        world = stand_in_world(rank, layout)
         with installed(world, engine.launch):
             engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
             engine.detach()

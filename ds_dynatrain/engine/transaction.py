@@ -19,7 +19,7 @@ import torch
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.adapters.worlds import World, drop, install, reinstall
+from ds_dynatrain.adapters.worlds import World, drop, install
 from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import put_back, rest_carry, scalars_of, settle_counters, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
@@ -359,7 +359,7 @@ class Transaction:
         if self.is_installed:
             engine.detach()
         if self.is_detached and world is not None:
-            reinstall(world)
+            install(world)
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
             put_back(engine, self.before)
         elif self.is_installed:

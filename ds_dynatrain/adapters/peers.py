@@ -1,0 +1,54 @@
+"""Which ranks of a layout form a group with a rank, for every kind of group that DeepSpeed asks for.
+
+Ranks count slowest first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank are the ranks with its
+pipe and tensor index, data x sequence of them; experts divide that line: those of consecutive places share one set of
+experts, and those with equal place modulo `expert` hold the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_dynatrain.space import Layout
+from ds_dynatrain.space.layout import RANK_ORDER
+
+VARYING: Mapping[str, tuple[str, ...]] = {
+    "data": ("data", "sequence"),
+    "data_only": ("data",),
+    "sequence": ("sequence",),
+    "tensor": ("tensor",),
+    "pipe": ("pipe",),
+    "model": ("pipe", "tensor"),
+}
+"""Kind of group -> the axes on which its ranks differ. `data` is the group that ZeRO cuts and reduces over, `model`
+the one that holds one whole model."""
+
+KINDS = (*VARYING, "expert", "expert_data")
+"""Every kind of group besides that of all ranks, in the order in which a world makes them."""
+
+SAME_AS: Mapping[str, tuple[str, ...]] = {
+    "data_only": ("data",),
+    "model": ("tensor", "pipe"),
+    "expert_data": ("data",),
+}
+"""Kind -> kinds made before it that serve for it where the ranks are the same: what is sent in one is never under way
+beside what is sent in the other."""
+
+
+def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+    """The ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the world."""
+    found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
+    line = found["data"]
+    place = line.index(rank)
+    start = place - place % layout.expert
+    found["expert"] = line[start : start + layout.expert]
+    found["expert_data"] = line[place % layout.expert :: layout.expert]
+    return found
+
+
+def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    places = [layout.coordinate(rank)]
+    for axis in RANK_ORDER:
+        if axis in axes:
+            places = [{**place, axis: index} for place in places for index in range(getattr(layout, axis))]
+    return tuple(layout.rank(**place) for place in places)

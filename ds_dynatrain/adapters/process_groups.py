@@ -1,0 +1,92 @@
+"""Process groups made by hand: what `torch.distributed` does for one group, apart from its global state.
+
+A group is made in any thread and unknown to `torch.distributed` until `register`, which belongs on the main thread, as
+does `unregister`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Backend, FakeProcessGroup, PrefixStore, Store, _unregister_process_group
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+Made = tuple[td.ProcessGroup, Store]
+"""A group, and the store that it was made over."""
+
+
+def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
+    """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
+
+    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: a member may be kept from
+    them by an evaluation, or by waiting for another member's wish.
+
+    Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
+    """
+    prefix = PrefixStore(f"{name}/", store)
+    timeout = datetime.timedelta(seconds=seconds)
+    backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
+    backend._set_sequence_number_for_group()
+    backend._set_default_timeout(default_pg_timeout)
+    return _around(backend, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+
+
+def make_fake_group(name: str, rank: int, size: int) -> Made:
+    """A group without peers (torch's `fake` backend): no connection, no thread, no descriptor.
+
+    Of one rank, its collectives do what those of a real one would. Of more, they return at once and tell nothing.
+    """
+    store = FakeStore()
+    backend = FakeProcessGroup._create_internal(rank, size)
+    return _around(backend, td.ProcessGroup.BackendType.CUSTOM, store, name, rank, size), store
+
+
+def _around(
+    backend: Backend, kind: td.ProcessGroup.BackendType, store: Store, name: str, rank: int, size: int
+) -> td.ProcessGroup:
+    group = td.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(GroupName(name))
+    return group
+
+
+def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
+    """Make a group known to `torch.distributed`; harmless if it is. ranks: of the world, in the group's order."""
+    if group in c10d._world.pg_map:
+        return
+    backend = "fake" if group.name() == "custom" else "gloo"
+    mapping = {rank: place for place, rank in enumerate(ranks)}
+    c10d._register_pg_in_world(group, backend, store, group.group_name, f"cpu:{backend}", rank_mapping=mapping)
+
+
+def unregister(group: td.ProcessGroup) -> None:
+    """Let `torch.distributed` forget a group; harmless if it does not know it."""
+    known = group in c10d._world.pg_map
+    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
+        table.pop(group, None)
+    c10d._world.pg_backend_config.pop(group, None)
+    for tag, tagged in list(c10d._world.tags_to_pg.items()):
+        c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
+        if not c10d._world.tags_to_pg[tag]:
+            del c10d._world.tags_to_pg[tag]
+    if known:
+        _unregister_process_group(group.group_name)
+
+
+def bury(groups: list[td.ProcessGroup]) -> threading.Thread:
+    """Shut groups down; the list must hold the last references to them, and is emptied.
+
+    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
+    Join it before the process ends.
+    """
+    thread = threading.Thread(target=groups.clear, name="dynatrain-bury", daemon=True)
+    thread.start()
+    return thread
