@@ -19,7 +19,7 @@ from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 BLOCK = "dynatrain"
 LATER_KEYS = ("layouts", "fallback", "elastic")
-LATER_AXES = ("pipe", "expert", "tensor", "sequence")
+LATER_AXES = ("sequence",)
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""

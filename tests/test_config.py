@@ -126,9 +126,6 @@ def test_mistakes_are_named(block: object, words: str) -> None:
         ({"layouts": "data"}, "dynatrain.layouts: comes in a later version"),
         ({"fallback": {"path": None}}, "dynatrain.fallback: comes in a later version"),
         ({"elastic": {}}, "dynatrain.elastic: comes in a later version"),
-        ({"layout": {"data": 2, "pipe": 2}}, "dynatrain.layout.pipe: 2 is refused for now"),
-        ({"layout": {"data": 2, "expert": 2}}, "dynatrain.layout.expert: 2 is refused for now"),
-        ({"layout": {"data": 2, "tensor": 4}}, "dynatrain.layout.tensor: 4 is refused for now"),
         ({"layout": {"data": 2, "sequence": 2}}, "dynatrain.layout.sequence: 2 is refused for now"),
     ],
 )

@@ -13,11 +13,13 @@ class GradientWatch:
     """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward."""
 
     def __init__(self, model: ModelMap) -> None:
-        self._names = [tensor.name for tensor in model.tensors[: model.trainable]]
+        pairs = zip(model.tensors, model.parameters, strict=True)
+        held = [(tensor.name, parameter) for tensor, parameter in pairs if tensor.trainable and tensor.numel]
+        self._names = [name for name, _ in held]
         self._seen: set[int] = set()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_mark(self._seen, number))
-            for number, parameter in enumerate(model.parameters[: model.trainable])
+            for number, (_, parameter) in enumerate(held)
         ]
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
+from torch import nn
 
 from ds_dynatrain.adapters import scaler
 from ds_dynatrain.adapters.compiled import CompileWatch
@@ -22,6 +25,7 @@ from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
+from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape, Shaper
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
@@ -29,8 +33,18 @@ from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
-from ds_dynatrain.space import Layout
+from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.support import practice
+
+
+@dataclass(frozen=True, eq=False)
+class Outfit:
+    """A module's shape, and what the engine knew of it."""
+
+    shape: Shape
+    children: Children
+    model: ModelMap
+    names: dict[nn.Parameter, str]
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -41,6 +55,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     model_map: ModelMap
+    """The tensors in their local shapes, and the parameters of this rank."""
+    shaper: Shaper
+    shape: Shape
     optimizer: Any
     slot_weight: float
     slot_is_borrowed: bool
@@ -55,8 +72,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     data_parallel_group: Any
     seq_data_parallel_group: Any
 
-    def __init__(self, *, attached: bool, whole: bool = True, **arguments: Any) -> None:
+    def __init__(self, *, attached: bool, shaper: Shaper, whole: bool = True, **arguments: Any) -> None:
         self.__dict__.update(_build_attached=attached and whole, _is_whole=whole)
+        self.__dict__.update(shaper=shaper, shape=WHOLE_SHAPE)
         self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
         self.__dict__.update(without_gradient=())
         super().__init__(**arguments)
@@ -198,6 +216,41 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
+    def reshape(self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor]) -> Outfit | None:
+        """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
+
+        tensors: the local ones of that rank. Returns what `put_on` takes to go back, None if nothing had to change.
+        """
+        shape = Shape.of(layout, rank)
+        if shape == self.shape:
+            return None
+        before = Outfit(self.shape, Children.of(self.module), self.model_map, self.param_names)
+        try:
+            self.shaper.reshape(self.module, layout)
+            before.children.pass_on(self.module)
+            parameters = self.shaper.parameters(self.module, layout)
+            self._take(shape, self.model_map.reshaped(parameters, tensors))
+        except BaseException:
+            self.put_on(before)
+            raise
+        return before
+
+    def put_on(self, before: Outfit) -> None:
+        """Go back to what `reshape` replaced; nothing may be attached."""
+        before.children.put_back(self.module)
+        self._take(before.shape, before.model)
+        self.param_names = before.names
+
+    def _take(self, shape: Shape, model: ModelMap) -> None:
+        """Speak of these parameters from now on, in the basic optimizer, too."""
+        self.shape = shape
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
+            group["params"] = list(parameters)
+        self._gathers.stop()
+        self._gathers = GatherWatch(model.parameters)
+        self.adopt(model, self.basic_optimizer.param_groups)
+
     def forget_steps(self) -> None:
         """What the optimizer keeps outside of its state, on all members alike; after a commit."""
         forget_running_products(self.basic_optimizer)
@@ -248,6 +301,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank = -1 if world.rank is None else world.rank
         self.data_parallel_group, self.seq_data_parallel_group = world.data_only, world.data
         self.mpu = world.mpu
+        self.shaper.enter(self, layout)
 
     def _after_attach(self) -> None:
         """What DeepSpeed's constructor does after its optimizer stands."""

@@ -56,7 +56,9 @@ class ModelMap:
                         f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
                         "the model; register it in a module"
                     )
-                tensors.append(LogicalTensor(names[id(parameter)], tuple(shapes[id(parameter)]), number))
+                is_expert = not getattr(parameter, "allreduce", True)  # DeepSpeed's mark
+                shape = tuple(shapes[id(parameter)])
+                tensors.append(LogicalTensor(names[id(parameter)], shape, number, is_expert))
                 parameters.append(parameter)
         taken = {id(parameter) for parameter in parameters}
         for key, parameter in known.items():
@@ -66,6 +68,27 @@ class ModelMap:
         flags = tuple(parameter.requires_grad for parameter in parameters)
         held = tuple(map(tuple, groups))
         return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
+
+    def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
+        """The map of the same model in another shape, whose parameters are given by the logical tensors' names.
+
+        tensors: the local ones of this rank. Where that is empty, the map holds an empty parameter of its own.
+        UnsupportedError for a parameter that is missing or of another shape.
+        """
+        held: list[nn.Parameter] = []
+        for before, tensor in zip(self.parameters, tensors, strict=True):
+            parameter = parameters.get(tensor.name)
+            if tensor.numel and (parameter is None or tuple(parameter.shape) != tensor.shape):
+                found = "is not in the rebuilt module" if parameter is None else f"is {tuple(parameter.shape)} there"
+                raise UnsupportedError(f"{tensor.name!r} is {tensor.shape} by the layout, and {found}")
+            if parameter is None:
+                nothing = torch.empty(0, dtype=self.dtype, device=before.device)
+                parameter = nn.Parameter(nothing, requires_grad=before.requires_grad)
+            parameter.requires_grad_(before.requires_grad)
+            held.append(parameter)
+        number = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        groups = tuple(tuple(held[number[id(each)]] for each in group) for group in self.groups)
+        return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
 
     @property
     def trainable(self) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed.comm as dist
+
 from ds_dynatrain.adapters.flat import describe_groups, master_rows, refill_frozen, refill_master, weight_rows
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.model import ModelMap
@@ -41,7 +43,8 @@ class FlatStages:
             ordered = zip(zero.round_robin_bit16_groups[group], flat_offsets(zero, group), strict=True)
             slots = [(number[id(parameter)], offset, parameter.numel()) for parameter, offset in ordered]
             size = int(zero.partition_size[group])  # 0.18 has a float
-            rows += master_rows(master, engine.global_rank * size, slots)
+            rank = dist.get_rank(group=zero.real_dp_process_group[group])
+            rows += master_rows(master, rank * size, slots)
         return rows + flat_gradients_census(zero, model)
 
     def release(self, engine: Any, model: ModelMap) -> None:

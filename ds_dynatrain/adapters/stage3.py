@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
@@ -69,7 +70,7 @@ class PartitionedStage:
         parameter: Any
         for index, parameter in enumerate(model.parameters):
             part = parameter.ds_tensor.numel()
-            start = engine.global_rank * part
+            start = dist.get_rank(group=parameter.ds_process_group) * part
             numel = max(0, min(part, parameter.ds_numel - start))
             if not numel:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.host import HostEngine, Outfit
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
@@ -449,6 +450,7 @@ class DynatrainEngine(HostEngine):
         """Put the first layout together out of parameters that come in one by one; all processes take part."""
         self._space = space
         values = incoming.values(self.launch, self.job.job_seed, works=self.world is not None)
+        numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
         buffers: Buffers = {}
         if self.world is None:
             for _ in values:
@@ -456,15 +458,20 @@ class DynatrainEngine(HostEngine):
             self._compare_draws(incoming)
             return
         try:
-            buffers, drawn = self._fill(incoming, values)
+            buffers, drawn = self._fill(incoming, values, numbers)
         except ConfigError as error:  # the others would wait
             self._compare_draws(incoming, {"failed": str(error)})
             raise
         self._compare_draws(incoming, {"values": drawn})
-        self.attach_first(self.layout, self.world, self.present_config, buffers)
+        self.take_shape(space, self.layout, self.rank)
+        self.attach_first(self.layout, self.world, self.config_for(self.layout), buffers)
+
+    def take_shape(self, space: VirtualParameterSpace, layout: Layout, rank: int) -> Outfit | None:
+        """`reshape` to a rank of a layout, whose world must be installed."""
+        return self.reshape(layout, rank, space.local(layout, rank).tensors)
 
     def _fill(
-        self, incoming: Incoming, values: Iterator[tuple[nn.Parameter, torch.Tensor]]
+        self, incoming: Incoming, values: Iterator[tuple[nn.Parameter, torch.Tensor]], numbers: dict[int, int]
     ) -> tuple[Buffers, dict[str, int]]:
         """The buffers of the first layout, and the digests of what this member drew for itself, by name."""
         drawn: dict[str, int] = {}
@@ -475,7 +482,6 @@ class DynatrainEngine(HostEngine):
                     drawn[self.param_names[parameter]] = digest(value)
                 yield parameter, value
 
-        numbers = {id(parameter): number for number, parameter in enumerate(self.model_map.parameters)}
         types = {kind: dtype for kind, dtype in self._switcher.types(self.layout).items() if kind in FIRST_KINDS}
         buffers = provide(self.vps.local(self.layout, self.rank), types, set(), {}, zeros)
         fill(buffers, self.vps, self.rank, noted(), numbers)
@@ -509,7 +515,9 @@ class DynatrainEngine(HostEngine):
         """DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""
         configs: dict[Layout, tuple[dict[str, Any], Any]] = self._configs
         if layout not in configs:
-            configs[layout] = layout_config(self.job.user_config, layout, self.batch_for(layout))
+            config = copy.deepcopy(self.job.user_config)
+            self.shaper.configure(config, layout)
+            configs[layout] = layout_config(config, layout, self.batch_for(layout))
         return configs[layout]
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:

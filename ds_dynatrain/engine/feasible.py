@@ -9,17 +9,25 @@ from pathlib import Path
 from torch import nn
 
 from ds_dynatrain.data import BatchArithmetic, uneven
-from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import Layout
+from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout, VirtualParameterSpace
 
-AXES_TO_COME = ("pipe", "expert", "tensor", "sequence")
+AXES_TO_COME = ("sequence",)
 
 
 def refuse_axes(layout: Layout) -> None:
     """SwitchRefused for an axis that cannot change yet."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis in AXES_TO_COME and size != 1]
     if wide:
-        raise SwitchRefused(f"{', '.join(wide)}: only data and zero_stage can change for now", "leave the others at 1")
+        raise SwitchRefused(f"{', '.join(wide)}: this axis cannot change yet", "leave it at 1")
+
+
+def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
+    """SwitchRefused where the model's tensors cannot be dealt out by the axes of a layout."""
+    try:
+        vps.mesh(target)
+    except (LayoutError, UnsupportedError) as error:
+        raise SwitchRefused(str(error), "choose other sizes of pipe, expert and tensor") from error
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
@@ -33,7 +41,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
     try:
         target = present.replace(**changes) if layout is None else layout
     except LayoutError as error:
-        raise SwitchRefused(str(error), "axes that can change: data, zero_stage") from error
+        raise SwitchRefused(str(error), "its axes: pipe, data, expert, tensor, and zero_stage") from error
     refuse_axes(target)
     return target
 

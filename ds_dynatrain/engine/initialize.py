@@ -18,6 +18,7 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+from ds_dynatrain.adapters.shaping import Shaper, shaper_of
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
@@ -38,8 +39,8 @@ from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.errors import ConfigError, SwitchRefused
-from ds_dynatrain.space import Layout
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout, is_partitioned
 from ds_dynatrain.support import Target, practice, refuse_layout
 
 START_SECONDS = 1800.0
@@ -148,14 +149,19 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
     launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.world_size))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
     _check_start(layout, batch, arguments["model"], job.user_config)
+    shaper = shaper_of(arguments["model"], job.user_config)
+    whole = incoming.is_whole and not is_partitioned(layout)
+    if is_partitioned(layout):
+        _check_axes(shaper, layout)
     given: dict[str, Any] = {
         "settings": layout_config(job.user_config, layout, batch),
         "job": job,
         "layout": layout,
         "members": members,
-        "whole": incoming.is_whole,
+        "whole": whole,
+        "shaper": shaper,
     }
-    if not incoming.is_whole:
+    if not whole:
         incoming.take_apart(given["settings"][1])
     if launch.member in members:
         seconds = job.settings.timeout_seconds
@@ -172,7 +178,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
             engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
         engine.leave_world()
     space = space_of(engine, layout, members)
-    if not incoming.is_whole:
+    if not whole:
         try:
             engine.take_in(incoming, space)
         except BaseException:
@@ -197,11 +203,13 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
     if block is None:
         stage = (own.get("zero_optimization") or {}).get("stage", 0)
         return Layout(data=processes, zero_stage=stage)
-    if block.data > processes:
+    layout = Layout.from_dict({**block.model_dump(), "zero_stage": block.zero_stage or 0})
+    if layout.world_size > processes:
         raise ConfigError(
-            f"dynatrain.layout.data is {block.data} and this launch has {processes} processes; start more, or lower it"
+            f"dynatrain.layout ({layout}) needs {layout.world_size} processes and this launch has {processes}; "
+            "start more, or make it smaller"
         )
-    return Layout(data=block.data, zero_stage=block.zero_stage or 0)
+    return layout
 
 
 def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, config: dict[str, Any]) -> None:
@@ -212,6 +220,13 @@ def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, confi
         refuse_layout(Target(config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
+
+
+def _check_axes(shaper: Shaper, layout: Layout) -> None:
+    try:
+        shaper.cuts(layout)
+    except (LayoutError, UnsupportedError) as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error
 
 
 def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:

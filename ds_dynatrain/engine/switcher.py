@@ -133,6 +133,7 @@ class Switcher:
         if not engine.idle:
             refuse_changes(engine)
         feasible.check_size(target, engine.launch.size)
+        feasible.check_axes(engine.vps, target)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         self.check_features(target)
         return target
@@ -250,6 +251,7 @@ class Switcher:
         empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
         world = stand_in_world(rank, layout)
         with installed(world, engine.launch):
+            engine.take_shape(engine.vps, layout, rank)
             engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
             engine.detach()
         engine.leave_world()

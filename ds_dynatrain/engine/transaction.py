@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_dynatrain.adapters.host import Outfit
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
@@ -85,7 +86,8 @@ class Transaction:
         self.kept_share: dict[str, Digests] = {}
         self.old_world: World | None = engine.world
         self.old_config = engine.present_config
-        self.is_detached = self.is_installed = self.has_reported = False
+        self.before_reshape: Outfit | None = None
+        self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
 
     # ---- the protocol --------------------------------------------------------------------------------------------
 
@@ -232,6 +234,8 @@ class Transaction:
             install(self.preparation.world)
             scalars = self.scalars if self.source_rank is not None else scalars_of(self.shared)
             config = self.engine.config_for(self.proposal.layout)
+            self.before_reshape = self.engine.take_shape(self.preparation.vps, self.proposal.layout, self.target_rank)
+            self.is_attached = True
             self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
 
     def _move(self) -> None:
@@ -348,6 +352,7 @@ class Transaction:
         and training can go on meanwhile.
         """
         old, self.source, self.target, self.preparation.buffers = self.source, {}, {}, {}
+        self.before_reshape = None
         thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
         del old  # the thread holds the last reference
         thread.start()
@@ -356,8 +361,10 @@ class Transaction:
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
         engine, world = self.engine, self.old_world
-        if self.is_installed:
+        if self.is_attached:
             engine.detach()
+        if self.before_reshape is not None:
+            engine.put_on(self.before_reshape)
         if self.is_detached and world is not None:
             install(world)
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)

@@ -185,7 +185,12 @@ class VirtualParameterSpace:
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
         """The same state under another layout and world."""
-        return VirtualParameterSpace(self.line, self.rules, self.kinds, layout, members, self.planner, self.partitioner)
+        other = VirtualParameterSpace(
+            self.line, self.rules, self.kinds, layout, members, self.planner, self.partitioner
+        )
+        for name in ("_meshes", "_shardings", "_tables"):  # they do not depend on who trains now
+            object.__setattr__(other, name, getattr(self, name))
+        return other
 
     def with_kinds(self, kinds: Iterable[Kind]) -> VirtualParameterSpace:
         """The same tensors with other state kinds."""

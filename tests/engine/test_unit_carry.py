@@ -184,7 +184,7 @@ PRESENT = Layout(data=2, zero_stage=1)
         (None, {"date": 2}, "no 'date'"),
         (None, {}, "no layout was given"),
         (PRESENT, {"data": 2}, "both a layout and changes"),
-        (None, {"pipe": 2}, "pipe=2: only data and zero_stage"),
+        (None, {"sequence": 2}, "sequence=2: this axis cannot change yet"),
         (None, {"tensor": 2, "sequence": 2}, "tensor=2, sequence=2"),
         (None, {"expert": 2}, "expert=2"),
     ],

@@ -1,0 +1,154 @@
+"""How a model takes on the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
+
+One shaper for each way that DeepSpeed has of dealing a model out. A change of these sizes, or of a member's place on
+these axes, gives the root module other children; the root itself, and with it whatever hangs on it, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
+
+_STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+class Shaper(Protocol):
+    """What one way of dealing models out has to answer. No call is a collective, and none needs a full-size tensor."""
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """How each logical tensor is dealt out under a layout, by its name; of any layout, installed or not.
+
+        LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
+        UnsupportedError naming the parameter that DeepSpeed does not describe.
+        """
+        ...
+
+    def reshape(self, root: nn.Module, layout: Layout) -> None:
+        """Give the root the children of this rank under `layout`, whose world is installed.
+
+        Every parameter is a new one of its local shape. Children are replaced, never changed: a switch that fails puts
+        the old ones back.
+        """
+        ...
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """The parameters of a root that has the shape of `layout` on this rank, by the names of the logical tensors."""
+        ...
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Set what DeepSpeed's constructor would have set in the engine for these axes, after `reshape`."""
+        ...
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the sizes of a layout into DeepSpeed's configuration, in place."""
+        ...
+
+
+class Rigid:
+    """A model that is dealt out by data and sequence only."""
+
+    def __init__(self, reason: str = "this model has no axis but data and sequence") -> None:
+        self._reason = reason
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """LayoutError: there are none."""
+        raise LayoutError(f"{layout}: {self._reason}")
+
+    def reshape(self, root: nn.Module, layout: Layout) -> None:
+        """LayoutError, but for a layout that every rank has whole."""
+        if is_partitioned(layout):
+            self.cuts(layout)
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """The root's own."""
+        return dict(root.named_parameters())
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Nothing to set."""
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Nothing to write."""
+
+
+def shaper_of(model: nn.Module, config: Mapping[str, Any]) -> Shaper:
+    """The shaper of a user's model, which DeepSpeed has not altered yet."""
+    return Rigid()
+
+
+def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
+    """The cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper leaves out."""
+    cuts = shaper.cuts(layout)
+    missing = [name for name in names if name not in cuts]
+    if missing:
+        raise LayoutError(f"{layout}: nothing says how {missing[0]!r} is dealt out ({len(missing)} such tensors)")
+    return tuple(cuts[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a root's children depend on: the sizes of the axes, and the place of this member on them."""
+
+    pipe: int
+    boundaries: tuple[int, ...] | None
+    expert: int
+    tensor: int
+    place: tuple[int, int, int]
+
+    @staticmethod
+    def of(layout: Layout, rank: int) -> Shape:
+        """The shape of a rank of a layout."""
+        at = layout.coordinate(rank)
+        index = (at["data"] * layout.sequence + at["sequence"]) % layout.expert
+        place = (at["pipe"], index, at["tensor"])
+        return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
+
+
+WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Children:
+    """A root module's children and own tensors at one time."""
+
+    tables: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    @staticmethod
+    def of(root: nn.Module) -> Children:
+        """Note them; whoever alters the root afterwards replaces, and changes none of them."""
+        tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
+        others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
+        return Children(tables, others)
+
+    def pass_on(self, root: nn.Module) -> None:
+        """Give new children what is no parameter and stays with a member: buffers of equal shape, and the mode."""
+        old = {name: child for first, part in self._named() for name, child in _below(first, part)}
+        new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
+        for name, child in new.items():
+            before = old.get(name)
+            child.training = root.training if before is None else before.training
+            for key, held in child.named_buffers(recurse=False):
+                value = None if before is None else before._buffers.get(key)
+                if value is not None and value.shape == held.shape:
+                    child._buffers[key] = value
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        return [(name, child) for name, child in self.tables["_modules"].items() if child is not None]
+
+    def put_back(self, root: nn.Module) -> None:
+        """Give the root what it had."""
+        root.__dict__.clear()
+        root.__dict__.update(self.others)
+        for name, table in self.tables.items():
+            root.__dict__[name] = type(table)(table)
+
+
+def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A module and all below it, by their names in the root."""
+    return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
