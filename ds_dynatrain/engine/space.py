@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def space_of(
     engine: DynatrainEngine, layout: Layout, members: tuple[int, ...], model: ModelMap | None = None
 ) -> VirtualParameterSpace:
-    """Register every logical tensor, while the module has none of them cut; what cuts them comes from DeepSpeed's own reading of the configuration.
+    """Register every logical tensor, while the module has none of them cut.
+
+    What cuts them comes from DeepSpeed's own reading of the configuration.
 
     model: in place of the engine's.
     """

@@ -185,8 +185,6 @@ PRESENT = Layout(data=2, zero_stage=1)
         (None, {}, "no layout was given"),
         (PRESENT, {"data": 2}, "both a layout and changes"),
         (None, {"sequence": 2}, "sequence=2: this axis cannot change yet"),
-        (None, {"tensor": 2, "sequence": 2}, "tensor=2, sequence=2"),
-        (None, {"expert": 2}, "expert=2"),
     ],
 )
 def test_layouts_that_do_not_exist(layout: Layout | None, changes: dict[str, Any], words: str) -> None:
