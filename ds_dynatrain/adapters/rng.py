@@ -33,6 +33,11 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
     get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKED): state for name, state in states.items()})
 
 
+def is_of_tensor_index(name: str) -> bool:
+    """Whether a stream is there to differ between tensor ranks: one of the tracker's."""
+    return name.startswith(_TRACKED)
+
+
 def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
     """The state that the accelerator's generator has after `seed`; it is left as it was."""
     accelerator = get_accelerator()

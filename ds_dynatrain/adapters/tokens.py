@@ -25,14 +25,14 @@ def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
     """Inside the block the optimizer's step divides its gradients by the mean number of tokens of a micro-batch.
 
     own: tokens of this rank in the window; None (on all ranks): none were given, and nothing is divided. Else a
-    collective over the data axis.
+    collective over the data and sequence axes: DeepSpeed means over the first and sums over the second.
     """
     if own is None:
         yield
         return
     total = torch.tensor([float(own)], dtype=torch.float64)
-    if engine.dp_world_size > 1:
-        dist.all_reduce(total, group=engine.data_parallel_group)
+    if engine.seq_dp_world_size > 1:
+        dist.all_reduce(total, group=engine.seq_data_parallel_group)
     slots = engine.dp_world_size * int(engine.gradient_accumulation_steps())
     divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
     optimizer = engine.optimizer

@@ -62,7 +62,7 @@ class EvaluationLoader:
                 "an idle member holds no state and cannot evaluate: iterate over an evaluation loader only where "
                 "engine.idle is false"
             )
-        return self._batches(self._host.rank, self._host.data, len(self))
+        return self._batches(self._host.data_rank, self._host.data, len(self))
 
     def _batches(self, rank: int, data: int, count: int) -> Iterator[Any]:
         permutation = self._order.permutation(0)

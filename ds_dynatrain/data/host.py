@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 class Host(Protocol):
     """The present world as a loader sees it. Everything may change inside `before_batch`, and nowhere else.
 
-    On an idle member `rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world changes.
+    On an idle member `data_rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world
+    changes.
     """
 
     @property
-    def rank(self) -> int:
-        """This member's index on the data axis, 0 to data - 1."""
+    def data_rank(self) -> int:
+        """This member's index on the data axis, 0 to data - 1; members that share it get the same samples."""
         ...
 
     @property

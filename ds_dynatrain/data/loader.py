@@ -211,7 +211,7 @@ class _Pass(Iterator[Any]):
         self._check_batch_size()
         samples = loader.order.samples(loader._at.step)
         if samples not in self._rows:
-            self._rows[samples] = self._host.batch.deal(samples).rank(self._host.rank)
+            self._rows[samples] = self._host.batch.deal(samples).rank(self._host.data_rank)
         self._window = self._rows[samples]
 
     def _check_batch_size(self) -> None:
@@ -263,7 +263,7 @@ class _Pass(Iterator[Any]):
             stream, self._stream = self._stream, None
             if stream is None:
                 at = loader._at
-                stream = apart(loader.order.seed, at.epoch, at.step, loader._micro, host.generation, host.rank)
+                stream = apart(loader.order.seed, at.epoch, at.step, loader._micro, host.generation, host.data_rank)
             self._torch = loader.source.fetch(_Remaining(loader, host), stream, persistent=True)
         with without_collection():
             return iter(self._torch)
@@ -281,7 +281,7 @@ class _Remaining:
 
     def __iter__(self) -> Iterator[list[int]]:
         loader, host = self._loader, self._host
-        rest = _rank_indices(loader.order, loader._at, host.batch, host.rank)
+        rest = _rank_indices(loader.order, loader._at, host.batch, host.data_rank)
         return itertools.islice(rest, loader._micro, None)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine import streams
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import MASTER, WEIGHT, Box, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
@@ -86,7 +87,7 @@ def verdict(
     tensor, kind and member (a replica that differs), or the members whose carry differs.
     """
     _check_carry(reports, source_members, target_members)
-    _check_streams(reports, source_members, target_members)
+    _check_streams(reports, source, target, source_members, target_members)
     _check_newcomers(reports, source_members, target_members)
     given = {member: reports[member]["source"] for member in source_members}
     arrived = {member: reports[member]["target"] for member in target_members}
@@ -210,13 +211,22 @@ def _check_carry(
 
 
 def _check_streams(
-    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
+    reports: Mapping[int, Mapping[str, Any]],
+    source: Layout,
+    target: Layout,
+    source_members: tuple[int, ...],
+    target_members: tuple[int, ...],
 ) -> None:
-    """A place on the data axis that lives on has the random streams it had, whoever holds it now."""
-    for index, (before, after) in enumerate(zip(source_members, target_members, strict=False)):
-        if reports[before]["stream_before"] != reports[after]["stream_after"]:
+    """A place that lives on has the random streams it had, whoever holds it now."""
+    for rank, after in enumerate(target_members):
+        origin = streams.origin(source, target, rank)
+        if origin is None:
+            continue
+        before, which = source_members[origin], "shared_stream" if streams.is_forked(source, target, rank) else "stream"
+        if reports[before][f"{which}_before"] != reports[after][f"{which}_after"]:
             raise CertificateError(
-                f"random streams of data index {index}: those of member {after} are not those that member {before} had"
+                f"random streams of data index {target.coordinate(rank)['data']}: those of member {after} are not "
+                f"those that member {before} had"
             )
 
 

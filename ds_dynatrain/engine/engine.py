@@ -110,8 +110,13 @@ class DynatrainEngine(HostEngine):
 
     @property
     def rank(self) -> int:
-        """This member's place on the data axis (-1 on an idle member)."""
+        """This member's place in the world (-1 on an idle member)."""
         return -1 if self.world is None or self.world.rank is None else self.world.rank
+
+    @property
+    def data_rank(self) -> int:
+        """This member's place on the data axis (-1 on an idle member); ranks that share it get the same samples."""
+        return -1 if self.idle else self.layout.coordinate(self.rank)["data"]
 
     @property
     def data(self) -> int:
@@ -290,12 +295,13 @@ class DynatrainEngine(HostEngine):
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
 
+        With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
         A collective of the working members. DataError if nobody has a sample.
         """
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
-        if self.data > 1:
-            td.all_reduce(pair, group=self.data_parallel_group)
+        if self.world is not None and self.world.data.size() > 1:
+            td.all_reduce(pair, group=self.world.data)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         return (pair[0] / pair[1]).to(torch.float32)

@@ -274,8 +274,9 @@ class _Registration:
         whole = torch.zeros(vps.tensors[number].numel, dtype=self.engine.element_types.of(kind))
         for row in rows:
             whole.narrow(0, row[0], row[1]).copy_(_run(buffers, kind, row))
-        if self.layout.data > 1 and not vps.is_replicated(self.layout, kind):  # elsewhere the bits are zeros
-            td.all_reduce(whole.view(torch.uint8), group=self.engine.data_parallel_group)
+        group = self.engine.seq_data_parallel_group
+        if group.size() > 1 and not vps.is_replicated(self.layout, kind):  # elsewhere the bits are zeros
+            td.all_reduce(whole.view(torch.uint8), group=group)
         return 0, whole
 
     def _scalars_after(self, model: ModelMap) -> Scalars:

@@ -1,7 +1,9 @@
-"""Random streams: they belong to a place on the data axis, not to a process, and move with it.
+"""Random streams: they belong to a place in the layout, not to a process, and move with it.
 
-An index that lives on keeps its streams, whoever holds it; a new index gets streams seeded from (job seed, name, index,
-generation); a vanished one is dropped.
+A place that lives on keeps its streams, whoever holds it, and a vanished one's are dropped. A new data index gets
+streams seeded from (job seed, name, index, generation). A new place of a data index that lives on gets a copy of those
+of its place 0: what tensor ranks compute alike they must draw alike, or replicas part. Only the streams that are there
+to differ between tensor ranks (the tracker's) are seeded there, by the tensor index too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.rng import further_streams, restore_further_streams, seeded_stream
+from ds_dynatrain.adapters.rng import further_streams, is_of_tensor_index, restore_further_streams, seeded_stream
+from ds_dynatrain.space import Layout
 
 Streams = dict[str, Any]
 """Name of a generator -> its state as plain JSON."""
@@ -42,21 +45,62 @@ def restore(streams: Streams) -> None:
     restore_further_streams({name: _array(state, np.uint8) for name, state in streams["further"].items()})
 
 
-def seeded(job_seed: int, index: int, generation: int) -> Streams:
-    """The streams of a data index that did not exist before, of all generators that this process has; the caller's own
-    are left as they are.
+def origin(source: Layout, target: Layout, rank: int) -> int | None:
+    """The rank of `source` whose streams a rank of `target` goes on with; None if its data index is new.
+
+    It is the rank at the same place, where an index that is new on another axis counts as 0.
     """
+    place = target.coordinate(rank)
+    if place["data"] >= source.data:
+        return None
+    return source.rank(**{axis: index if index < getattr(source, axis) else 0 for axis, index in place.items()})
+
+
+def is_forked(source: Layout, target: Layout, rank: int) -> bool:
+    """Whether a rank goes on with the streams of another tensor index, and so not with all of them."""
+    return target.coordinate(rank)["tensor"] >= source.tensor
+
+
+def forked(streams: Streams, job_seed: int, place: dict[str, int], generation: int) -> Streams:
+    """The streams of a new tensor index: those of index 0, but for the ones that differ between tensor ranks."""
+    further = {
+        name: _text(seeded_stream(_further_seed(job_seed, name, place, generation)))
+        if is_of_tensor_index(name)
+        else state
+        for name, state in streams["further"].items()
+    }
+    return {**streams, "further": further}
+
+
+def shared(streams: Streams) -> Streams:
+    """The part of a rank's streams that a fork of it has too."""
+    further = {name: state for name, state in streams["further"].items() if not is_of_tensor_index(name)}
+    return {**streams, "further": further}
+
+
+def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
+    """The streams of a place whose data index did not exist before, of all generators that this process has; the
+    caller's own are left as they are.
+
+    place: its index on each axis; only data and tensor count.
+    """
+    index = place["data"]
     before = capture()
     try:
         torch.manual_seed(_seed(job_seed, "torch", index, generation))
         np.random.seed(_seed(job_seed, "numpy", index, generation) % 2**32)
         random.seed(_seed(job_seed, "python", index, generation))
         restore_further_streams(
-            {name: seeded_stream(_seed(job_seed, name, index, generation)) for name in further_streams()}
+            {name: seeded_stream(_further_seed(job_seed, name, place, generation)) for name in further_streams()}
         )
         return capture()
     finally:
         restore(before)
+
+
+def _further_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:
+    apart = (place["tensor"],) if is_of_tensor_index(name) and place["tensor"] else ()
+    return _seed(job_seed, name, place["data"], generation, *apart)
 
 
 def _seed(*parts: object) -> int:

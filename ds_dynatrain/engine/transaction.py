@@ -276,13 +276,18 @@ class Transaction:
             take_over(self.engine, self.shared, self.rest)
         else:
             settle_counters(self.engine, self.shared)
-        generation = self.proposal.generation
-        if self.target_rank < len(self.proposal.source_members):
-            key = f"stream/{generation}"
-            self.new_streams = self._await(key, (self.target_rank,), "the random streams of a rank")[self.target_rank]
-        else:
-            self.new_streams = streams.seeded(self.engine.job.job_seed, self.target_rank, generation)
+        self.new_streams = self._streams_of(self.target_rank)
         streams.restore(self.new_streams)
+
+    def _streams_of(self, rank: int) -> streams.Streams:
+        """The random streams of a rank of the next world."""
+        source, target = self.proposal.source_layout, self.proposal.layout
+        generation, seed, place = self.proposal.generation, self.engine.job.job_seed, target.coordinate(rank)
+        origin = streams.origin(source, target, rank)
+        if origin is None:
+            return streams.seeded(seed, place, generation)
+        found: streams.Streams = self._await(f"stream/{generation}", (origin,), "the random streams of a rank")[origin]
+        return streams.forked(found, seed, place, generation) if streams.is_forked(source, target, rank) else found
 
     def _verify(self) -> str:
         """Report, read all reports, and judge them; the digest of the whole state if all is well."""
@@ -291,6 +296,7 @@ class Transaction:
             record["source"] = self.source_digests.to_json()
             record["carry_before"] = _fingerprints(self.before)
             record["stream_before"] = fingerprint(self.own_streams)
+            record["shared_stream_before"] = fingerprint(streams.shared(self.own_streams))
         if self.newcomers and (self.source_rank == 0 or self.control.member in self.newcomers):
             record["rest"] = fingerprint(self.rest)
         begin = time.perf_counter()
@@ -317,9 +323,13 @@ class Transaction:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
         digests, _ = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, self.kept_share)
         if streams.capture() != self.new_streams:
-            raise CertificateError(f"random streams of rank {rank} are not those that its place on the data axis has")
-        carry = _fingerprints(shared_carry(self.engine, scalars))
-        return {"target": digests.to_json(), "carry_after": carry, "stream_after": fingerprint(self.new_streams)}
+            raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
+        return {
+            "target": digests.to_json(),
+            "carry_after": _fingerprints(shared_carry(self.engine, scalars)),
+            "stream_after": fingerprint(self.new_streams),
+            "shared_stream_after": fingerprint(streams.shared(self.new_streams)),
+        }
 
     # ---- at and after the commit ---------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class Member:
         self.generation = job.generation
 
     @property
-    def rank(self) -> int:
+    def data_rank(self) -> int:
         return self.job.world.index(self.member)
 
     @property

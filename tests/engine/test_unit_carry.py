@@ -6,12 +6,15 @@ import collections
 import decimal
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from torch import nn
 
 from ds_dynatrain.data import BatchArithmetic
@@ -162,11 +165,49 @@ def test_restored_streams_give_the_same_numbers() -> None:
 
 def test_new_streams_depend_on_all_that_they_are_seeded_from() -> None:
     before = streams.capture()
-    made = [streams.seeded(*of) for of in ((1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))]
+    wanted = ((1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
+    made = [streams.seeded(seed, {"data": index, "tensor": 0}, generation) for seed, index, generation in wanted]
     assert streams.capture() == before
     assert made[0] == made[1]
     for name in ("torch", "numpy", "python"):
         assert len({json.dumps(each[name]) for each in made}) == 4
+
+
+@contextmanager
+def tracked() -> Iterator[None]:
+    """Inside the block DeepSpeed's tracker keeps a stream of this process."""
+    tracker = get_cuda_rng_tracker()
+    try:
+        tracker.add("model-parallel-rng", 5)
+        yield
+    finally:
+        tracker.reset()
+
+
+def test_new_tensor_ranks_draw_alike_but_from_the_tracker() -> None:
+    with tracked():
+        base = streams.capture()
+        fork = streams.forked(base, 1, {"data": 0, "tensor": 1}, 3)
+        other = streams.forked(base, 1, {"data": 0, "tensor": 2}, 3)
+        new = [streams.seeded(1, {"data": 4, "tensor": tensor}, 3) for tensor in (0, 1)]
+    for one, another in ((base, fork), (fork, other), new):
+        assert one != another and streams.shared(one) == streams.shared(another)
+
+
+def test_places_that_live_on_keep_their_streams() -> None:
+    source = Layout(zero_stage=1, data=2, tensor=2)
+    rows = {
+        "data=4 tensor=2": [0, 1, 2, 3, None, None, None, None],
+        "data=3": [0, 2, None],
+        "tensor=4": [0, 1, 0, 0],
+        "data=1 sequence=2 tensor=2": [0, 1, 0, 1],
+        "pipe=2 data=2": [0, 2, 0, 2],
+    }
+    for text, origins in rows.items():
+        target = Layout(zero_stage=1, **{name: int(size) for name, size in (part.split("=") for part in text.split())})
+        assert [streams.origin(source, target, rank) for rank in range(target.world_size)] == origins, text
+    four = Layout(zero_stage=1, tensor=4)
+    assert [streams.is_forked(source, four, rank) for rank in range(4)] == [False, False, True, True]
 
 
 # ---- feasible -------------------------------------------------------------------------------------------------------

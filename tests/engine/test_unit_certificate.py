@@ -41,9 +41,10 @@ def reports() -> Reports:
     found: Reports = {}
     for member in range(4):
         found[member] = {"target": digests(4, member), "carry_after": dict(CARRY), "stream_after": f"stream {member}"}
+        found[member] |= {"shared_stream_after": f"shared {member}"}
         if member < 2:
             found[member] |= {"source": digests(2, member), "carry_before": dict(CARRY)}
-            found[member] |= {"stream_before": f"stream {member}"}
+            found[member] |= {"stream_before": f"stream {member}", "shared_stream_before": f"shared {member}"}
         if member != 1:  # rank 0 and the two that start to work
             found[member]["rest"] = "buffers and objects"
     return found
