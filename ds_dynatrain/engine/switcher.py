@@ -32,7 +32,7 @@ from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
-from ds_dynatrain.space import Layout
+from ds_dynatrain.space import Layout, is_partitioned
 from ds_dynatrain.support import Target, refuse_layout
 
 if TYPE_CHECKING:
@@ -153,6 +153,10 @@ class Switcher:
 
     def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:
         """See `DynatrainEngine.register_parameters`."""
+        layout = self.engine.layout
+        if is_partitioned(layout):
+            plain = layout.replace(pipe=1, expert=1, tensor=1, boundaries=None)
+            raise SwitchRefused(f"{layout}: registering needs every tensor whole", f"switch to {plain} first")
         is_open = "an accumulation window is open" if window_is_open else ""
         if self._pending is not None and not self._pending.done:
             is_open = f"a switch to {self._pending.layout} is pending"

@@ -8,7 +8,7 @@ sub-group end to end. Every replica that a rank holds is read, and all must agre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,22 @@ class State:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a local parameter lies in a logical one: element i at row-major place `index[i]`, padding at -1.
+
+    name, numel: of the logical tensor.
+    """
+
+    name: str
+    index: torch.Tensor
+    numel: int
+
+
+Places = Callable[[Any], Mapping[str, Place]]
+"""Of an engine, by the local parameters' names; those that are not named are whole."""
+
+
+@dataclass(frozen=True)
 class View:
     """A run of a logical tensor in this rank's memory, from row-major index `start`."""
 
@@ -51,25 +67,31 @@ class View:
     flat: torch.Tensor
 
 
-def gather(engine: Any) -> State:
+def gather(engine: Any, places: Places | None = None) -> State:
     """The state, whole, on every working rank; a collective of all of them.
+
+    places: of a model that is dealt out by other axes than data. It must not come from the code under test.
 
     AssertionError for two replicas that differ, an element that nobody holds, or steps that differ.
     """
-    views = list(_views(engine))
-    mine = [(view.key, view.start, view.flat.detach().clone()) for view in views]
-    steps = dict(_steps(engine))
+    where = _where(engine, places)
+    mine = []
+    for view in _views(engine):
+        place = where[view.key[0]]
+        index = place.index[view.start : view.start + view.flat.numel()]
+        flat = view.flat.detach().clone()[index >= 0]
+        mine.append(((place.name, view.key[1]), index[index >= 0], flat))
+    steps = {where[name].name: scalars for name, scalars in _steps(engine)}
     gathered: list[Any] = [None] * td.get_world_size()
-    td.all_gather_object(gathered, (mine, steps))
-    sizes = {name: _numel(parameter) for name, parameter in engine.module.named_parameters()}
+    td.all_gather_object(gathered, (mine, steps, {place.name: place.numel for place in where.values()}))
+    sizes = {name: numel for *_, numels in gathered for name, numel in numels.items()}
     tensors: dict[Key, torch.Tensor] = {}
     filled: dict[Key, torch.Tensor] = {}
     all_steps: dict[str, dict[str, float]] = {}
-    for rank, (pieces, their_steps) in enumerate(gathered):
-        for key, start, flat in pieces:
+    for rank, (pieces, their_steps, _) in enumerate(gathered):
+        for key, run, flat in pieces:
             whole = tensors.setdefault(key, torch.zeros(sizes[key[0]], dtype=flat.dtype))
             seen = filled.setdefault(key, torch.zeros(sizes[key[0]], dtype=torch.bool))
-            run = slice(start, start + flat.numel())
             assert not (seen[run] & (_bits(whole[run]) != _bits(flat))).any(), f"{key}: rank {rank} holds another value"
             whole[run] = flat
             seen[run] = True
@@ -83,6 +105,13 @@ def gather(engine: Any) -> State:
     ]
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     return State(tensors, all_steps, groups, counters, _scaling(engine))
+
+
+def _where(engine: Any, places: Places | None) -> dict[str, Place]:
+    """The place of every local parameter."""
+    given = {} if places is None else dict(places(engine))
+    sizes = {name: _numel(parameter) for name, parameter in engine.module.named_parameters()}
+    return {name: given.get(name) or Place(name, torch.arange(numel), numel) for name, numel in sizes.items()}
 
 
 def put(engine: Any, state: State) -> None:
@@ -134,10 +163,10 @@ def _scaling(engine: Any) -> dict[str, float]:
 
 def _views(engine: Any) -> Iterator[View]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    stage, rank, world = engine.zero_optimization_stage(), td.get_rank(), td.get_world_size()
+    stage = engine.zero_optimization_stage()
     if stage == 3:
-        yield from _weights_in_parts(engine, names, rank, world)
-        yield from _stage3(engine, names, rank, world)
+        yield from _weights_in_parts(engine, names)
+        yield from _stage3(engine, names)
         return
     for parameter in engine.module.parameters():
         yield View((names[id(parameter)], "weight"), 0, parameter.data.view(-1))
@@ -156,6 +185,8 @@ def _views(engine: Any) -> Iterator[View]:
         return
     zero = engine.optimizer
     for group, (parameters, whole, master) in enumerate(_flat_groups(zero)):
+        peers = zero.real_dp_process_group[group]
+        rank, world = td.get_rank(peers), td.get_world_size(peers)
         first, runs, covered = rank * master.numel(), [], torch.zeros(master.numel(), dtype=torch.bool)
         for position, parameter in _flat_order(zero, parameters, world):
             low, high = max(position, first), min(position + parameter.numel(), first + master.numel())
@@ -194,23 +225,23 @@ def _flat_order(zero: Any, parameters: list[Any], world: int) -> Iterator[tuple[
         position += parameter.numel()
 
 
-def _weights_in_parts(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterator[View]:
+def _weights_in_parts(engine: Any, names: dict[int, str]) -> Iterator[View]:
     for parameter in engine.module.parameters():
         key = names[id(parameter)], "weight"
-        start, numel = _part(parameter.ds_numel, rank, world)
+        start, numel, _ = _part(parameter)
         yield View(key, start, parameter.ds_tensor.data[:numel])
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             yield View(key, 0, parameter.data.view(-1))
 
 
-def _stage3(engine: Any, names: dict[int, str], rank: int, world: int) -> Iterator[View]:
+def _stage3(engine: Any, names: dict[int, str]) -> Iterator[View]:
     zero = engine.optimizer
     for parameters, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         runs, position = [], 0
         for parameter in parameters:
-            start, numel = _part(parameter.ds_numel, rank, world)
+            start, numel, size = _part(parameter)
             runs.append((names[id(parameter)], start, position, numel))
-            position += -(-parameter.ds_numel // world)
+            position += size
         yield from _with_moments(engine, master, runs)
 
 
@@ -280,11 +311,12 @@ def _flat_masters_of_stage0(engine: Any) -> list[tuple[list[Any], torch.Tensor]]
     return list(zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups_flat, strict=True))
 
 
-def _part(numel: int, rank: int, world: int) -> tuple[int, int]:
-    """(first index, elements) of a rank's part of a parameter under stage 3."""
-    size = -(-numel // world)
-    start = min(rank * size, numel)
-    return start, min(size, numel - start)
+def _part(parameter: Any) -> tuple[int, int, int]:
+    """(first index, elements, elements with padding) of this rank's part of a parameter under stage 3."""
+    peers, numel = parameter.ds_process_group, parameter.ds_numel
+    size = -(-numel // td.get_world_size(peers))
+    start = min(td.get_rank(peers) * size, numel)
+    return start, min(size, numel - start), size
 
 
 def _numel(parameter: Any) -> int:
