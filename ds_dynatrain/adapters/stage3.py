@@ -30,6 +30,10 @@ _PARAMETER_ATTRIBUTES = """
     is_external_param nvme_swapper all_gather all_gather_coalesced partition item reduce_gradients_at_owner
     partition_gradients aligned_size padding_size partition_numel convert_to_zero_parameters _z3_optimizer grad_accum
 """.split()
+_KEPT_ATTRIBUTES = """
+    ds_autoep_uc_meta ds_autoep_folding_param_family ds_zero_placement_family ds_zero_partition_group_name
+""".split()
+"""Those in ds_ that say what a parameter is, whatever the stage: AutoEP sets them once, when it makes a layer."""
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -194,5 +198,5 @@ def reset_counters() -> None:
 
 def forget_parameter(parameter: nn.Parameter) -> None:
     for name in list(parameter.__dict__):
-        if name.startswith("ds_") or name in _PARAMETER_ATTRIBUTES:
+        if (name.startswith("ds_") and name not in _KEPT_ATTRIBUTES) or name in _PARAMETER_ATTRIBUTES:
             delattr(parameter, name)

@@ -1,0 +1,42 @@
+"""DeepSpeed as it is: an engine of its own on all ranks of a pool, and nothing of it left afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch.distributed as td
+from deepspeed.utils import groups
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
+
+
+@contextmanager
+def stock_engine(model: nn.Module, config: dict[str, Any], **arguments: Any) -> Iterator[Any]:
+    """The engine of `deepspeed.initialize`; its groups, hooks and process-wide state are gone after the block."""
+    with own_groups():
+        engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
+        try:
+            yield engine
+        finally:
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            engine.destroy()
+            reset_counters()
+            restore_linear()
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Process groups that are made in the block are destroyed after it, and DeepSpeed forgets them."""
+    before = set(c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        groups._release_process_group_references()
+        for group in [group for group in c10d._world.pg_map if group not in before]:
+            td.destroy_process_group(group)
