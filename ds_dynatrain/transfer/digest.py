@@ -17,7 +17,7 @@ cache. It protects against mistakes, not against an adversary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Pieces, interval
+from ds_dynatrain.transfer.series import rows_of, series
 
 UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
@@ -35,6 +36,10 @@ UNIT_BYTES = 8
 BLOCK_UNITS = 16384
 """Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
+SPREAD_BYTES = 8 * BLOCK_BYTES
+"""Scratch for runs that are spread out as they lie in a tensor."""
+SPARSEST = 8
+"""Runs are spread out if they are at least one part in so many of what they span."""
 DEVICE_BLOCKS = 256
 """Blocks weighed at once on an accelerator (32 MiB of values, about three times that in temporaries)."""
 
@@ -69,13 +74,21 @@ def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], base
     flat = [_bytes(buffer) if buffer.device.type == "cpu" else None for buffer in data]
     _check_inside(pieces, data, bases)
     sums, summer = [0] * (len(bases) - 1), _Summer()
-    for index, begin, count, source, at in _cut_at_tensors(pieces, bases):
+    columns = _cut_at_tensors(pieces, bases)
+    for row, number in zip(*_series(columns), strict=True):
+        index, begin, count, source, at = (int(column[row]) for column in columns)
         values, size = flat[source], sizes[source]
         if values is None:
-            sums[index] += digest_on_device(data[source][at : at + count], begin)
-        else:
+            for each in range(row, row + number):
+                begin, at = int(columns[1][each]), int(columns[4][each])
+                sums[index] += digest_on_device(data[source][at : at + count], begin)
+        elif number == 1:
             part = values[at * size : (at + count) * size]
             sums[index] += summer.sum(part, begin * size, addresses[source] + at * size)
+        else:
+            step, stride = int(columns[1][row + 1]) - begin, int(columns[4][row + 1]) - at
+            runs = rows_of(values, at * size, stride * size, int(number), count * size)
+            sums[index] += summer.sum_series(runs, begin * size, step * size)
     return np.array([value & _MASK for value in sums], dtype=np.uint64)
 
 
@@ -121,6 +134,24 @@ class _Summer:
         for block, factor in enumerate(_factors(first, (end - 1) // BLOCK_BYTES - first + 1).tolist(), start=first):
             from_byte, to_byte = max(begin, block * BLOCK_BYTES), min(end, (block + 1) * BLOCK_BYTES)
             total += self._weigh(data[from_byte - begin : to_byte - begin], from_byte, aligned) * factor
+        return total
+
+    def sum_series(self, runs: Bytes, begin: int, step: int) -> int:
+        """The same of runs, the rows of a matrix, of which the first starts at byte `begin`, each other `step` later.
+
+        They are spread out with zeros between them, as they lie in the tensor: zeros weigh nothing.
+        """
+        total, length = 0, runs.shape[1]
+        height = max(1, SPREAD_BYTES // step)
+        room = np.zeros(height * step + UNIT_BYTES, dtype=np.uint8)
+        for row in range(0, len(runs), height):
+            part, first = runs[row : row + height], begin + row * step
+            lead = first % UNIT_BYTES
+            room[:] = 0
+            spread = room[lead : lead + len(part) * step]
+            spread.reshape(len(part), step)[:, :length] = part
+            last = (len(part) - 1) * step + length
+            total += self.sum(spread[:last], first, room.ctypes.data + lead)
         return total
 
     def _weigh(self, part: Bytes, begin: int, aligned: bool) -> int:
@@ -184,13 +215,23 @@ def _check_inside(pieces: Pieces, data: list[torch.Tensor], bases: Int64s) -> No
         )
 
 
-def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Iterator[tuple[int, int, int, int, int]]:
+def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s]:
     """The pieces cut where a tensor ends: (tensor, flat index, length, buffer, offset) of each part."""
     filled = np.flatnonzero(np.diff(bases))
     row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
     tensor, part = filled[nth], pieces.take(row, start, stop)
-    columns = (tensor, start - bases[tensor], stop - start, part.buffer, part.offset)
-    return zip(*(column.tolist() for column in columns), strict=True)
+    return tensor, start - bases[tensor], stop - start, part.buffer, part.offset
+
+
+def _series(columns: tuple[Int64s, Int64s, Int64s, Int64s, Int64s]) -> tuple[Int64s, Int64s]:
+    """(first row, number of rows) of runs that can be weighed together, where spreading them out is no waste."""
+    tensor, begin, count, source, at = columns
+    longest = int(count.max(initial=0)) + 1
+    same = (tensor * (int(source.max(initial=0)) + 1) + source) * longest + count
+    gap = np.diff(begin, append=0)
+    sparse = (gap <= 0) | (gap > SPARSEST * count) | (count * UNIT_BYTES > SPREAD_BYTES)
+    same[sparse] = -1 - np.flatnonzero(sparse)
+    return series(same, begin, at)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +79,8 @@ def execute(
     ]
     for stream in streams[0] if streams else ():  # the wire works while this member copies
         stream.advance()
-    for row in np.flatnonzero(~is_kept).tolist():
-        written.whole(row).copy_(read.whole(row))
+    moved = np.flatnonzero(~is_kept)
+    _rows(read, moved).copy_to(_rows(written, moved))
     local_done = time.monotonic()
     for incoming, outgoing in streams:
         _exchange(incoming, outgoing, deadline)
@@ -136,10 +137,24 @@ def _derive(moves: Moves, target: Buffers) -> None:
     """Casts and second copies within the target buffers, in order; rounding is torch's (to nearest, ties to even)."""
     regions(moves, target, "source")
     regions(moves, target, "target")
-    for move in moves:
-        count = move.stop - move.start
+    for first, count in _neighbors(moves):
+        move = next(iter(moves.select(slice(first, first + 1))))
         origin = target[move.source_kind, move.source_buffer].detach().narrow(0, move.source_offset, count)
         target[move.kind, move.target_buffer].detach().narrow(0, move.target_offset, count).copy_(origin)
+
+
+def _neighbors(moves: Moves) -> Iterator[tuple[int, int]]:
+    """(first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
+    if not len(moves):
+        return
+    length = moves.stop - moves.start
+    joined = np.ones(len(moves) - 1, dtype=bool)
+    for name in ("kind", "source_kind", "source_buffer", "target_buffer"):
+        joined &= np.diff(getattr(moves, name)) == 0
+    for name in ("source_offset", "target_offset"):
+        joined &= np.diff(getattr(moves, name)) == length[:-1]
+    first = np.flatnonzero(np.append(True, ~joined))
+    yield from zip(first.tolist(), np.add.reduceat(length, first).tolist(), strict=True)
 
 
 def _bytes_written(moves: Moves) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId, interval
 from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.transfer.series import Bytes, rows_of, series
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """Every local 1-D contiguous buffer, by the name of its state kind and its id."""
@@ -41,23 +42,62 @@ class Regions:
 
     def pack(self, rows: Sequence[int], staged: torch.Tensor) -> None:
         """Copy the regions of `rows`, one after another, into host memory."""
-        for region, place in self._pairs(rows, staged):
-            place[:] = region
+        if not self._on_host:
+            for region, place in self._pairs(rows, staged):
+                place.copy_(region)
+            return
+        for runs, room in self._matrices(rows, staged.numpy()):
+            room[:] = runs
 
     def unpack(self, rows: Sequence[int], staged: torch.Tensor) -> None:
         """Copy host memory, one region after another, into the regions of `rows`."""
-        for region, place in self._pairs(rows, staged):
-            region[:] = place
+        if not self._on_host:
+            for region, place in self._pairs(rows, staged):
+                region.copy_(place)
+            return
+        for runs, room in self._matrices(rows, staged.numpy()):
+            runs[:] = room
 
-    def _pairs(self, rows: Sequence[int], staged: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-        """Region and place of each row: numpy slices on the host, which cost a tenth of torch's, else tensors."""
-        on_host = all(data.device.type == "cpu" for data in self.data)
-        flat: list[Any] = [data.numpy() for data in self.data] if on_host else list(self.data)
-        stage: Any = staged.numpy() if on_host else staged
-        columns = (self.which[list(rows)], self.begin[list(rows)], self.length[list(rows)])
+    def copy_to(self, other: Regions) -> None:
+        """Copy each region into the region of the other at the same row; equal lengths, nothing overlaps."""
+        if not (self._on_host and other._on_host):
+            for row in range(len(self.begin)):
+                other.whole(row).copy_(self.whole(row))
+            return
+        mine, theirs = ([data.numpy() for data in side.data] for side in (self, other))
+        same = (self.which * max(1, len(other.data)) + other.which) * (
+            int(self.length.max(initial=0)) + 1
+        ) + self.length
+        for row, count in zip(*series(same, self.begin, other.begin), strict=True):
+            source, target = self._matrix(mine, row, count), other._matrix(theirs, row, count)
+            target[:] = source
+
+    @property
+    def _on_host(self) -> bool:
+        return all(data.device.type == "cpu" for data in self.data)
+
+    def _matrix(self, flat: Sequence[Bytes], row: int, count: int) -> Bytes:
+        """The series of `count` regions from `row` on."""
+        begin, length = int(self.begin[row]), int(self.length[row])
+        step = int(self.begin[row + 1]) - begin if count > 1 else 0
+        return rows_of(flat[self.which[row]], begin, step, int(count), length)
+
+    def _matrices(self, rows: Sequence[int], staged: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """(regions, their place in the staged bytes) of each series among `rows`."""
+        chosen = Regions(self.data, *(column[list(rows)] for column in (self.which, self.begin, self.length)))
+        flat = [data.numpy() for data in self.data]
+        same = chosen.which * (int(chosen.length.max(initial=0)) + 1) + chosen.length
         at = 0
-        for which, begin, length in zip(*(column.tolist() for column in columns), strict=True):
-            yield flat[which][begin : begin + length], stage[at : at + length]
+        for row, count in zip(*series(same, chosen.begin), strict=True):
+            found = chosen._matrix(flat, row, count)
+            yield found, staged[at : at + found.size].reshape(found.shape)
+            at += found.size
+
+    def _pairs(self, rows: Sequence[int], staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for row in rows:
+            length = int(self.length[row])
+            yield self.whole(row), staged[at : at + length]
             at += length
 
     def addresses(self) -> Ints:
