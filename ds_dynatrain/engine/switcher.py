@@ -263,6 +263,8 @@ class Switcher:
 
     def _prepare(self, proposal: Proposal) -> None:
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
+        for layout in (proposal.source_layout, proposal.layout):
+            self.engine.vps.mesh(layout)  # here: asking DeepSpeed how it cuts is not for a thread
         background, types = self.engine.job.background, self.types(proposal.layout)
         self._preparation = Preparation(proposal, background, self.engine.vps, live, types)
         self.attempt = proposal.generation
