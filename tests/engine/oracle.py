@@ -114,15 +114,20 @@ def _where(engine: Any, places: Places | None) -> dict[str, Place]:
     return {name: given.get(name) or Place(name, torch.arange(numel), numel) for name, numel in sizes.items()}
 
 
-def put(engine: Any, state: State) -> None:
+def put(engine: Any, state: State, places: Places | None = None) -> None:
     """Write the tensors and steps of `state` into a working rank's memory; its engine must have moments."""
+    where = _where(engine, places)
     with torch.no_grad():
         for view in _views(engine):
-            if view.key in state.tensors or view.key[1] != LAST_GRADIENT:
-                view.flat.copy_(state.tensors[view.key][view.start : view.start + view.flat.numel()])
+            place = where[view.key[0]]
+            key = place.name, view.key[1]
+            if key in state.tensors or key[1] != LAST_GRADIENT:
+                index = place.index[view.start : view.start + view.flat.numel()]
+                held = index >= 0
+                view.flat[held] = state.tensors[key][index[held]]
         for holder, names in _holders(engine):
             held = engine.basic_optimizer.state.get(holder, {})
-            for scalar, value in state.steps.get(names[0], {}).items():
+            for scalar, value in state.steps.get(where[names[0]].name, {}).items():
                 held[scalar] = torch.full_like(held[scalar], value) if torch.is_tensor(held[scalar]) else int(value)
     for name in _scaling(engine).keys() & state.scaling.keys():
         setattr(_scaler(engine), name, state.scaling[name])

@@ -1,0 +1,194 @@
+"""A walk over layouts of several axes in living ranks, each place on it held against a run that was *started* there.
+
+As `walks`, for any model: a `Subject` says how it is built, what a step on it is, and where its local parameters lie in
+the logical ones, found by other means than those under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.plan import bytes_minimum
+from ds_dynatrain.space import Layout
+from tests.engine import jobs, oracle
+from tests.engine.pool import RankPool
+
+STEPS = 4
+WARM_STEPS = 3
+BATCH = 12
+"""Samples of a global batch, in one micro-batch a rank: 1, 2, 3 and 4 data ranks have equal shares."""
+Losses = dict[int, list[float]]
+
+
+def one_step(engine: Any, batch: Any) -> float:
+    """Forward, backward and step on a batch that a model takes as it is; the loss on this rank."""
+    loss = engine(*batch) if isinstance(batch, list | tuple) else engine(batch)
+    loss = getattr(loss, "loss", loss)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to walk with.
+
+    build: the same weights on every rank. data: the samples of a position, without an end. places: see `oracle.Places`.
+    settings: merged over the usual configuration, key by key at the top. step: one optimizer step on what the loader
+    deals. at: the reference layout, in which every rank that works holds the model whole.
+    """
+
+    build: Callable[[], nn.Module]
+    data: Callable[[int], torch.utils.data.Dataset[Any]]
+    places: oracle.Places | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    step: Callable[[Any, Any], float] = one_step
+    at: Layout = field(default_factory=lambda: Layout(data=2, zero_stage=1))
+    groups: Callable[[nn.Module], Any] | None = None
+
+
+def compare(
+    pool: RankPool,
+    find: Callable[[], Subject],
+    path: Sequence[Layout],
+    dtype: str = "fp32",
+    furthest: float = 1e-6,
+    seconds: float = 240,
+) -> int:
+    """Walk, and compare: states bit by bit, bytes with the minimum, the next losses with those of static runs.
+
+    find: a module-level function that gives the subject, called on every rank. furthest: the largest relative distance
+    of a loss. Returns how many continuations are bitwise those of static runs.
+    """
+    same: dict[str, Any] = {"find": find, "dtype": dtype}
+    state, position = pool.run(reference_case, seconds=seconds, **same)[0]
+    layouts = sorted(set(path), key=str)
+    same |= {"state": state, "position": position}
+    static = _means(pool.run(static_case, layouts=layouts, seconds=seconds, **same))
+    switched = _means(pool.run(walk_case, path=list(path), seconds=seconds, **same))
+    assert list(switched) == list(range(1, len(path)))
+    bitwise = 0
+    for place, (source, target) in enumerate(pairwise(path), start=1):
+        expected = static[layouts.index(target)]
+        assert jobs.furthest(switched[place], expected) <= furthest, f"{source} -> {target}"
+        bitwise += switched[place] == expected
+    return bitwise
+
+
+# ---- cases: they run on every rank ----------------------------------------------------------------------------------
+
+
+def configured(subject: Subject, dtype: str, layout: Layout) -> dict[str, Any]:
+    """The configuration that starts in a layout."""
+    given = {"train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH, **subject.settings}
+    made = jobs.config(dtype, (layout.data, layout.zero_stage), **given)
+    start = {name: size for name, size in layout.to_dict().items() if size is not None}
+    return {**made, "dynatrain": {**made["dynatrain"], "layout": start}}
+
+
+def started(subject: Subject, dtype: str, layout: Layout) -> Any:
+    """A job in a layout; see `jobs.job`."""
+    model = subject.build()
+    arguments = {} if subject.groups is None else {"model_parameters": subject.groups(model)}
+    count = BATCH * (WARM_STEPS + STEPS + 2)
+    return jobs.job(configured(subject, dtype, layout), model, subject.data(count), groups=False, **arguments)
+
+
+def reference_case(find: Callable[[], Subject], dtype: str) -> tuple[oracle.State, dict[str, Any]] | None:
+    """A state after some steps, and the loader's position there."""
+    subject = find()
+    with started(subject, dtype, subject.at) as made:
+        batches = iter(made.loader)
+        for _ in range(WARM_STEPS):
+            subject.step(made.engine, next(batches))
+        return oracle.gather(made.engine, subject.places), made.loader.state_dict()
+    return None
+
+
+def static_case(
+    find: Callable[[], Subject], dtype: str, layouts: list[Layout], state: oracle.State, position: dict[str, Any]
+) -> Losses:
+    """Losses of the next steps from the reference state, each layout in an engine that starts in it."""
+    subject, found = find(), dict[int, list[float]]()
+    for number, layout in enumerate(layouts):
+        with started(subject, dtype, layout) as made:
+            batches = iter(made.loader)
+            subject.step(made.engine, next(batches))  # moments exist after it
+            set_back(made, subject, state, position)
+            found[number] = some_steps(made, subject, batches, next(batches))
+    return found
+
+
+def walk_case(
+    find: Callable[[], Subject], dtype: str, path: list[Layout], state: oracle.State, position: dict[str, Any]
+) -> Losses:
+    """Walk the path; per place on it the losses of the steps after arriving. Everything else is checked here."""
+    subject, found = find(), dict[int, list[float]]()
+    with started(subject, dtype, path[0]) as made:
+        engine, batches = made.engine, iter(made.loader)
+        batch = next(batches)  # a member that starts idle wakes in here
+        if engine.generation == 1:
+            subject.step(engine, batch)
+        while True:
+            number = engine.generation - 1
+            if number:
+                assert engine.layout == path[number]
+                assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
+                found[number] = some_steps(made, subject, batches, batch)
+            if number + 1 == len(path):
+                return found
+            set_back(made, subject, state, position)
+            assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
+            least = _least_bytes(engine, path[number + 1], state)
+            engine.switch(path[number + 1], at=engine.global_steps)
+            batch = next(batches)
+            if engine.generation == number + 2:  # this member went from one place to the next, not idle in between
+                _check_event(engine, path[number], path[number + 1], least)
+    return found
+
+
+def set_back(made: jobs.Job, subject: Subject, state: oracle.State, position: dict[str, Any]) -> None:
+    """Put reference state and position into a working member."""
+    oracle.put(made.engine, state, subject.places)
+    made.loader.load_state_dict(position)
+
+
+def some_steps(made: jobs.Job, subject: Subject, batches: Iterator[Any], batch: Any) -> list[float]:
+    """The local loss of each of the next steps, the first on a batch that is there already."""
+    losses = []
+    for number in range(STEPS):
+        batch = next(batches) if number else batch
+        losses.append(subject.step(made.engine, batch))
+    return losses
+
+
+def _least_bytes(engine: Any, target: Layout, state: oracle.State) -> int:
+    kinds = sorted({kind for _, kind in state.tensors if engine.vps.is_held(engine.layout, kind)})
+    if engine.layout.zero_stage == target.zero_stage == 3:
+        kinds.append("stale_grad")
+    return bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+
+
+def _check_event(engine: Any, source: Layout, target: Layout, least: int) -> None:
+    event = engine.last_switch
+    assert event.outcome == "committed", event.reason
+    assert [Layout.from_dict(side.layout) for side in (event.source, event.target)] == [source, target]
+    assert event.warnings == ()
+    assert event.certificate is not None
+    assert event.bytes_sent == event.bytes_minimum == least
+
+
+def _means(ranks: list[Losses | None]) -> dict[int, list[float]]:
+    """Per place the mean over the ranks that worked there: their shares are equal."""
+    places = sorted({place for losses in ranks if losses for place in losses})
+    found = {}
+    for place in places:
+        held = [losses[place] for losses in ranks if losses and place in losses]
+        found[place] = [sum(values) / len(values) for values in zip(*held, strict=True)]
+    return found
