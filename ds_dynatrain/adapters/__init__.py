@@ -32,6 +32,8 @@
 | `compiled` | what torch has compiled, and when it must be dropped |
 | `curriculum` | DeepSpeed's curriculum as an order of samples |
 | `pipeline`, `stage_module`, `grid` | stages of a `PipelineModule`: who has which layer, layers made anew, groups |
+| `template`, `children` | the user's model without memory; other children for a root that stays |
+| `autotp`, `tensor` | what AutoTP does and says, asked without memory or peers; its layers on a root that stays |
 | `host` | DeepSpeed's engine with these openings |
 """
 

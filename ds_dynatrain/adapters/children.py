@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
 import torch
 from torch import nn
 
-_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+from ds_dynatrain.adapters.template import HOOKS
+
+_TABLES = ("_modules", "_parameters")
 
 
 def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give every parameter on the meta device memory that nobody has written to, of type `dtype`.
 
-    Tied parameters stay tied; flags and attributes of a parameter stay with it. Memory that is not touched costs no
-    time, and no page of it exists yet.
+    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory that is not
+    touched costs no time, and no page of it exists yet.
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -28,6 +34,28 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def adopt(root: nn.Module, made: nn.Module) -> None:
-    """Give `root` the children, parameters and buffers of `made`, which must not be used afterwards."""
+    """Give `root` the children and parameters of `made`, which must not be used afterwards; its buffers are its own."""
     for table in _TABLES:
         setattr(root, table, getattr(made, table))
+
+
+def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    """Give modules the hooks that users put on those of the same name before them.
+
+    They share one table, so the handle that removes a hook is good for both. A hook that is a method of one of the old
+    modules becomes that of its heir.
+    """
+    heirs = {id(part): new[name] for name, part in old.items() if name in new}
+    for name, part in old.items():
+        for table in HOOKS:
+            hooks = part.__dict__.get(table)
+            if hooks and name in new:
+                moved = {key: _moved(hook, heirs) for key, hook in hooks.items()}
+                same = all(moved[key] is hook for key, hook in hooks.items())
+                new[name].__dict__[table] = hooks if same else type(hooks)(moved)
+
+
+def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
+    if isinstance(hook, MethodType) and id(hook.__self__) in heirs:
+        return MethodType(hook.__func__, heirs[id(hook.__self__)])
+    return hook

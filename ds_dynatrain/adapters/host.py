@@ -268,6 +268,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""
+        self.shaper.leave(self)
         self.data_parallel_group = self.seq_data_parallel_group = None
         self.global_rank = -1
         for parameter in self.model_map.parameters:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ds_dynatrain.adapters.children import pass_hooks_on
+from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
 
@@ -45,6 +47,10 @@ class Shaper(Protocol):
         """Set what DeepSpeed's constructor would have set in the engine for these axes, after `reshape`."""
         ...
 
+    def leave(self, engine: Any) -> None:
+        """Take off what `enter` has set, and let go of the groups of its world."""
+        ...
+
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""
         ...
@@ -72,12 +78,19 @@ class Rigid:
     def enter(self, engine: Any, layout: Layout) -> None:
         """Nothing to set."""
 
+    def leave(self, engine: Any) -> None:
+        """Nothing to let go of."""
+
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Nothing to write."""
 
 
 def shaper_of(model: nn.Module, config: Mapping[str, Any]) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet."""
+    if present().has_autotp:
+        from ds_dynatrain.adapters.tensor import TensorShaper
+
+        return TensorShaper.of(model, config)
     return Rigid()
 
 
@@ -127,7 +140,7 @@ class Children:
         return Children(tables, others)
 
     def pass_on(self, root: nn.Module) -> None:
-        """Give new children what is no parameter and stays with a member: buffers of equal shape, and the mode."""
+        """Give new children what is no parameter: buffers of equal shape, the mode, and the user's hooks."""
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
         for name, child in new.items():
@@ -137,6 +150,7 @@ class Children:
                 value = None if before is None else before._buffers.get(key)
                 if value is not None and value.shape == held.shape:
                     child._buffers[key] = value
+        pass_hooks_on(old, new)
 
     def _named(self) -> list[tuple[str, nn.Module]]:
         return [(name, child) for name, child in self.tables["_modules"].items() if child is not None]

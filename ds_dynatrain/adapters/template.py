@@ -18,7 +18,7 @@ from ds_dynatrain.errors import UnsupportedError
 
 WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
 
-_HOOKS = (
+HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
@@ -58,7 +58,7 @@ def _copied(module: nn.Module) -> nn.Module:
     for name, held in module.named_parameters():
         memo[id(held)] = _meta(name, held)
     for part in module.modules():
-        memo.update({id(table): type(table)() for key in _HOOKS if (table := part.__dict__.get(key)) is not None})
+        memo.update({id(table): type(table)() for key in HOOKS if (table := part.__dict__.get(key)) is not None})
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

@@ -42,6 +42,7 @@ class Series:
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
     waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
     follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
+    has_autotp: whether AutoTP describes what it cuts.
     """
 
     tested: str
@@ -51,6 +52,7 @@ class Series:
     steps_frozen: bool = False
     waits_for_last_gather: bool = False
     follows_own_optimizers: bool = True
+    has_autotp: bool = True
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
@@ -64,7 +66,16 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "deepspeed.runtime.engine": (
                 "DeepSpeedEngine._configure_python_gc",
                 "DeepSpeedEngine.zero_parameter_alignment",
+                "DeepSpeedEngine._apply_autotp_partitioning",
+                "DeepSpeedEngine._configure_tensor_parallel_states",
             ),
+            "deepspeed.runtime.tensor_parallel.config": ("TPTrainingConfig",),
+            "deepspeed.module_inject.layers": (
+                "TensorParallel_Layer",
+                "configure_tensor_parallel_runtime",
+                "is_autotp_training_mode",
+            ),
+            "deepspeed.sequence.cross_entropy": ("VocabParallelCausalLMLoss",),
             "deepspeed.runtime.zero.utils": ("gc", "defragment"),
             "deepspeed.checkpoint.autoep_affine": ("autoep_experts_for_rank",),
             "deepspeed.checkpoint.constants": (
@@ -75,6 +86,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 "AUTOEP_PLACEMENT_EXPERTS",
                 "AUTOEP_PLACEMENT_RANKS",
                 "DS_AUTOEP_UC_META",
+                "DS_AUTOTP_UC_META",
             ),
             "deepspeed.module_inject.auto_ep": ("AutoEP.ep_parser", "AutoEP.replace_moe_layers"),
             "deepspeed.module_inject.auto_ep_config": ("parse_autoep_config", "validate_autoep_post_detection"),
@@ -125,6 +137,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         steps_frozen=True,
         waits_for_last_gather=True,
         follows_own_optimizers=False,
+        has_autotp=False,
     ),
 }
 """By (major, minor), the one that is developed with first."""

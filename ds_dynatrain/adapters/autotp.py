@@ -1,0 +1,152 @@
+"""DeepSpeed's AutoTP, run on modules without memory, and its own description of what each rank holds of a parameter.
+
+AutoTP puts layers that hold a part each in place of linear layers and embeddings, and writes on every parameter of
+theirs how it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device: no
+memory, no message. What it leaves alone is whole on every rank of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as td
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject.layers import TensorParallel_Layer, is_autotp_training_mode
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
+
+WRONG: Mapping[str, str] = {
+    "bloom": "AutoTP cuts its fused query_key_value across heads, and would compute something else",
+    "falcon": "its attention counts all heads, whatever its rank holds",
+    "gpt_bigcode": "AutoTP gives every rank all keys and values, and never adds their gradients up",
+    "mpt": "its attention counts all heads, whatever its rank holds",
+}
+"""Kinds of Hugging Face models that AutoTP cuts and that do not train then (measured with DeepSpeed 0.19.8)."""
+
+Cuts = dict[str, AxisCuts]
+"""By name of the logical tensor."""
+
+
+def refuse_model(model: nn.Module) -> None:
+    """UnsupportedError for a kind of model that AutoTP cuts and that does not train then."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(kind, str) and kind in WRONG:
+        raise UnsupportedError(f"tensor parallelism of {type(model).__name__}: {WRONG[kind]}; leave layout.tensor at 1")
+
+
+def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
+    block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
+    for name in ("tp", "tensor_parallel"):
+        if name in block:
+            block[name] = {key: value for key, value in block[name].items() if key != "tp_size"}
+    return block
+
+
+def partition(model: nn.Module, config: Mapping[str, Any], size: int) -> None:
+    """Let AutoTP cut a model on the meta device for this rank of the tensor group that DeepSpeed speaks of."""
+    engine = SimpleNamespace(
+        autotp_size=lambda: size,
+        local_rank=-1,
+        is_deepcompile_enabled=lambda: False,
+        compile_autotp=lambda: False,
+    )
+    real = dict(model.named_buffers())
+    with _for_training():
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, TPTrainingConfig(**settings(config, size)))
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # moved there beside its weight
+                module._buffers[key] = real[f"{prefix}.{key}"]
+
+
+def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
+    """What AutoTP writes on the parameters of a model that it cuts in `size`; asked without peers.
+
+    UnsupportedError, naming the parameter, for what it does not describe or would get wrong. Whatever AutoTP itself
+    raises for a model or a size that it does not take, passes.
+    """
+    made = template.copy()
+    with _tensor_group(size):
+        partition(made, config, size)
+    before = dict(template.module.named_parameters())
+    after = dict(made.named_parameters())
+    if set(before) != set(after):
+        raise UnsupportedError(f"{min(set(before) ^ set(after))!r} is no longer tied to the parameter it was tied to")
+    for name, module in made.named_modules():
+        origin = template.module.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
+        if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
+            raise UnsupportedError(f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear")
+    found = {name: _cut(name, tuple(before[name].shape), held) for name, held in after.items()}
+    if all(cut.tensor is None for cut in found.values()):
+        raise UnsupportedError("its rules cut none of the parameters")
+    return found
+
+
+def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
+    """LayoutError where a rank would get no element of a parameter, and DeepSpeed cannot do with that."""
+    overlap = (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False)
+    if layout.zero_stage < 3 and not overlap:
+        return
+    for name, cut in found.items():
+        blocks = cut.tensor.blocks if isinstance(cut.tensor, DimCut) else ()
+        sizes = [sum(each) for each in zip(*blocks, strict=True)]
+        if 0 in sizes:
+            why = "zero_stage=3" if layout.zero_stage == 3 else "tp_overlap_comm"
+            raise LayoutError(
+                f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank"
+            )
+
+
+def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
+    """What DeepSpeed wrote on a parameter, as a cut."""
+    written = getattr(held, DS_AUTOTP_UC_META, None)
+    if written is None or written["replicated"]:
+        return WHOLE
+    reason = written["conversion"]["unsupported_reason"]
+    widths = written["sub_param_shard_widths"] or [written["partition_sizes"]]
+    dim = written["partition_dim"]
+    if reason is not None or None in widths or dim is None or written["logical_shape"] != shape:
+        raise UnsupportedError(f"parameter {name!r}: {reason or 'DeepSpeed does not describe how it is cut'}")
+    return AxisCuts(tensor=DimCut(dim, tuple(map(tuple, widths))))
+
+
+@contextmanager
+def _for_training() -> Iterator[None]:
+    """In the block AutoTP cuts for training; what it keeps for the process is as it was afterwards."""
+    training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
+    set_autotp_mode(training=True)
+    try:
+        yield
+    finally:
+        set_autotp_mode(training=training)
+        TensorParallel_Layer.set_keep_module_on_host(on_host)
+
+
+@contextmanager
+def _tensor_group(size: int) -> Iterator[None]:
+    """DeepSpeed speaks of a tensor group of `size` in the block, without peers, in which this is rank 0."""
+    names = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP")
+    before = {name: getattr(groups, name) for name in names}
+    rank = td.get_rank()
+    group, store = make_fake_group("dynatrain_asked", 0, size)
+    register(group, store, [rank, *(other for other in range(size) if other != rank)][:size])
+    for name in names:
+        setattr(groups, name, group)
+    try:
+        yield
+    finally:
+        for name, held in before.items():
+            setattr(groups, name, held)
+        unregister(group)
