@@ -133,7 +133,6 @@ class Switcher:
         if not engine.idle:
             refuse_changes(engine)
         feasible.check_size(target, engine.launch.size)
-        feasible.check_axes(engine.vps, target)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         self.check_features(target)
         return target
@@ -141,6 +140,7 @@ class Switcher:
     def check_features(self, target: Layout) -> None:
         """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
         engine = self.engine
+        feasible.check_axes(engine.vps, target)
         refuse_module(engine.module, target)
         config, optimizer = engine.job.user_config, engine.basic_optimizer
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))
