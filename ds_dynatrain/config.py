@@ -19,7 +19,6 @@ from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 BLOCK = "dynatrain"
 LATER_KEYS = ("layouts", "fallback", "elastic")
-LATER_AXES = ("sequence",)
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
@@ -196,13 +195,6 @@ def _refuse_later_values(block: DynatrainConfig) -> None:
         raise UnsupportedError(
             f'{BLOCK}.safety: "lean" needs a checkpoint that a later version brings; use "rollback" for now'
         )
-    for axis in LATER_AXES:
-        size = getattr(block.layout, axis, 1)
-        if size != 1:
-            raise UnsupportedError(
-                f"{BLOCK}.layout.{axis}: {size} is refused for now, a switch knows the data axis and the ZeRO stage; "
-                f"use 1 or leave it out"
-            )
 
 
 def _type_name(value: object) -> str:

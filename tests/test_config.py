@@ -126,7 +126,6 @@ def test_mistakes_are_named(block: object, words: str) -> None:
         ({"layouts": "data"}, "dynatrain.layouts: comes in a later version"),
         ({"fallback": {"path": None}}, "dynatrain.fallback: comes in a later version"),
         ({"elastic": {}}, "dynatrain.elastic: comes in a later version"),
-        ({"layout": {"data": 2, "sequence": 2}}, "dynatrain.layout.sequence: 2 is refused for now"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(block: object, words: str) -> None:

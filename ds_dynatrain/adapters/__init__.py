@@ -21,6 +21,7 @@
 | `memory` | buffers of a layout: their sizes, and which can stay |
 | `hollow` | building an optimizer without memory or messages |
 | `stage0`, `stage0_fused`, `stage12`, `bf16`, `stage3` | one kind of DeepSpeed state each; four verbs (see `state`) |
+| `sequence` | Ulysses layers, and the sequence axis of an engine |
 | `stages` | which of them an optimizer needs |
 | `flat` | what those over flat groups have in common |
 | `offload` | gradients that masters in host memory own; CPU optimizers |

@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 from torch import nn
 
-from ds_dynatrain.adapters import scaler
+from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.fragments import correct_fragments
@@ -61,6 +61,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     optimizer: Any
     slot_weight: float
     slot_is_borrowed: bool
+    _is_weighted: bool
     window_tokens: int | None
     without_gradient: tuple[str, ...]
     """Trainable parameters that got no gradient on this rank in the last window."""
@@ -75,7 +76,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def __init__(self, *, attached: bool, shaper: Shaper, whole: bool = True, **arguments: Any) -> None:
         self.__dict__.update(_build_attached=attached and whole, _is_whole=whole)
         self.__dict__.update(shaper=shaper, shape=WHOLE_SHAPE)
-        self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False, window_tokens=None)
+        self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False, window_tokens=None, _is_weighted=False)
         self.__dict__.update(without_gradient=())
         super().__init__(**arguments)
 
@@ -271,6 +272,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.shaper.leave(self)
         self.data_parallel_group = self.seq_data_parallel_group = None
         self.global_rank = -1
+        sequence.leave(self)
         for parameter in self.model_map.parameters:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
@@ -302,6 +304,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank = -1 if world.rank is None else world.rank
         self.data_parallel_group, self.seq_data_parallel_group = world.data_only, world.data
         self.mpu = world.mpu
+        sequence.enter(self, world, layout)
         self.shaper.enter(self, layout)
 
     def _after_attach(self) -> None:
@@ -347,12 +350,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
         its tokens, in whatever world. Give it for every micro-batch of a window or for none.
         """
-        weight = self.slot_weight
         if tokens is not None:
             count = 0 if self.slot_is_borrowed else int(tokens)
             self.window_tokens = (self.window_tokens or 0) + count
-            weight = float(count)
-        self.slot_weight = 1.0  # applied to the loss here, so not again to its gradients
+            self.slot_weight = float(count)
+        weight = self._loss_weight
+        self._is_weighted = True  # the loss is, so its gradients are not again
         forgotten = scaler.forgotten_scale(self)
         try:
             weighted = loss if weight == 1.0 else loss * weight
@@ -361,14 +364,19 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             scaled: torch.Tensor = super().backward(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
             return scaled if forgotten == 1.0 else scaled / forgotten
         finally:
-            self.slot_weight = weight if tokens is None else 1.0
+            self._is_weighted = False
+            self.slot_weight = self.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Also weight `loss.backward()`, which does not pass through `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
-        if scaled is None or scaled is grad or self.slot_weight == 1.0:
+        if scaled is None or scaled is grad or self._is_weighted or self._loss_weight == 1.0:
             return scaled
-        return scaled * self.slot_weight
+        return scaled * self._loss_weight
+
+    @property
+    def _loss_weight(self) -> float:
+        return self.slot_weight * sequence.loss_factor(self)
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""

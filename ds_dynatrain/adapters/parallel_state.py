@@ -53,7 +53,8 @@ def mpu_of(world: Groups) -> SimpleNamespace:
     """An object that answers what DeepSpeed asks of an `mpu`, for as long as the world lives.
 
     `model_parallel` is pipe x tensor. (DeepSpeed's own for sequence parallelism says sequence there: ZeRO then adds
-    norms of gradients up that are whole already, and clips too much.)
+    norms of gradients up that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's group, which
+    stage 3 cuts parameters over; size and rank are those of the data axis, which share a batch.
     """
     answers: dict[str, Callable[[], object]] = {}
     for name, kind in KIND_OF_NAME.items():
@@ -62,6 +63,7 @@ def mpu_of(world: Groups) -> SimpleNamespace:
         answers[f"get_{name}_src_rank"] = partial(_first, world, kind)
         answers[f"get_{name}_world_size"] = partial(_size, world, kind)
         answers[f"get_{name}_rank"] = partial(_place, world, kind)
+    answers["get_data_parallel_group"] = partial(world.group, "data")
     return SimpleNamespace(**answers)
 
 

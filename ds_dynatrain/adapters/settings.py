@@ -84,6 +84,7 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple
     micro_batch_size = -(-batch.train_batch_size // batch.slots)
     adapted = copy.deepcopy(config)
     adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
+    adapted.pop("sequence_parallel_size", None)  # where DeepSpeed reads it, it would divide the data axis by it
     adapted["train_micro_batch_size_per_gpu"] = micro_batch_size
     adapted["gradient_accumulation_steps"] = batch.accumulation
     adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data

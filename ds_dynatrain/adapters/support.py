@@ -16,6 +16,7 @@ from torch import nn
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.regroup import changes
+from ds_dynatrain.adapters.sequence import refuse_sequence
 from ds_dynatrain.adapters.versions import refuse_for_series
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
@@ -31,8 +32,7 @@ def refuse_unsupported(
     refuse_for_series(config)
     if isinstance(model, PipelineModule):
         raise practice("PipelineModule").error()
-    if mpu is not None:
-        raise practice("mpu").error()
+    refuse_sequence(model, mpu)
     if mesh_param is not None:
         raise practice("mesh_param").error()
     if optimizer is None and not (config.get("optimizer") or {}).get("type"):

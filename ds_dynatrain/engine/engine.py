@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.host import HostEngine, Outfit
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, drop
@@ -33,6 +34,7 @@ from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
+from ds_dynatrain.support.axes import Features
 from ds_dynatrain.transfer import digest
 
 BOUNDARY = "engine.boundary"
@@ -48,7 +50,7 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     claims: the notice board of all engines of this launch; control: that of this one; background: the same over another
-    connection, for building groups beside training. nodes: the host of each member.
+    connection, for building groups beside training. nodes: the host of each member. features: what the model has in it.
     """
 
     settings: DynatrainConfig
@@ -60,6 +62,7 @@ class Job:
     background: Control
     nodes: dict[int, str]
     job_seed: int
+    features: Features
     on_idle: OnIdle | None
 
 
@@ -122,6 +125,16 @@ class DynatrainEngine(HostEngine):
     def data(self) -> int:
         """Size of the data axis."""
         return self.layout.data
+
+    @property
+    def sequence_rank(self) -> int:
+        """This member's place on the sequence axis (-1 on an idle member): which part of each sequence is its own."""
+        return -1 if self.idle else self.layout.coordinate(self.rank)["sequence"]
+
+    @property
+    def sequence(self) -> int:
+        """Size of the sequence axis: in how many parts a sequence is cut."""
+        return self.layout.sequence
 
     @property
     def batch(self) -> BatchArithmetic:
@@ -443,6 +456,8 @@ class DynatrainEngine(HostEngine):
         """Last step of `initialize`: the space is registered, the heartbeat beats."""
         self._space = space
         self._is_open = True
+        if self.world is not None:
+            enter_sequence(self, self.world, self.layout)
         self._heartbeat.start()
         if self.idle:  # pay first imports now, not in a pause
             others = set() if compiled_by_wrapping(self.module) else {3}

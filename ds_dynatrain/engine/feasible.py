@@ -5,21 +5,22 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ds_dynatrain.data import BatchArithmetic, uneven
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.support import axes
 
-AXES_TO_COME = ("sequence",)
 
-
-def refuse_axes(layout: Layout) -> None:
-    """SwitchRefused for an axis that cannot change yet."""
-    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis in AXES_TO_COME and size != 1]
-    if wide:
-        raise SwitchRefused(f"{', '.join(wide)}: this axis cannot change yet", "leave it at 1")
+def check_combination(features: axes.Features, target: Layout, config: Mapping[str, Any], processes: int) -> None:
+    """SwitchRefused for a combination of axes and stage in which DeepSpeed does not train such a model."""
+    clips = float(config.get("gradient_clipping") or 0.0) > 0
+    found = axes.refusal(features, target, clips, processes)
+    if found is not None:
+        raise SwitchRefused(found.why, found.instead)
 
 
 def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
@@ -41,8 +42,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
     try:
         target = present.replace(**changes) if layout is None else layout
     except LayoutError as error:
-        raise SwitchRefused(str(error), "its axes: pipe, data, expert, tensor, and zero_stage") from error
-    refuse_axes(target)
+        raise SwitchRefused(str(error), "its axes: pipe, data, expert, tensor, sequence, and zero_stage") from error
     return target
 
 

@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
+from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, shaper_of
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
     LaunchWorld,
+    World,
     build_world,
     drop,
     install,
@@ -111,7 +114,7 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, on_idle, param_init_fn)
+    engine = _build(own, settings, arguments, on_idle, param_init_fn, mpu)
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -125,10 +128,11 @@ def _build(
     arguments: dict[str, Any],
     on_idle: OnIdle | None,
     param_init_fn: ParamInit | None,
+    mpu: Any,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     launch = LaunchWorld.current()
-    layout = _first_layout(own, settings, launch.size)
+    layout = _first_layout(own, settings, launch.size, mpu)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
     import_what_is_lazy()
@@ -138,7 +142,8 @@ def _build(
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
-        return _engine_of(Job(*parts, on_idle), layout, arguments, incoming)
+        features = features_of(arguments["model"], own, mpu)
+        return _engine_of(Job(*parts, features, on_idle), layout, arguments, incoming)
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
@@ -148,7 +153,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
     """The engine in its first world, or without one."""
     launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.world_size))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
-    _check_start(layout, batch, arguments["model"], job.user_config)
+    _check_start(layout, batch, arguments["model"], job)
     shaper = shaper_of(arguments["model"], job.user_config)
     whole = incoming.is_whole and not is_partitioned(layout)
     if is_partitioned(layout):
@@ -168,14 +173,15 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
         world = build_world(job.background.store, 1, launch.member, members, members, seconds, layout)
         install(world)
         try:
-            engine = engine_around(DynatrainEngine, world=world, **given, **arguments)
+            engine = engine_around(DynatrainEngine, world=world, mpu=_mpu_of(world), **given, **arguments)
         except BaseException:
             launch.install()
             drop(world)
             raise
     else:
-        with installed(stand_in_world(0, layout), launch):
-            engine = engine_around(DynatrainEngine, world=None, **given, **arguments)
+        stand_in = stand_in_world(0, layout)
+        with installed(stand_in, launch):
+            engine = engine_around(DynatrainEngine, world=None, mpu=_mpu_of(stand_in), **given, **arguments)
         engine.leave_world()
     space = space_of(engine, layout, members)
     if not whole:
@@ -192,18 +198,27 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
     return engine
 
 
+def _mpu_of(world: World) -> Any:
+    """What DeepSpeed's constructor takes as `mpu`; for pipeline and tensor sizes it makes one of its own."""
+    return world.mpu if world.layout.sequence > 1 else None
+
+
 def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
 
 
-def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int) -> Layout:
+def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any) -> Layout:
     block = settings.layout
+    sequence = first_size(mpu, own.get("sequence_parallel_size"))
     if block is None:
+        if processes % sequence:
+            raise ConfigError(f"sequence={sequence} does not divide the {processes} processes of this launch")
         stage = (own.get("zero_optimization") or {}).get("stage", 0)
-        return Layout(data=processes, zero_stage=stage)
-    layout = Layout.from_dict({**block.model_dump(), "zero_stage": block.zero_stage or 0})
+        return Layout(data=processes // sequence, sequence=sequence, zero_stage=stage)
+    given = block.model_dump() if "sequence" in block.model_fields_set else {**block.model_dump(), "sequence": sequence}
+    layout = Layout.from_dict({**given, "zero_stage": block.zero_stage or 0})
     if layout.world_size > processes:
         raise ConfigError(
             f"dynatrain.layout ({layout}) needs {layout.world_size} processes and this launch has {processes}; "
@@ -212,12 +227,13 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
     return layout
 
 
-def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, config: dict[str, Any]) -> None:
+def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job) -> None:
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
+        feasible.check_combination(job.features, layout, job.user_config, job.launch.size)
         feasible.check_batch(layout, batch, model)
         refuse_module(model, layout)
-        refuse_layout(Target(config, layout))
+        refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
 

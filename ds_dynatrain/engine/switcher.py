@@ -140,6 +140,7 @@ class Switcher:
     def check_features(self, target: Layout) -> None:
         """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
         engine = self.engine
+        feasible.check_combination(engine.job.features, target, engine.job.user_config, engine.launch.size)
         feasible.check_axes(engine.vps, target)
         refuse_module(engine.module, target)
         config, optimizer = engine.job.user_config, engine.basic_optimizer

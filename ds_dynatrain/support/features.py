@@ -58,6 +58,20 @@ PARALLELISM = (
     *refused("", "pipeline", _AXIS, below=True),
     *refused("", "tensor_parallel", _AXIS, switch=("autotp_size", 0), below=True),
     *refused("", "expert_parallel", _AXIS, switch=("enabled", False), below=True),
-    *refused("", "sequence_parallel_size data_parallel_size", _AXIS, off=(None, 1)),
+    *works(
+        "",
+        "sequence_parallel_size",
+        "the sequence axis to start with, where dynatrain.layout names none; see [sequence](sequence.md)",
+        "tests/engine/test_sequence.py",
+        off=(None, 1),
+    ),
+    *refused(
+        "",
+        "data_parallel_size",
+        "with sequence_parallel_size it makes DeepSpeed's mesh, under which ZeRO reduces over data ranks alone: the "
+        "parameters of sequence ranks drift apart",
+        "leave it out and pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        off=(None,),
+    ),
     *refused("", "use_data_before_expert_parallelism", _AXIS),
 )

@@ -32,7 +32,9 @@ BATCHES = (
     *works("", "disable_allgather", proof=_SETTINGS),
     *refused("", "gradient_allreduce_op", "a sum of gradients grows with the world", off=(None, "mean")),
     *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
-    *works("", "seq_parallel_communication_data_type", "not used without a sequence axis"),
+    *works(
+        "", "seq_parallel_communication_data_type", "of gradients where the sequence axis is above 1, fp32 if not given"
+    ),
 )
 
 REPORTS = (

@@ -33,8 +33,30 @@ PRACTICES = (
         "another_accelerator",
     ),
     _start("PipelineModule", _AXIS, _NO_BLOCK, "pipeline_module"),
-    _start("mpu", _AXIS, _NO_BLOCK, "mpu"),
-    _start("mesh_param", _AXIS, _NO_BLOCK, "mesh_param"),
+    _works(
+        "mpu for sequence parallelism",
+        "one with get_sequence_parallel_group, such as DeepSpeed's parallel_state_sp; see [sequence](sequence.md)",
+        "tests/engine/test_sequence.py::test_it_is_what_deepspeed_computes",
+    ),
+    _start(
+        "mpu",
+        "only sequence parallelism is taken from an mpu",
+        "leave it out: tensor and pipeline sizes belong into dynatrain.layout",
+        "mpu",
+    ),
+    _start(
+        "mesh_param",
+        "under DeepSpeed's mesh ZeRO reduces over data ranks alone: the parameters of sequence ranks drift apart",
+        "pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead",
+        "mesh_param",
+    ),
+    _start(
+        "UlyssesSPAttentionHF",
+        "it keeps the sizes of its first layout, out of reach of the module",
+        "use deepspeed.sequence.layer.DistributedAttention in the model",
+        "ulysses_of_transformers",
+    ),
+    _start("FPDT", "its layers were not tried", "use deepspeed.sequence.layer.DistributedAttention", "fpdt"),
     _start("mixture of experts", "the expert axis cannot change yet", _NO_BLOCK, "modules"),
     _start(
         "no optimizer",

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.sequence import fpdt_layer
 from torch import nn
 
+from ds_dynatrain.adapters import sequence
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.engine.engine import DynatrainEngine
@@ -256,12 +259,36 @@ def test_the_fused_optimizer_of_deepspeed_needs_a_compiler(monkeypatch: pytest.M
 
 
 def test_mpu() -> None:
-    refused(settings(), "^mpu: only the data axis", mpu=object())
+    refuse_unsupported(settings(), nn.Linear(2, 2), None, parallel_state_sp)
+    refused(settings(), "^mpu without get_sequence_parallel_group: only sequence", mpu=object())
+    getters = {name: lambda: 2 for name in sequence.GETTERS}
+    megatron = SimpleNamespace(**getters, get_tensor_model_parallel_world_size=lambda: 2)
+    refused(settings(), r"^mpu with get_tensor_model_parallel_world_size\(\) = 2: only sequence", mpu=megatron)
+    refuse_unsupported(settings(), nn.Linear(2, 2), None, SimpleNamespace(**getters))
 
 
 def test_mesh_param() -> None:
-    with pytest.raises(UnsupportedError, match=r"^mesh_param: only the data axis"):
+    with pytest.raises(UnsupportedError, match=r"^mesh_param: under DeepSpeed's mesh .* drift apart; pass mpu="):
         refuse_unsupported(settings(), nn.Linear(2, 2), None, None, (2, 2))
+    refused(settings(data_parallel_size=2, sequence_parallel_size=2), "^data_parallel_size = 2: .* drift apart")
+
+
+def test_fpdt() -> None:
+    layer = nn.Module.__new__(fpdt_layer.FPDT_Attention)
+    nn.Module.__init__(layer)
+    refused(settings(), "^'0' is a FPDT_Attention: .*; use deepspeed.sequence.layer", nn.Sequential(layer))
+
+
+def test_ulysses_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    utilities = pytest.importorskip("transformers.modeling_utils")
+
+    def wrapped() -> None:
+        pass
+
+    wrapped.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    refuse_unsupported(settings(), nn.Linear(2, 2), None, parallel_state_sp)
+    monkeypatch.setitem(utilities.ALL_ATTENTION_FUNCTIONS, "sdpa", wrapped)
+    refused(settings(), "^UlyssesSPAttentionHF: it keeps the sizes", mpu=parallel_state_sp)
 
 
 def test_pipeline_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ LAYOUTS: list[tuple[dict[str, int], Table]] = [
     ({"tensor": 4}, {"zero": ALONE, "data": ALONE, "tensor": LINE, "model": LINE}),
     (
         {"sequence": 2, "data": 2},
-        {"zero": LINE, "data": STRIDED, "sequence": PAIRS, "model": ALONE, "expert": ALONE, "expert_data": LINE},
+        {"zero": LINE, "sequence": PAIRS, "model": ALONE, "expert": ALONE, "expert_data": LINE},
     ),
-    ({"sequence": 4}, {"zero": LINE, "data": ALONE, "sequence": LINE, "model": ALONE}),
+    ({"sequence": 4}, {"zero": LINE, "sequence": LINE, "model": ALONE}),
     (
         {"pipe": 2, "data": 2},
         {"zero": PAIRS, "data": PAIRS, "pipe": STRIDED, "model": STRIDED, "tensor": ALONE, "sequence": ALONE},
@@ -128,6 +128,8 @@ def check_getters(layout: Layout, table: Table) -> None:
         dist.broadcast_object_list(said, src=wanted[-1], group=group)
         assert said == [f"from {wanted[-1]}"], kind
     assert groups._get_model_parallel_world_size() == layout.pipe * layout.tensor
+    assert groups._get_data_parallel_world_size() == layout.data
+    assert groups._get_data_parallel_group() is groups._get_sequence_data_parallel_group()
     assert groups._get_sequence_parallel_world_size() == layout.sequence
     assert groups._get_sequence_parallel_rank() == layout.coordinate(rank)["sequence"]
     assert groups._get_broadcast_src_rank() == min(next(ranks for ranks in table["zero"] if rank in ranks))

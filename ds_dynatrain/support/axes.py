@@ -1,0 +1,135 @@
+"""Which sizes of the axes, and which ZeRO stages with them, DeepSpeed can train: rules on what a model has in it.
+
+The rules are what came of trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose tables are
+`docs/feasibility.md`). Sizes that a certain model cannot be dealt out to (heads, experts, layers) are not here: the
+adapters know them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_dynatrain.space.layout import RANK_ORDER, STAGES, Layout
+from ds_dynatrain.support.row import Refusal
+
+PIPELINE, EXPERTS, NATIVE_EXPERTS, ULYSSES = "pipeline", "AutoEP", "deepspeed.moe", "Ulysses"
+"""What a model may have in it: a PipelineModule, layers that AutoEP deals out, those of `deepspeed.moe`, attention over
+sequence ranks."""
+
+Features = frozenset[str]
+
+AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "pipe": ((PIPELINE,), "it is no deepspeed.PipelineModule"),
+    "expert": (
+        (EXPERTS, NATIVE_EXPERTS),
+        "no expert_parallel block deals its experts out, and it has no layers of deepspeed.moe",
+    ),
+    "sequence": ((ULYSSES,), "it has no DistributedAttention layer, and no mpu for sequence parallelism was given"),
+}
+"""Axis -> (the features of which a model needs one to have it, what else is said of it). Every model has a data axis,
+and AutoTP says which has a tensor axis."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that is refused: all of these features, all of these axes above 1, at one of these stages.
+
+    single: axes that are 1 in it. clipped: only if gradients are clipped.
+    """
+
+    features: tuple[str, ...]
+    why: str
+    axes: tuple[str, ...] = ()
+    single: tuple[str, ...] = ()
+    stages: tuple[int, ...] = STAGES
+    clipped: bool = False
+
+    def holds(self, features: Features, layout: Layout, clips: bool) -> bool:
+        """Whether a layout is such a combination."""
+        return (
+            features.issuperset(self.features)
+            and layout.zero_stage in self.stages
+            and all(getattr(layout, axis) > 1 for axis in self.axes)
+            and all(getattr(layout, axis) == 1 for axis in self.single)
+            and (clips or not self.clipped)
+        )
+
+
+RULES = (
+    Rule((PIPELINE,), "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone", stages=(2, 3)),
+    Rule((PIPELINE,), "DeepSpeed's PipelineEngine knows no tensor axis", ("tensor",)),
+    Rule(
+        (PIPELINE,),
+        "ZeRO stage 0 clips the gradients of a pipeline by the norm of its first stage alone",
+        ("pipe",),
+        stages=(0,),
+        clipped=True,
+    ),
+    Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe in ZeRO stages 0 to 2 alone", stages=(3,)),
+    Rule(
+        (EXPERTS,),
+        "AutoEP's layers take a tensor axis only where experts are dealt out, too",
+        ("tensor",),
+        single=("expert",),
+    ),
+)
+
+
+def refusal(features: Features, layout: Layout, clips: bool, processes: int) -> Refusal | None:
+    """Why a model with these features cannot be trained in a layout, with the nearest layouts in which it can; None if
+    it can.
+
+    clips: whether gradients are clipped. processes: ranks that there are at the most.
+    """
+    why = _why(features, layout, clips)
+    if why is None:
+        return None
+    near = nearest(features, layout, clips, processes)
+    return Refusal(f"{layout}: {why}", f"nearest: {' or '.join(map(str, near))}")
+
+
+def nearest(features: Features, layout: Layout, clips: bool, processes: int) -> list[Layout]:
+    """The one or two layouts closest to one that is refused: that keep most of it, of as many ranks if there are."""
+    valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other, clips) is None]
+    return sorted(valid, key=lambda other: _distance(layout, other))[:2]
+
+
+def _why(features: Features, layout: Layout, clips: bool) -> str | None:
+    for axis, (needed, said) in AXES.items():
+        if getattr(layout, axis) > 1 and features.isdisjoint(needed):
+            return f"the model has no {axis} axis: {said}"
+    return next((rule.why for rule in RULES if rule.holds(features, layout, clips)), None)
+
+
+def _layouts(ranks: int) -> Iterator[Layout]:
+    """All layouts of exactly so many ranks."""
+    for sizes in _factors(ranks, len(RANK_ORDER)):
+        place: dict[str, Any] = dict(zip(RANK_ORDER, sizes, strict=True))
+        width = place["data"] * place["sequence"]
+        for expert in _divisors(width):
+            yield from (Layout(**place, expert=expert, zero_stage=stage) for stage in STAGES)
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (number,)
+        return
+    for first in _divisors(number):
+        for rest in _factors(number // first, count - 1):
+            yield (first, *rest)
+
+
+def _divisors(number: int) -> Iterable[int]:
+    return (size for size in range(1, number + 1) if number % size == 0)
+
+
+def _distance(wanted: Layout, other: Layout) -> tuple[float, ...]:
+    """Smaller is nearer: how many sizes differ, where an axis that nobody asked for counts thrice, then by how much."""
+    pairs = {axis: (size, other.axes()[axis]) for axis, size in wanted.axes().items()}
+    differing = sum(one != two for one, two in pairs.values()) + (wanted.zero_stage != other.zero_stage)
+    unasked = sum(one == 1 < two for axis, (one, two) in pairs.items() if axis != "data")
+    apart = sum(abs(math.log2(one / two)) for one, two in pairs.values())
+    return (differing + 2 * unasked, apart, abs(wanted.zero_stage - other.zero_stage))

@@ -1,0 +1,79 @@
+"""Which combinations of axes and stages are let in: the rules, and the tables that they come from."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_dynatrain.space import Layout
+from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, RULES, ULYSSES, nearest, refusal
+
+
+def refused(layout: Layout, *features: str, clips: bool = False, processes: int = 4) -> tuple[str, str]:
+    found = refusal(frozenset(features), layout, clips, processes)
+    assert found is not None, layout
+    return found.why, found.instead
+
+
+@pytest.mark.parametrize(
+    ("layout", "features", "why", "instead"),
+    [
+        (
+            Layout(data=2, pipe=2, zero_stage=1),
+            (),
+            "no pipe axis: it is no deepspeed.PipelineModule",
+            "data=4 zero_stage=1",
+        ),
+        (Layout(data=2, expert=2, zero_stage=1), (), "no expert axis", "data=2 zero_stage=1"),
+        (
+            Layout(sequence=2, zero_stage=3),
+            (),
+            "no sequence axis: it has no DistributedAttention",
+            "data=2 zero_stage=3",
+        ),
+        (
+            Layout(data=2, pipe=2, zero_stage=3),
+            (PIPELINE,),
+            "pipelines in ZeRO stages 0 and 1 alone",
+            "data=2 pipe=2 zero_stage=1",
+        ),
+        (Layout(zero_stage=2), (PIPELINE,), "stages 0 and 1 alone", "data=1 zero_stage=1"),
+        (Layout(pipe=2, tensor=2, zero_stage=1), (PIPELINE,), "no tensor axis", "data=2 pipe=2 zero_stage=1"),
+        (
+            Layout(data=4, expert=2, zero_stage=3),
+            (NATIVE_EXPERTS,),
+            "stages 0 to 2 alone",
+            "data=4 expert=2 zero_stage=2",
+        ),
+        (
+            Layout(data=2, tensor=2, zero_stage=1),
+            (EXPERTS,),
+            "only where experts are dealt out",
+            "data=4 zero_stage=1 or data=2 expert=2 tensor=2 zero_stage=1",
+        ),
+    ],
+)
+def test_refusals_name_the_reason_and_what_is_nearest(
+    layout: Layout, features: tuple[str, ...], why: str, instead: str
+) -> None:
+    said, way_out = refused(layout, *features)
+    assert str(layout) in said and why in said
+    assert way_out.startswith(f"nearest: {instead}")
+
+
+def test_a_pipeline_in_stage_0_is_refused_only_if_it_clips() -> None:
+    layout = Layout(pipe=2, zero_stage=0)
+    assert refusal(frozenset({PIPELINE}), layout, False, 4) is None
+    why, instead = refused(layout, PIPELINE, clips=True)
+    assert "norm of its first stage" in why and instead.startswith("nearest: data=1 pipe=2 zero_stage=1")
+
+
+def test_what_is_nearest_can_be_trained() -> None:
+    everything = frozenset({PIPELINE, NATIVE_EXPERTS, EXPERTS, ULYSSES})
+    for rule in RULES:
+        sizes = {axis: 2 for axis in rule.axes if axis != "expert"}
+        layout = Layout(**{"data": 2, **sizes}, zero_stage=rule.stages[0])  # type: ignore[arg-type]
+        for features in (frozenset(rule.features), everything):
+            found = nearest(features, layout, True, 8)
+            assert found and all(other.world_size == layout.world_size for other in found)
+            assert all(refusal(features, other, True, 8) is None for other in found)
+    assert nearest(frozenset(), Layout(pipe=8, zero_stage=0), False, 4)[0] == Layout(data=4, zero_stage=0)
