@@ -57,7 +57,7 @@ REFUSALS: dict[str, tuple[Asking, str]] = {
     "more than there are": (_same(data=5), r"needs 5 members and this launch has 4 processes; nearest: .*data=4"),
     "pipe": (_same(pipe=2), "data=2 pipe=2 .*: the model has no pipe axis: it is no .*PipelineModule; nearest: data=4"),
     "sequence": (_same(sequence=2), "the model has no sequence axis: it has no DistributedAttention .*nearest: data=4"),
-    "tensor": (_same(tensor=2), "tensor=2 .*: this model has no axis but data and sequence"),
+    "tensor": (_same(tensor=2), "AutoTP cannot cut SmallGPT: .*choose other sizes"),
     "another type": (lambda engine: engine.switch({"data": 4}), "is no Layout"),
     "no axis": (_same(dta=4), "no 'dta'"),
     "nothing": (_same(), "no layout was given"),
