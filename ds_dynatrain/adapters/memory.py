@@ -21,6 +21,7 @@ from ds_dynatrain.space import (
     Pieces,
     VirtualParameterSpace,
 )
+from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.space.zero import group_sizes, has_flat_groups, partition_size, subgroups
 
 SLACK = 2048
@@ -69,9 +70,10 @@ def sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
         for group in sorted({tensor.group for tensor in local.tensors if tensor.trainable}):
             size, width = partition_size(line, rules, layout, group), int(ranks[line.groups == group][0])
             for kind in kinds:
-                if local.has(kind, group):
+                if local.has(kind, group) and not is_widened(local.kind(kind), layout):
                     whole = kind == WEIGHT and layout.zero_stage > 0
                     found[kind, BufferId("group", group)] = size * width if whole else size
+        found.update(_widened_sizes(local))
     if layout.zero_stage == 3:
         parts = (-(-line.numels // ranks))[: line.trainable_count]
         numbers = subgroups(line, rules, layout)
@@ -80,6 +82,17 @@ def sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
         for kind in kinds:
             present = [j for j in range(len(totals)) if local.has(kind, group_of[j])]
             found.update({(kind, BufferId("subgroup", j)): int(totals[j]) for j in present})
+    return found
+
+
+def _widened_sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
+    """Elements of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
+    found: dict[tuple[str, BufferId], int] = {}
+    for kind in local.kinds:
+        for pieces in local.holding(kind.name) if is_widened(kind, local.layout) else ():
+            for piece in pieces:
+                key = kind.name, piece.buffer
+                found[key] = found.get(key, 0) + piece.stop - piece.start
     return found
 
 

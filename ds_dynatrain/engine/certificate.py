@@ -1,8 +1,8 @@
 """The certificate: what every member reports of its state before and after, and what must be equal for a commit.
 
 Per state kind a member reports one 64-bit digest per logical tensor over the pieces it holds. Of a partitioned kind the
-members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole. Every
-member reads all reports and comes to the same verdict.
+members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole, and so is
+that of each holder where a kind keeps tensors whole. Every member reads all reports and comes to the same verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy.typing as npt
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine import streams
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.space import MASTER, WEIGHT, Box, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, Box, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
+from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.transfer import digest_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -135,11 +137,15 @@ def whole_digests(
     decks = [np.arange(len(members))] if mesh is None else [deck.ranks for deck in mesh.decks]
     whole: dict[str, Digests] = {}
     for kind in first.of:
-        replicated = vps.is_replicated(layout, kind)
+        replicated, widened = vps.is_replicated(layout, kind), is_widened(vps.kind(kind), layout)
         found = []
         for ranks in decks:
             held = {members[rank]: sides[members[rank]].of[kind] for rank in ranks.tolist()}
-            found.append(_deck_digest(vps, held, replicated, f"{side}: {kind}"))
+            if widened:
+                whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
+                found.append(_widened_digest(vps, held, whose, f"{side}: {kind}"))
+            else:
+                found.append(_deck_digest(vps, held, replicated, f"{side}: {kind}"))
         whole[kind] = found[0] if mesh is None else _joined(vps, mesh, members, found, f"{side}: {kind}")
     return whole
 
@@ -153,6 +159,21 @@ def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replic
     for member in others:
         _check_replica(vps, held[first], held[member], (first, member), what)
     return held[first]
+
+
+def _widened_digest(
+    vps: VirtualParameterSpace, held: Mapping[int, Digests], whose: Mapping[int, Ints], what: str
+) -> Digests:
+    """The same where whoever has a tensor has all of it; whose: the numbers of the tensors that each member has."""
+    found, holder = np.zeros(len(vps.tensors), np.uint64), np.full(len(vps.tensors), ABSENT)
+    for member, numbers in whose.items():
+        fresh = numbers[holder[numbers] == ABSENT]
+        found[fresh], holder[fresh] = held[member][fresh], member
+        different = numbers[found[numbers] != held[member][numbers]]
+        if len(different):
+            number = int(different[0])
+            raise CertificateError(_replica_text(vps.tensors[number].name, (int(holder[number]), member), what))
+    return found
 
 
 def _joined(

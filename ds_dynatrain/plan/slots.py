@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import ABSENT, Kind, Layout, VirtualParameterSpace, interval
-from ds_dynatrain.space.deckwise import DeckSharding
+from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.space.vps import AnySharding
 
@@ -77,7 +77,7 @@ def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
     result[:ranks] = int((stop - start).sum())
-    if any(isinstance(cut, DeckSharding) for cut in cuts):
+    if not all(isinstance(cut, Sharding) for cut in cuts):
         return _missing_by_rank(cuts, start, stop, result)
     seen: list[Ints] = []
     for cut in cuts:

@@ -4,7 +4,8 @@ A model is a list of logical tensors (`tensor`), laid one after another on a lin
 says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
 that gives, for any coordinate and any state kind, the owner and the place in the owner's buffers. What a rank holds
 are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are
-set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
+set operations on runs (`interval`). Where ZeRO keeps whole tensors on several ranks, a sharding is `widened`.
+`VirtualParameterSpace` holds it all together for one model.
 
 Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
 (`box`), a run of a row-major block is a few boxes (`run`), and `cut` composes the cuts of several axes. `AxisCuts`

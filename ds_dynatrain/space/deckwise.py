@@ -10,10 +10,11 @@ import numpy as np
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.mesh import Atlas, Deck, Mesh
 from ds_dynatrain.space.pieces import BufferId, Pieces
-from ds_dynatrain.space.sharding import ABSENT, Sharding
+from ds_dynatrain.space.sharding import ABSENT
 from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.widened import ZeroSharding
 
-Cutter = Callable[[Deck], Sharding]
+Cutter = Callable[[Deck], ZeroSharding]
 """The sharding of one kind on a deck's local line, over the ranks of the deck."""
 
 
@@ -25,7 +26,7 @@ class DeckSharding:
     """
 
     mesh: Mesh
-    cuts: tuple[Sharding, ...]
+    cuts: tuple[ZeroSharding, ...]
     buffers: tuple[BufferId, ...]
 
     replicated = False
@@ -111,10 +112,10 @@ class DeckSharding:
         row, low, high, buffer, offset = (column[order] for column in columns)
         return row, low, high, buffer, offset
 
-    def _pairs(self) -> Iterator[tuple[Deck, Sharding]]:
+    def _pairs(self) -> Iterator[tuple[Deck, ZeroSharding]]:
         return zip(self.mesh.decks, self.cuts, strict=True)
 
-    def _pieces(self, rank: int, held: Callable[[Sharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
+    def _pieces(self, rank: int, held: Callable[[ZeroSharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
         number = {name: index for index, name in enumerate(self.buffers)}
         parts = [Pieces.empty(self.buffers)]
         for deck, cut in self._pairs():

@@ -24,6 +24,7 @@ class Kind:
     sources: the kinds whose bytes are equal to this one's, itself first; any of them may be read for it.
     derived_from: the kind that a rank can cast it from locally, or None.
     groups: the optimizer groups whose tensors have it; None for all trainable tensors (weights: for all tensors).
+    whole_tensors: under ZeRO stages 1 and 2 a rank that has a part of a tensor holds the kind of all of it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Kind:
     sources: tuple[str, ...] = ()
     derived_from: str | None = None
     groups: frozenset[int] | None = None
+    whole_tensors: bool = False
 
     def __post_init__(self) -> None:
         """Put the kind itself first among its sources; LayoutError for an item size below one byte."""

@@ -11,21 +11,21 @@ from ds_dynatrain.space import zero
 from ds_dynatrain.space.kind import Kind
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import Pieces, split_by_tensor
-from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+from ds_dynatrain.space.widened import WidenedSharding, ZeroSharding, is_widened
 
 
 def cut_kind(
     line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, copies: bool = False, experts: bool = False
-) -> Sharding:
+) -> ZeroSharding:
     """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `zero.sharding`."""
     if copies:
         cut = zero.copies_sharding(line, rules, layout, kind.name)
     else:
         cut = zero.sharding(line, rules, layout, kind.name, experts=experts)
-    if kind.groups is None:
-        return cut
-    return cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
+    if kind.groups is not None:
+        cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
+    return WidenedSharding.of(line, cut) if is_widened(kind, layout) and not copies else cut
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.local import LocalSpace, cut_kind
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
-from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+from ds_dynatrain.space.widened import ZeroSharding
 
-AnySharding = Sharding | DeckSharding
+AnySharding = ZeroSharding | DeckSharding
 
 
 @dataclass(frozen=True, eq=False)

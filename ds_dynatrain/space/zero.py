@@ -16,6 +16,8 @@ The world of a layout is one ZeRO group here, of data x sequence ranks; what els
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
 | host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
+A moment of whole tensors is cut like a master here; in stages 1 and 2 it is widened afterwards (`widened`).
+
 A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
 the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
 tensor begins at a multiple of `weight_alignment`. A tensor of no element takes no part in either.

@@ -59,7 +59,7 @@ def addresses_under(
 ) -> tuple[dict[int, Address], dict[int, Address]]:
     """`addresses` under any layout: the tensors are cut by numpy's own splitting, element numbers in hand."""
     if vps.partitioner is None:
-        return addresses(list(vps.tensors), vps.rules, layout, rank, kind)
+        return addresses(list(vps.tensors), vps.rules, layout, rank, kind, vps.kind(kind).whole_tensors)
     at = layout.coordinate(rank)
     index, width = at["data"] * layout.sequence + at["sequence"], layout.data * layout.sequence
     local, numbers = [], []
@@ -72,7 +72,8 @@ def addresses_under(
         numbers += held.reshape(-1).tolist()
     main: dict[int, Address] = {}
     for experts, size, place in ((False, width, index), (True, width // layout.expert, index // layout.expert)):
-        part, _ = addresses(local, vps.rules, Layout(data=size, zero_stage=layout.zero_stage), place, kind)
+        plain, whole = Layout(data=size, zero_stage=layout.zero_stage), vps.kind(kind).whole_tensors
+        part, _ = addresses(local, vps.rules, plain, place, kind, whole)
         chosen = {step for step, flag in enumerate(_flags(vps, local)) if flag == experts}
         main |= {numbers[step]: where for step, where in part.items() if step in chosen}
     return main, {}
@@ -97,9 +98,12 @@ def _split(held: npt.NDArray[np.int64], cut: Cut, place: int) -> npt.NDArray[np.
 
 
 def addresses(
-    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, rank: int, kind: str
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, rank: int, kind: str, whole: bool = False
 ) -> tuple[dict[int, Address], dict[int, Address]]:
-    """Where each coordinate lies on a rank, as (place, index, offset): its holding and its copies."""
+    """Where each coordinate lies on a rank, as (place, index, offset): its holding and its copies.
+
+    whole: the kind is one that stages 1 and 2 keep of whole tensors.
+    """
     base = [sum(tensor.numel for tensor in tensors[:number]) for number in range(len(tensors) + 1)]
     main: dict[int, Address] = {}
     copy: dict[int, Address] = {}
@@ -111,6 +115,7 @@ def addresses(
             main |= {base[number] + i: ("tensor", number, i) for i in range(tensors[number].numel)}
     elif layout.zero_stage < 3:
         _flat(tensors, rules, layout, rank, kind, base, main)
+        main = widened(tensors, base, main) if whole else main
     else:
         _parted(tensors, rules, layout.data, rank, numbers, base, main)
         room = rules.model_persistence_threshold
@@ -149,6 +154,19 @@ def _flat(
         for number, tensor in enumerate(tensors):
             if not tensor.trainable:
                 out |= {base[number] + i: ("tensor", number, i) for i in range(tensor.numel)}
+
+
+def widened(tensors: list[LogicalTensor], base: list[int], part: dict[int, Address]) -> dict[int, Address]:
+    """Every tensor of which a rank has an element, whole: one after another as they lie in its flat groups."""
+    found: dict[int, Address] = {}
+    ends: dict[int, int] = {}
+    for coordinate, (place, group, _) in sorted(part.items(), key=lambda item: item[1]):
+        number = next(n for n, tensor in enumerate(tensors) if base[n] <= coordinate < base[n] + tensor.numel)
+        if base[number] not in found:
+            for i in range(tensors[number].numel):
+                found[base[number] + i] = (place, group, ends.get(group, 0) + i)
+            ends[group] = ends.get(group, 0) + tensors[number].numel
+    return found
 
 
 def flat_line(tensors: list[range], deals: int, alignment: int) -> list[int]:

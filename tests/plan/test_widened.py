@@ -1,0 +1,120 @@
+"""Moments of whole tensors, as Muon keeps them in stages 1 and 2: plans played out, slots, and the verdict on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_dynatrain.engine.certificate import SideDigests, whole_digests
+from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.plan import bytes_minimum, plan_switch, slot_costs
+from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from tests.plan import test_axes
+from tests.plan.simulate import memory, play
+from tests.plan.test_plan import RULES, TENSORS, WORLDS
+from tests.space.models import layouts, tensor_lists, weight_sizes, zero_rules
+
+MOMENTUM = Kind("momentum_buffer", 2, groups=frozenset({0}), whole_tensors=True)
+MOMENTS = (MOMENTUM, Kind("exp_avg", 4, groups=frozenset({1})))
+
+
+def space(
+    tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, weight: int = 2, members: tuple[int, ...] = ()
+) -> VirtualParameterSpace:
+    kinds = standard_kinds(weight, moments=MOMENTS)
+    return VirtualParameterSpace(tensors, rules, kinds, layout, members or tuple(range(layout.world_size)))
+
+
+def momentum_bytes(vps: VirtualParameterSpace, source_rank: int | None, target: Layout, rank: int) -> int:
+    """Least bytes of momentum that a member must receive, element by element."""
+    wanted = {at for _, at in memory(vps, target, rank, ["momentum_buffer"]).values()}
+    had = {} if source_rank is None else memory(vps, vps.layout, source_rank, ["momentum_buffer"])
+    return MOMENTUM.itemsize * len(wanted - {at for _, at in had.values()})
+
+
+def check(vps: VirtualParameterSpace, target: Layout, members: tuple[int, ...]) -> None:
+    plan = plan_switch(vps, target, members)
+    after, crossed = play(plan)
+    assert after == {member: memory(vps, target, rank, plan.kinds) for rank, member in enumerate(members)}
+    assert crossed == bytes_minimum(vps, target, members)
+    ranks = {member: rank for rank, member in enumerate(vps.members)}
+    least = sum(momentum_bytes(vps, ranks.get(member), target, rank) for rank, member in enumerate(members))
+    assert play(plan_switch(vps, target, members, ["momentum_buffer"]))[1] == least
+
+
+@pytest.mark.parametrize("source", WORLDS, ids=str)
+def test_every_pair_of_stages_and_worlds(source: Layout) -> None:
+    vps = space(TENSORS, RULES, source, members=tuple(range(10, 10 + source.data)))
+    for number, target in enumerate(WORLDS):
+        check(vps, target, tuple(range(10 + number % 3, 10 + number % 3 + target.data)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(tensor_lists(), zero_rules, layouts, layouts, weight_sizes, st.permutations(range(6)))
+def test_any_model_rules_and_members(
+    tensors: list[LogicalTensor], rules: ZeroRules, source: Layout, target: Layout, weight: int, order: list[int]
+) -> None:
+    vps = space(tensors, rules, source, weight)
+    check(vps, target, tuple(order[: target.data]))
+    costs = slot_costs(vps, target, range(source.data + 1), ["momentum_buffer"])
+    ranks: list[int | None] = [*range(source.data), None]
+    assert costs.tolist() == [
+        [momentum_bytes(vps, rank, target, slot) for slot in range(target.data)] for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_that_no_axis_cuts(stage: int) -> None:
+    vps = VirtualParameterSpace(
+        test_axes.TENSORS,
+        ZeroRules(persistence_threshold=0),
+        standard_kinds(2, moments=[Kind("momentum_buffer", 2, groups=frozenset({0, 2}), whole_tensors=True)]),
+        Layout(zero_stage=1, data=3),
+        range(3),
+    )
+    target, members = Layout(zero_stage=stage, data=4), (1, 3, 0, 2)
+    plan = plan_switch(vps, target, members)
+    after, crossed = play(plan)
+    assert after == {member: memory(vps, target, rank, plan.kinds) for rank, member in enumerate(members)}
+    assert crossed == bytes_minimum(vps, target, members)
+
+
+# ---- the certificate -------------------------------------------------------------------------------------------------
+
+MATRICES = [LogicalTensor("first", (3, 3)), LogicalTensor("second", (3, 3)), LogicalTensor("third", (2, 2))]
+HELD = [(0,), (0, 1), (1, 2)]
+"""Tensors of each of 3 ranks: parts of 8 elements."""
+
+
+def reports(vps: VirtualParameterSpace, change: tuple[int, int] | None = None) -> dict[int, dict[str, str]]:
+    found = {}
+    for rank, tensors in enumerate(HELD):
+        mine = np.zeros(3, np.uint64)
+        mine[list(tensors)] = np.array([11, 12, 13], np.uint64)[list(tensors)]
+        if change is not None and change[0] == rank:
+            mine[change[1]] += np.uint64(1)
+        found[vps.members[rank]] = SideDigests({"momentum_buffer": mine}).to_json()
+    return found
+
+
+def judged(vps: VirtualParameterSpace, change: tuple[int, int] | None = None) -> list[int]:
+    whole = whole_digests(vps, vps.layout, vps.members, reports(vps, change), "source")
+    numbers: list[int] = whole["momentum_buffer"].tolist()
+    return numbers
+
+
+def test_holders_of_a_tensor_agree_and_one_counts() -> None:
+    vps = space(MATRICES, ZeroRules(), Layout(zero_stage=2, data=3), members=(5, 7, 9))
+    assert [{at for _, at in memory(vps, vps.layout, rank, ["momentum_buffer"]).values()} for rank in range(3)] == [
+        set(range(9)),
+        set(range(18)),
+        set(range(9, 22)),
+    ]
+    assert judged(vps) == [11, 12, 13]
+    assert judged(vps, (2, 2)) == [11, 12, 14]
+    for change, pair in (((1, 0), "5 and 7"), ((2, 1), "7 and 9")):
+        words = f"momentum_buffer of '{MATRICES[change[1]].name}' differs between the replicas of members {pair}"
+        with pytest.raises(CertificateError, match=words):
+            judged(vps, change)
