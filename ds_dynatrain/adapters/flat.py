@@ -6,13 +6,14 @@ optimizer steps; frozen tensors stand alone. `stage12`, `bf16` and `stage0_fused
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
+from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
@@ -21,15 +22,22 @@ Slots = Iterable[tuple[int, int, int]]
 
 
 def describe_groups(
-    engine: Any, model: ModelMap, flats: Iterable[torch.Tensor], masters: Iterable[torch.Tensor]
+    engine: Any,
+    model: ModelMap,
+    flats: Iterable[torch.Tensor],
+    masters: Iterable[torch.Tensor],
+    whole: Sequence[int] | None = None,
 ) -> tuple[Buffers, Scalars]:
-    """Per group: the flat weights, this rank's master and moments; frozen tensors one by one."""
+    """Per group: the flat weights, this rank's master and moments; frozen tensors one by one.
+
+    whole: per group, elements of all tensors of which the rank has a part (see `read_state`).
+    """
     buffers: Buffers = {}
     scalars = Scalars()
     for group, (flat, master) in enumerate(zip(flats, masters, strict=True)):
         name = BufferId("group", group)
         buffers[WEIGHT, name], buffers[MASTER, name] = flat.data, master.data
-        moments, steps = read_state(engine.basic_optimizer, master, group)
+        moments, steps = read_state(engine.basic_optimizer, master, group, None if whole is None else whole[group])
         buffers.update({(kind, name): moment for kind, moment in moments.items()})
         for kind, value in steps.items():
             scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
@@ -51,6 +59,16 @@ def master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
         if start < stop:
             address = master.data_ptr() + (start - low) * master.element_size()
             rows.append(Found(MASTER, number, start - position, stop - start, address))
+    return rows
+
+
+def whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
+    """Where moments of whole tensors lie: for each of `parameters`, of which `master` has a part, one after another."""
+    state, rows = engine.basic_optimizer.state.get(master, {}), []
+    for name in rule_of(engine.basic_optimizer).whole_tensors:
+        for number, position, numel in end_to_end(model, parameters) if name in state else ():
+            address = state[name].data_ptr() + position * state[name].element_size()
+            rows.append(Found(name, number, 0, numel, address))
     return rows
 
 

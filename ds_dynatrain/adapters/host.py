@@ -54,6 +54,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     shapes only. `whole` false does the same on every member: `attach_first` follows when the parameters have come in.
     """
 
+    layout: Layout
+    """The present one; from the start on."""
     model_map: ModelMap
     """The tensors in their local shapes, and the parameters of this rank."""
     shaper: Shaper
@@ -93,7 +95,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             basic = client_optimizer(model_parameters)
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
         refuse_optimizer(basic)
-        check_optimizer(basic, self.config, int(self.zero_optimization_stage()))
+        check_optimizer(basic, self.config, self.layout)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         if self.model_map.dtype != self.get_data_types()[0]:
             raise practice("element types").error(f"a parameter is {self.model_map.dtype}")

@@ -167,10 +167,12 @@ def fill(
                 buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))
 
 
-def pieces_by_tensor(vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str) -> dict[int, list[Place]]:
-    """Where the pieces of each tensor lie on a rank, by the tensor's number."""
+def pieces_by_tensor(
+    vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
+) -> dict[int, list[Place]]:
+    """Where the pieces of each tensor (or those of them that the rank owns) lie on a rank, by the tensor's number."""
     found: dict[int, list[Place]] = {}
-    numbers, pieces = vps.split_by_tensor(vps.holding(layout, rank, kind))
+    numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):
         first = piece.start - int(vps.bases[number])
         found.setdefault(number, []).append((first, piece.stop - piece.start, piece.buffer, piece.offset))

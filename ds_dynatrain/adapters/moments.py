@@ -14,10 +14,11 @@ from ds_dynatrain.space import BufferId
 
 
 def read_state(
-    optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int
+    optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int, whole: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """(moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
+    whole: elements of all tensors of which the holder has a part, where moments of whole tensors are kept for these.
     Both are empty before the first step. CensusError for states that its rule does not tell.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
@@ -28,8 +29,10 @@ def read_state(
         raise CensusError(
             f"{full_name(type(optimizer))} keeps {sorted(state)} in group {group}; expected {[*moments, *scalars]}"
         )
+    widened = () if whole is None else rule_of(optimizer).whole_tensors
     for name in moments:
-        if not isinstance(state[name], torch.Tensor) or state[name].numel() != holder.numel():
+        numel = whole if name in widened else holder.numel()
+        if not isinstance(state[name], torch.Tensor) or state[name].numel() != numel:
             raise CensusError(
                 f"{full_name(type(optimizer))}: {name} in group {group} is not one value per element of its tensor"
             )
@@ -46,11 +49,11 @@ def write_state(
     moments: dict[str, torch.Tensor],
     scalars: dict[str, float],
 ) -> None:
-    """Give `holder` these flat moments (shaped as the holder is) and scalars; nothing if there are none yet."""
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars; nothing if there are none yet."""
     if not moments and not scalars:
         return
     first = _names(optimizer, group)[1]
-    state = {name: flat.view(holder.shape) for name, flat in moments.items()}
+    state = {name: flat if holder.dim() == 1 else flat.view(holder.shape) for name, flat in moments.items()}
     optimizer.state[holder] = {**{name: _as_stored(value, first[name]) for name, value in scalars.items()}, **state}
 
 

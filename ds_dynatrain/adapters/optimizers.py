@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind, Layout
+from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
 
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters by name."""
@@ -35,11 +36,13 @@ class OptimizerRule:
     scalars: names of the scalars beside them, with their value before the first step.
     counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
         the highest count of a group is the count of each.
+    whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
     """
 
     moments: Moments = ()
     scalars: Scalars = field(default_factory=dict)
     counts_by_group: bool = False
+    whole_tensors: tuple[str, ...] = ()
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """Names of the per-element states of a group's parameters."""
@@ -96,6 +99,7 @@ def _muon_rule(optimizer: Any) -> OptimizerRule:
         lambda group: ("momentum_buffer",) if group["use_muon"] else adam.moments_of(group),
         lambda group: {} if group["use_muon"] else adam.scalars_of(group),
         adam.counts_by_group,
+        whole_tensors=("momentum_buffer",),
     )
 
 
@@ -146,14 +150,14 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     return rule
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """UnsupportedError for an optimizer that a switch cannot carry: its class, what its groups hold, the first stage.
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
+    """UnsupportedError for an optimizer that a switch cannot carry: its class, what its groups hold, the first layout.
 
-    config: DeepSpeed's. stage: the ZeRO stage to start in.
+    config: DeepSpeed's. layout: the one to start in.
     """
     rule = rule_of(optimizer)
     try:
-        refuse_optimizer_layout(optimizer, config, Layout(zero_stage=stage))
+        refuse_optimizer_layout(optimizer, config, layout)
     except SwitchRefused as refusal:
         raise UnsupportedError(str(refusal)) from refusal
     for number, group in enumerate(optimizer.param_groups):
@@ -177,7 +181,12 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
             found.setdefault(name, set()).add(number)
     every = set(range(len(optimizer.param_groups)))
     return tuple(
-        Kind(name, types.of(name).itemsize, groups=None if held == every else frozenset(held))
+        Kind(
+            name,
+            types.of(name).itemsize,
+            groups=None if held == every else frozenset(held),
+            whole_tensors=name in rule.whole_tensors,
+        )
         for name, held in found.items()
     )
 
@@ -219,26 +228,48 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Its momentum is cut, and typed, in another way in each stage; and what is clipped differs."""
-    low_precision = any((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16"))
-    if layout.zero_stage in (1, 2):
+    """Where Muon would be another algorithm than in other layouts, or its momentum of another type or cut."""
+    stage = layout.zero_stage
+    if stage:
+        _refuse_muon_under_zero(config, layout)
+    elif is_low(config):
         raise SwitchRefused(
-            f"Muon under ZeRO stage {layout.zero_stage}: DeepSpeed keeps the momentum of each matrix whole on every "
-            "rank that has a part of it, which is not carried yet",
-            "use ZeRO stage 3 with reduce_scatter false, or 0",
+            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stages 1 to 3",
+            "stay in stages 1 to 3",
         )
-    if layout.zero_stage == 0 and low_precision:
+    if layout.tensor > 1:
         raise SwitchRefused(
-            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stage 3",
-            "stay in ZeRO stage 3",
+            f"Muon with tensor={layout.tensor}: each rank would orthogonalize its own part of a matrix", "use tensor=1"
         )
-    if present is not None and {present.zero_stage, layout.zero_stage} == {0, 3} and config.get("gradient_clipping"):
+    if present is not None and bool(present.zero_stage) != bool(stage) and config.get("gradient_clipping"):
         raise SwitchRefused(
-            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under stage "
-            "3, so the losses would change with the stage",
-            f"stay in ZeRO stage {present.zero_stage}, or leave gradient_clipping out",
+            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under "
+            "stages 1 to 3, so the losses would change with the stage",
+            f"stay in {'stages 1 to 3' if present.zero_stage else 'stage 0'}, or leave gradient_clipping out",
         )
-    if layout.zero_stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True):
+
+
+def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
+    stage, apart = layout.zero_stage, gradients_apart(config)
+    wide = [f"{axis}={layout.axes()[axis]}" for axis in ("pipe", "expert") if layout.axes()[axis] > 1]
+    if offloads(config):
+        raise SwitchRefused(
+            "Muon with zero_optimization.offload_optimizer: its momentum is fp32 there and cut in another way, which "
+            "is not carried",
+            "leave the block out, or use AdamW",
+        )
+    if apart:
+        raise SwitchRefused(
+            f"Muon with {apart} of another type than the weights: each ZeRO stage keeps its momentum in another type",
+            "leave the key out",
+        )
+    if wide and stage < 3:
+        raise SwitchRefused(
+            f"Muon under ZeRO stage {stage} with {', '.join(wide)}: momentum of whole tensors is carried with data and "
+            "sequence alone",
+            "give these axes size 1",
+        )
+    if stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True):
         raise SwitchRefused(
             "Muon under ZeRO stage 3 needs whole gradients", "set zero_optimization.reduce_scatter to false"
         )

@@ -1,5 +1,8 @@
 """ZeRO stages 1 and 2: per optimizer group one flat weight buffer on every rank, and one part of it as fp32 master.
 
+Muon's momentum is that of all of `params_in_partition[group]`, whole, in one flat tensor; a rank without such a
+parameter has none. What it stages for a step (`_muon_pending_momentum`) is written before it is read: no state.
+
 `param._hp_mapping` is not read: it is derived, and wrong under `round_robin_gradients` (see `fragments`).
 """
 
@@ -9,7 +12,14 @@ from typing import Any
 
 import deepspeed.comm as dist
 
-from ds_dynatrain.adapters.flat import describe_groups, master_rows, refill_frozen, refill_master, weight_rows
+from ds_dynatrain.adapters.flat import (
+    describe_groups,
+    master_rows,
+    refill_frozen,
+    refill_master,
+    weight_rows,
+    whole_rows,
+)
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
@@ -30,12 +40,16 @@ class FlatStages:
         """Per group: the flat weights, this rank's master, moments and offloaded gradients; frozen tensors alone."""
         zero = engine.optimizer
         masters = zero.single_partition_of_fp32_groups
-        buffers, scalars = describe_groups(engine, model, zero.bit16_groups_flat, masters)
+        whole = [sum(parameter.numel() for parameter in touched) for touched in zero.params_in_partition]
+        buffers, scalars = describe_groups(engine, model, zero.bit16_groups_flat, masters, whole)
         describe_gradients(zero, masters, "group", buffers)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Weights at the parameters' addresses; masters from the flat order that DeepSpeed keeps for its reduction."""
+        """Weights at the parameters' addresses; masters from the flat order that DeepSpeed keeps for its reduction.
+
+        Moments of whole tensors in the order in which it reads them.
+        """
         zero = engine.optimizer
         number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
         rows = weight_rows(model)
@@ -45,6 +59,7 @@ class FlatStages:
             size = int(zero.partition_size[group])  # 0.18 has a float
             rank = dist.get_rank(group=zero.real_dp_process_group[group])
             rows += master_rows(master, rank * size, slots)
+            rows += whole_rows(engine, model, master, zero.params_in_partition[group])
         return rows + flat_gradients_census(zero, model)
 
     def release(self, engine: Any, model: ModelMap) -> None:

@@ -82,8 +82,10 @@ def catch_up(engine: DynatrainEngine) -> None:
 
 
 def _has_begun(engine: DynatrainEngine) -> bool:
-    """Whether the optimizer has states."""
-    return any(bool(state) for state in engine.basic_optimizer.state.values())
+    """Whether the optimizer has states, on some member: one without a part of any whole tensor has none of these."""
+    optimizer = engine.basic_optimizer
+    stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
+    return stepped or any(bool(state) for state in optimizer.state.values())
 
 
 def _agree(engine: DynatrainEngine, key: str, record: dict[str, Any]) -> None:
@@ -159,7 +161,7 @@ class _Registration:
         groups = [(group, dict(group)) for group in engine.basic_optimizer.param_groups]
         shared = shared_carry(engine, scalars)
         self.old = _Old(engine.model_map, groups, engine.vps, buffers, scalars, shared)
-        self.kinds = tuple(kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in buffers))
+        self.kinds: tuple[str, ...] = ()
         self.begun = _has_begun(engine)
         self.new_kinds: tuple[str, ...] = ()
         self.is_detached = self.has_reported = False
@@ -191,6 +193,7 @@ class _Registration:
     def _carry_out(self) -> dict[str, Any]:
         """Rebuild; what this member reports of both sides."""
         engine, old = self.engine, self.old
+        self.kinds = self._kinds_held()
         check_census(engine, old.vps, engine.rank, old.buffers, "before registering")
         digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
         model = _model_after(engine, self.asked)
@@ -220,6 +223,13 @@ class _Registration:
         sides = {"source": digests.to_json(), "target": after.to_json()}
         return {**sides, "expected": expected, "carry": fingerprint(shared)}
 
+    def _kinds_held(self) -> tuple[str, ...]:
+        """The kinds that some member holds now."""
+        key, mine = f"{self.key}/kinds", sorted({kind for kind, _ in self.old.buffers})
+        self.control.post(f"{key}/{self.control.member}", mine)
+        held = self.control.gather(key, self.engine.members, "registering", stop=self._stop)
+        return tuple(kind for kind in self.old.vps.present_kinds() if any(kind in kinds for kinds in held.values()))
+
     def _kinds_of(self, vps: VirtualParameterSpace) -> tuple[str, ...]:
         """What the new side holds: a moment that only new groups have begins with them."""
         known = {kind.name for kind in self.old.vps.kinds}
@@ -247,7 +257,8 @@ class _Registration:
         for kind in self.new_kinds:
             if kind not in self.kinds:
                 continue
-            here = weights if kind == WEIGHT else pieces_by_tensor(old.vps, self.layout, rank, kind)
+            parts = not old.vps.is_replicated(self.layout, kind)  # which `_value` adds up, so each is to come once
+            here = weights if kind == WEIGHT else pieces_by_tensor(old.vps, self.layout, rank, kind, owned=parts)
             there = pieces_by_tensor(vps, self.layout, rank, kind)
             for number, tensor in enumerate(vps.tensors):
                 before = old.vps.line.index(tensor.name)

@@ -84,8 +84,25 @@ def _weight_type(config: Mapping[str, Any]) -> str:
 
 def _gradient_type(config: Mapping[str, Any]) -> str:
     named = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if named is None:
-        return _weight_type(config)
+    return _weight_type(config) if named is None else _type_name(named)
+
+
+def is_low(config: Mapping[str, Any]) -> bool:
+    """Whether weights are of 16 bits."""
+    return _weight_type(config) != "fp32"
+
+
+def gradients_apart(config: Mapping[str, Any]) -> str:
+    """The key that gives gradients another type than the weights have, "" if there is none."""
+    named = {
+        "data_types.grad_accum_dtype": (config.get("data_types") or {}).get("grad_accum_dtype"),
+        "communication_data_type": config.get("communication_data_type"),
+    }
+    weight = _weight_type(config)
+    return next((key for key, held in named.items() if held not in (None, "auto") and _type_name(held) != weight), "")
+
+
+def _type_name(named: object) -> str:
     text = str(named).lower()
     if text.removeprefix("torch.") in ("fp32", "float32", "float"):
         return "fp32"

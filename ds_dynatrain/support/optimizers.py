@@ -39,7 +39,7 @@ OPTIMIZERS = (
     *works(
         "optimizer",
         "type",
-        "at ZeRO stages 0 and 3, with reduce_scatter false; stages 1 and 2 keep whole matrices on several ranks",
+        "stage 0 in fp32, stage 3 with reduce_scatter false; no offload, tensor axis or gradients of another type",
         _WALKS,
         values=("Muon",),
     ),

@@ -58,7 +58,7 @@ def test_states_go_out_and_in(
     kind: Any, options: dict[str, Any], moments: tuple[str, ...], scalars: tuple[str, ...]
 ) -> None:
     optimizer, parameter = stepped(kind, **options)
-    check_optimizer(optimizer, {}, 0)
+    check_optimizer(optimizer, {}, Layout(zero_stage=0))
     flats, values = read_state(optimizer, parameter, 0)
     assert {name: flat.shape for name, flat in flats.items()} == dict.fromkeys(moments, (6,))
     assert tuple(values) == scalars
@@ -108,14 +108,14 @@ class Adafactor(OPTIM.AdamW):
 @pytest.mark.parametrize("kind", [OPTIM.Adadelta, OPTIM.ASGD, OPTIM.Rprop, Mine])
 def test_an_unknown_optimizer_is_refused(kind: Any) -> None:
     with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not among .*AdamW.*register_optimizer"):
-        check_optimizer(kind([nn.Parameter(torch.ones(1))], lr=0.1), {}, 0)
+        check_optimizer(kind([nn.Parameter(torch.ones(1))], lr=0.1), {}, Layout(zero_stage=0))
 
 
 @pytest.mark.parametrize("kind", [OPTIM.Adafactor, OPTIM.LBFGS, OPTIM.SparseAdam, Adafactor])
 def test_refused_by_name(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
-        check_optimizer(optimizer, {}, 0)
+        check_optimizer(optimizer, {}, Layout(zero_stage=0))
     with pytest.raises(UnsupportedError, match=rf"optimizer [\w.]+\.{kind.__name__}: it "):
         register_optimizer(kind, moments=("exp_avg",))
 
@@ -131,9 +131,9 @@ def test_eight_bit_optimizers_are_refused_by_module() -> None:
 def test_hyper_parameters_that_are_tensors_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with pytest.raises(UnsupportedError, match="optimizer group 0: lr is a tensor"):
-        check_optimizer(OPTIM.AdamW([parameter], lr=torch.tensor(0.1)), {}, 0)
+        check_optimizer(OPTIM.AdamW([parameter], lr=torch.tensor(0.1)), {}, Layout(zero_stage=0))
     with pytest.raises(UnsupportedError, match="optimizer group 0: capturable"):
-        check_optimizer(OPTIM.AdamW([parameter], lr=0.1, capturable=True), {}, 0)
+        check_optimizer(OPTIM.AdamW([parameter], lr=0.1, capturable=True), {}, Layout(zero_stage=0))
 
 
 def test_an_unexpected_state_is_an_error() -> None:
@@ -166,7 +166,7 @@ def test_layouts_that_deepspeed_does_not_take(stage: int) -> None:
     with pytest.raises(SwitchRefused, match=f"SGD under ZeRO stage {stage}: .*zero_allow_untested_optimizer"):
         refuse_optimizer_layout(untested, {}, layout)
     with pytest.raises(UnsupportedError, match=f"SGD under ZeRO stage {stage}"):
-        check_optimizer(untested, {}, stage)
+        check_optimizer(untested, {}, layout)
     refuse_optimizer_layout(untested, {"zero_allow_untested_optimizer": True}, layout)
     refuse_optimizer_layout(untested, {}, Layout(zero_stage=0))
     refuse_optimizer_layout(OPTIM.AdamW([parameter]), {}, layout)
@@ -179,12 +179,16 @@ def test_layouts_that_deepspeed_does_not_take(stage: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "config", "words"),
     [
-        (1, {}, "whole on every rank"),
-        (2, {}, "whole on every rank"),
+        (1, {}, None),
+        (2, {"bf16": {"enabled": True}}, None),
         (3, {}, "needs whole gradients; set zero_optimization.reduce_scatter to false"),
         (0, {"bf16": {"enabled": True}}, "in low precision"),
         (3, {"zero_optimization": {"reduce_scatter": False}, "bf16": {"enabled": True}}, None),
         (0, {"bf16": {"enabled": False}}, None),
+        (1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer: its momentum is fp32"),
+        (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype of another"),
+        (2, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "communication_data_type of another"),
+        (2, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, None),
     ],
 )
 def test_layouts_of_muon(stage: int, config: dict[str, Any], words: str | None) -> None:
@@ -201,12 +205,35 @@ def test_muon_is_clipped_in_two_ways() -> None:
     made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
     optimizer = made([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     config: dict[str, Any] = {"zero_optimization": {"reduce_scatter": False}, "gradient_clipping": 1.0}
-    zero, three = Layout(zero_stage=0, data=2), Layout(zero_stage=3, data=2)
-    for present, target in ((zero, three), (three, zero)):
-        with pytest.raises(SwitchRefused, match=f"clips its gradients .*stay in ZeRO stage {present.zero_stage}"):
-            refuse_optimizer_layout(optimizer, config, target, present)
-        refuse_optimizer_layout(optimizer, {**config, "gradient_clipping": 0.0}, target, present)
-        refuse_optimizer_layout(optimizer, config, present, present.replace(data=4))
+    zero, *others = (Layout(zero_stage=stage, data=2) for stage in range(4))
+    for other in others:
+        for present, target, stay in ((zero, other, "stage 0"), (other, zero, "stages 1 to 3")):
+            with pytest.raises(SwitchRefused, match=f"clips its gradients .*stay in {stay}, or leave"):
+                refuse_optimizer_layout(optimizer, config, target, present)
+            refuse_optimizer_layout(optimizer, {**config, "gradient_clipping": 0.0}, target, present)
+            refuse_optimizer_layout(optimizer, config, present, present.replace(data=4))
+        refuse_optimizer_layout(optimizer, config, other, others[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(zero_stage=1, data=2, pipe=2), "Muon under ZeRO stage 1 with pipe=2: "),
+        (Layout(zero_stage=2, data=2, expert=2), "Muon under ZeRO stage 2 with expert=2: "),
+        (Layout(zero_stage=0, tensor=2), "Muon with tensor=2: each rank would orthogonalize its own part"),
+        (Layout(zero_stage=2, tensor=2), "Muon with tensor=2"),
+        (Layout(zero_stage=1, data=2, sequence=2), None),
+        (Layout(zero_stage=0, pipe=2), None),
+    ],
+)
+def test_axes_of_muon(layout: Layout, words: str | None) -> None:
+    made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
+    optimizer = made([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    if words is None:
+        refuse_optimizer_layout(optimizer, {}, layout)
+        return
+    with pytest.raises(SwitchRefused, match=words):
+        refuse_optimizer_layout(optimizer, {}, layout)
 
 
 def test_muon_has_two_kinds_of_groups() -> None:
@@ -217,12 +244,28 @@ def test_muon_has_two_kinds_of_groups() -> None:
     optimizer = made(groups, lr=0.1)
     optimizer.aux_optimizer = OPTIM.AdamW([nn.Parameter(torch.ones(2))])
     types = ElementTypes(torch.bfloat16, torch.bfloat16, moments=moment_types(optimizer, torch.bfloat16))
-    kinds = {kind.name: (kind.itemsize, kind.groups) for kind in moment_kinds(optimizer, types)}
+    kinds = {kind.name: (kind.itemsize, kind.groups, kind.whole_tensors) for kind in moment_kinds(optimizer, types)}
     assert kinds == {
-        "exp_avg": (4, frozenset({0, 2})),
-        "exp_avg_sq": (4, frozenset({0, 2})),
-        "momentum_buffer": (2, frozenset({1})),
+        "exp_avg": (4, frozenset({0, 2}), False),
+        "exp_avg_sq": (4, frozenset({0, 2}), False),
+        "momentum_buffer": (2, frozenset({1}), True),
     }
+
+
+def test_the_momentum_of_whole_tensors_goes_out_and_in() -> None:
+    made = type("MuonWithAuxAdam", (OPTIM.SGD,), {"__module__": MUON.rpartition(".")[0]})
+    part = nn.Parameter(torch.ones(4))
+    optimizer = made([{"params": [part], "use_muon": True}], lr=0.1)
+    optimizer.aux_optimizer = None
+    optimizer.state[part] = {"momentum_buffer": torch.arange(9.0)}
+    flats, values = read_state(optimizer, part, 0, whole=9)
+    assert flats["momentum_buffer"].tolist() == list(range(9)) and values == {}
+    for whole in (None, 4, 8):
+        with pytest.raises(CensusError, match="momentum_buffer in group 0 is not one value per element"):
+            read_state(optimizer, part, 0, whole)
+    optimizer.state.clear()
+    write_state(optimizer, part, 0, flats, values)
+    assert optimizer.state[part]["momentum_buffer"].shape == (9,)
 
 
 # ---- registered by users ---------------------------------------------------------------------------------------------
@@ -267,7 +310,7 @@ def test_a_registered_class_keeps_its_types(slow: bool) -> None:
     moments = lambda group: ("average", "second") if group["slow"] else ("average",)  # noqa: E731
     assert register_optimizer(Signed, moments=moments, scalars=SCALARS) is Signed
     optimizer, parameter = stepped(Signed, slow=slow)
-    check_optimizer(optimizer, {}, 0)
+    check_optimizer(optimizer, {}, Layout(zero_stage=0))
     flats, values = read_state(optimizer, parameter, 0)
     assert values == {"count": 3.0, "rate": pytest.approx(0.729), "total": 3.0}
     before = dict(optimizer.state[parameter])

@@ -206,6 +206,22 @@ def _views(engine: Any) -> Iterator[View]:
         for flat in (*(() if steps_padding else (master,)), *moments.values()):
             assert not flat.detach()[~covered].any(), f"padding of group {group} is not zero"
         yield from _with_moments(engine, master, runs)
+        if _keeps_matrices(engine) and "momentum_buffer" in engine.basic_optimizer.state.get(master, {}):
+            yield from _whole_momentum(engine, master, [name for name, *_ in runs])
+
+
+def _whole_momentum(engine: Any, master: torch.Tensor, touched: list[str]) -> Iterator[View]:
+    """Muon in stages 1 and 2 (`stage_1_and_2.py` `get_flat_partition`): that of every matrix that the part touches."""
+    flat, position = engine.basic_optimizer.state[master]["momentum_buffer"], 0
+    numels = {name: parameter.numel() for name, parameter in engine.module.named_parameters()}
+    for name in touched:
+        yield View((name, "momentum_buffer"), 0, flat[position : position + numels[name]])
+        position += numels[name]
+    assert position == flat.numel(), f"{flat.numel()} elements of momentum for {position} of {touched}"
+
+
+def _keeps_matrices(engine: Any) -> bool:
+    return type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam" and engine.zero_optimization_stage() in (1, 2)
 
 
 def _flat_groups(zero: Any) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
@@ -262,7 +278,8 @@ def _with_moments(engine: Any, master: torch.Tensor, runs: list[tuple[str, int, 
 
 def _moments(engine: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
     held = engine.basic_optimizer.state.get(master, {})
-    return {name: value for name, value in held.items() if _is_per_element(value, master)}
+    whole = {"momentum_buffer"} if _keeps_matrices(engine) else set()
+    return {name: value for name, value in held.items() if _is_per_element(value, master) and name not in whole}
 
 
 def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
@@ -285,7 +302,7 @@ def _steps(engine: Any) -> Iterator[tuple[str, dict[str, float]]]:
     found: dict[str, dict[str, float]] = {}
     for holder, names in _holders(engine):
         state = engine.basic_optimizer.state.get(holder, {})
-        scalars = {name: float(value) for name, value in state.items() if not _is_per_element(value, holder)}
+        scalars = {name: float(value) for name, value in state.items() if not (torch.is_tensor(value) and value.dim())}
         if scalars:
             found.update(dict.fromkeys(names, scalars))
     counter = getattr(engine.basic_optimizer, "aux_optimizer", None) or engine.basic_optimizer  # Muon's Adam

@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ds_dynatrain
 from tests.engine import faults, jobs, oracle
-from tests.engine.models import Sequences, decay_groups, small_gpt
+from tests.engine.models import WORDS, Sequences, decay_groups, small_gpt
 from tests.engine.pool import RankPool
 
 PATH: list[jobs.Sizes] = [(2, 0), (4, 1), (3, 3), (2, 0), (4, 2), (1, 1), (4, 3), (2, 3), (4, 0)]
 """The first switch comes before the first step."""
-MUON_PATH: tuple[jobs.Sizes, ...] = ((2, 0), (4, 3), (3, 0), (2, 3), (3, 3), (1, 0), (4, 3))
+MUON_PATH: tuple[jobs.Sizes, ...] = (
+    (2, 0),
+    (4, 1),
+    (3, 3),
+    (2, 2),
+    (3, 0),
+    (1, 1),
+    (4, 2),
+    (3, 1),
+    (4, 3),
+    (2, 1),
+    (1, 0),
+)
+MUON_IN_BF16: tuple[jobs.Sizes, ...] = ((2, 1), (4, 3), (3, 2), (4, 1), (1, 2), (2, 3), (3, 1))
 STEPS = 2
 """Per place on the path."""
 RATE = 1e-3
+
+
+class OneMatrix(nn.Module):
+    """One trained matrix of 9 elements: over 4 ranks of 4 the last one has no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 3)
+        self.mix = nn.Linear(3, 3, bias=False)
+        self.offset = nn.LayerNorm(3)
+        self.words.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.offset(self.words(inputs) + self.mix(self.words(inputs)))
+        return F.cross_entropy((hidden @ self.words.weight.T).flatten(0, 1).float(), targets.flatten())
+
+
+def one_matrix() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return OneMatrix()
 
 
 class Lion(torch.optim.Optimizer):
@@ -77,6 +112,9 @@ class Case:
     path: tuple[jobs.Sizes, ...] = tuple(PATH)
     compiled: str = ""
     """The fixture that compiles what DeepSpeed needs."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Keys of `zero_optimization`."""
+    model: Callable[..., nn.Module] = small_gpt
 
 
 def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -141,7 +179,28 @@ CASES: dict[str, Case] = {
         "bf16",
         1e-3,
         sizes=LARGE,
-        path=((2, 3), (4, 3), (1, 3), (3, 3)),
+        path=MUON_IN_BF16,
+    ),
+    "muon in turns": Case(
+        {"type": "Muon", "params": {"lr": RATE, "torch_adam": True}},
+        MUON,
+        path=((3, 1), (2, 2), (4, 2), (4, 1), (2, 1)),
+        more={"reduce_scatter": True, "round_robin_gradients": True},
+    ),
+    "muon aligned": Case(
+        {"type": "Muon", "params": {"lr": RATE, "torch_adam": True}},
+        MUON,
+        "bf16",
+        1e-3,
+        sizes={"width": 9},
+        path=((3, 1), (2, 2), (4, 2), (4, 1), (2, 1)),
+        more={"reduce_scatter": True, "parameter_alignment": True},
+    ),
+    "muon on few ranks": Case(
+        {"type": "Muon", "params": {"lr": RATE, "torch_adam": True}},
+        MUON,
+        path=((4, 1), (3, 3), (4, 2), (2, 2), (4, 1), (4, 3)),
+        model=one_matrix,
     ),
     "lion of the user's": Case(_lion, {"exp_avg": BOTH}),
 }
@@ -160,6 +219,7 @@ FULL = (
     "cpu lion",
     "muon with fused adam",
     "muon in bf16",
+    "muon aligned",
 )
 """Cases that no default run needs."""
 
@@ -171,7 +231,8 @@ def settings(case: Case) -> dict[str, Any]:
     made = jobs.config(case.dtype, case.path[0], **more)
     if isinstance(case.make, dict) and case.make["type"] == "Muon":
         made["zero_optimization"]["reduce_scatter"] = False
-        made["gradient_clipping"] = 0.0  # DeepSpeed clips something else in each stage
+        made["gradient_clipping"] = 0.0  # DeepSpeed clips something else in stage 0
+    made["zero_optimization"].update(case.more)
     return made
 
 
@@ -197,7 +258,7 @@ def walk_case(name: str, walks: bool) -> Seen:
     case, seen = CASES[name], Seen()
     torch.compiler.set_stance("force_eager")  # Muon compiles its Newton-Schulz steps, for a minute
     places = len(case.path) - 1
-    model = small_gpt(**case.sizes)
+    model = case.model(**case.sizes)
     with jobs.job(
         settings(case), model=model, data=Sequences(12 * (STEPS * places + 2)), **arguments(case, model)
     ) as made:
@@ -257,6 +318,64 @@ def test_a_walk_over_stages_and_worlds(pool: RankPool, name: str, request: pytes
     assert distance <= case.furthest
 
 
+def register_case(name: str, block: str, start: jobs.Sizes, target: jobs.Sizes) -> list[list[str]] | None:
+    """Freeze a block, switch, train it again, with Muon: what is wrong after each; None on members that started idle.
+
+    Momentum of what is trained throughout stays bit by bit, and begins as zeros for what is trained anew.
+    """
+    case, found = CASES[name], list[list[str]]()
+    model = case.model()
+    own = settings(replace(case, path=(start,)))
+    with jobs.job(own, model=model, data=Sequences(12 * 12), **arguments(case, model)) as made:
+        engine, iterator, worked = made.engine, iter(made.loader), not made.engine.idle
+        batch = next(iterator)
+        while engine.global_steps < 8:
+            jobs.one_micro_batch(engine, batch, jobs.Record())
+            if engine.global_steps in (2, 6):
+                before = oracle.gather(engine)
+                for parameter_name, held in model.named_parameters():
+                    if parameter_name.startswith(block):
+                        held.requires_grad_(engine.global_steps == 6)
+                assert engine.register_parameters()
+                found.append(_wrong_after_registering(before, oracle.gather(engine), model, block))
+            elif engine.global_steps == 4:
+                jobs.ask(engine, target)
+            batch = next(iterator)
+    return found if worked else None
+
+
+def _wrong_after_registering(before: oracle.State, after: oracle.State, model: nn.Module, block: str) -> list[str]:
+    wrong = []
+    for name, held in model.named_parameters():
+        if held.requires_grad:
+            kind = "momentum_buffer" if held.use_muon else "exp_avg"  # type: ignore[union-attr]
+            value = after.tensors[name, kind]
+            expected = before.tensors.get((name, kind), torch.zeros_like(value))
+            wrong += [] if torch.equal(value, expected) and (expected.any() or name.startswith(block)) else [name]
+    return wrong + [name for (name, kind) in after.tensors if kind == "momentum_buffer" and name not in _trained(model)]
+
+
+def _trained(model: nn.Module) -> set[str]:
+    return {name for name, held in model.named_parameters() if held.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "start", "target"),
+    [
+        ("muon", "blocks.0", (2, 1), (4, 2)),
+        pytest.param("muon", "blocks.0", (3, 2), (3, 3), marks=pytest.mark.full),
+        ("muon on few ranks", "offset.bias", (4, 1), (4, 2)),
+    ],
+)
+def test_registering_with_whole_tensors(
+    pool: RankPool, name: str, block: str, start: jobs.Sizes, target: jobs.Sizes
+) -> None:
+    """In the last case one rank has no momentum."""
+    found = pool.run(register_case, name=name, block=block, start=start, target=target)
+    found = [each for each in found if each is not None]
+    assert found == [[[], []]] * start[0]
+
+
 # ---- what else travels, what is refused, what is taken back ----------------------------------------------------------
 
 
@@ -286,7 +405,7 @@ def test_hyper_parameters_of_all_kinds_travel(pool: RankPool) -> None:
 def roll_back_case(name: str) -> tuple[list[str], list[str], list[float]] | None:
     """A switch that fails, then one that does not: reasons, differences, losses; None on members that started idle."""
     case = CASES[name]
-    model, record = small_gpt(**case.sizes), jobs.Record()
+    model, record = case.model(**case.sizes), jobs.Record()
     reasons: list[str] = []
     differences: list[str] = []
     with (
