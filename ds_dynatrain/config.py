@@ -46,6 +46,8 @@ class LayoutConfig(_Block):
     expert: Size = 1
     tensor: Size = 1
     sequence: Size = 1
+    boundaries: list[Annotated[int, Field(ge=0)]] | None = None
+    """The first layer of each pipeline stage, and the number of layers; `None` leaves it to `pipeline.partition`."""
 
 
 class DataConfig(_Block):

@@ -35,7 +35,7 @@
 | `pipeline`, `stage_module`, `grid` | stages of a `PipelineModule`: who has which layer, layers made anew, groups |
 | `template`, `children` | the user's model without memory; other children for a root that stays |
 | `autotp`, `tensor` | what AutoTP does and says, asked without memory or peers; its layers on a root that stays |
-| `host` | DeepSpeed's engine with these openings |
+| `host`, `pipeline_host` | DeepSpeed's engines with these openings |
 """
 
 from ds_dynatrain.adapters.names import check_names

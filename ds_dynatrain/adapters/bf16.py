@@ -13,6 +13,7 @@ import deepspeed.comm as dist
 from ds_dynatrain.adapters.flat import (
     describe_groups,
     end_to_end,
+    is_hollow,
     master_rows,
     refill_frozen,
     refill_master,
@@ -37,6 +38,8 @@ class AccumulatingStage:
         held = engine.optimizer
         rows = weight_rows(model)
         for group, master in enumerate(held.fp32_groups_flat_partition):
+            if is_hollow(model, group):
+                continue
             rank = dist.get_rank(group=held.real_dp_process_group[group])
             rows += master_rows(master, rank * master.numel(), end_to_end(model, held.bf16_groups[group]))
         return rows
@@ -49,10 +52,12 @@ class AccumulatingStage:
         """Flat weights, their views and parts, the master part and its moments become the buffers."""
         held = engine.optimizer
         for group, master in enumerate(held.fp32_groups_flat_partition):
+            refill_master(engine, model, group, master, buffers, scalars)
+            if is_hollow(model, group):
+                continue
             flat = buffers[WEIGHT, BufferId("group", group)]
             held.bf16_groups_flat[group] = flat
             held._update_storage_to_flattened_tensor(held.bf16_groups[group], flat)
-            refill_master(engine, model, group, master, buffers, scalars)
             held.bf16_partitioned_groups[group] = list(flat.split(master.numel()))
         refill_frozen(model, buffers)
         held._link_all_hp_params()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
@@ -17,8 +18,31 @@ from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
+IN_HOLLOW_GROUP = "no tensor of group "
+
 Slots = Iterable[tuple[int, int, int]]
 """(tensor number, position of its first element in the flat group, elements)."""
+
+
+def is_hollow(model: ModelMap, group: int) -> bool:
+    """Whether this rank has nothing of an optimizer group: its layers are on other pipeline stages."""
+    return not any(tensor.numel for tensor in model.tensors if tensor.group == group)
+
+
+def fill_hollow_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
+    """Give each hollow group one element that belongs to no tensor: DeepSpeed takes no group without one.
+
+    It gets no gradient, and its state is counted along, so a group's counts are the same on all stages. Returns their
+    names: DeepSpeed asks for that of every parameter.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        if is_hollow(model, number):
+            element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype))
+            element.ds_pipe_replicated = True  # not counted in the norm of gradients
+            group["params"] = [*group["params"], element]
+            names[element] = f"{IN_HOLLOW_GROUP}{number}"
+    return names
 
 
 def describe_groups(
@@ -35,10 +59,10 @@ def describe_groups(
     buffers: Buffers = {}
     scalars = Scalars()
     for group, (flat, master) in enumerate(zip(flats, masters, strict=True)):
-        name = BufferId("group", group)
-        buffers[WEIGHT, name], buffers[MASTER, name] = flat.data, master.data
+        name, end = BufferId("group", group), 0 if is_hollow(model, group) else None
+        buffers[WEIGHT, name], buffers[MASTER, name] = flat.data[:end], master.data[:end]
         moments, steps = read_state(engine.basic_optimizer, master, group, None if whole is None else whole[group])
-        buffers.update({(kind, name): moment for kind, moment in moments.items()})
+        buffers.update({(kind, name): moment[:end] for kind, moment in moments.items()})
         for kind, value in steps.items():
             scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
     for number, parameter in model.frozen():
@@ -87,8 +111,11 @@ def refill_master(
 ) -> None:
     """A group's master, its moments and its counts become the given ones."""
     name = BufferId("group", group)
-    master.data = buffers[MASTER, name]
     held = held_moments(engine.basic_optimizer, group, buffers, name)
+    if is_hollow(model, group):
+        held = {moment: torch.zeros_like(master, dtype=empty.dtype) for moment, empty in held.items()}
+    else:
+        master.data = buffers[MASTER, name]
     steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}")
     write_state(engine.basic_optimizer, master, group, held, steps)
 

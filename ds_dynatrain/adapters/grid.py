@@ -20,7 +20,7 @@ class StageGroups(Protocol):
         ...
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """The group of some stages of this rank's pipeline."""
+        """The group of some stages of this rank's pipeline, which share a tie."""
         ...
 
 
@@ -52,4 +52,4 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
 
     def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
         """The group of the stages that share a tie, in this rank's pipeline."""
-        return self.pp_proc_group if len(stages) == self.pipe_parallel_size else self._world.tie(stages)
+        return self._world.tie(stages)

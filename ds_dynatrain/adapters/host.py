@@ -18,6 +18,7 @@ from torch import nn
 from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.flat import IN_HOLLOW_GROUP, fill_hollow_groups
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
@@ -170,6 +171,19 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """DeepSpeed's configuration at present, as a dictionary and parsed."""
         return self.config, self._config
 
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The module's buffers that are not as at the start, where layers go from member to member; by name."""
+        return {}
+
+    @property
+    def forward_passes(self) -> int | None:
+        """What DeepSpeed counts to seed layers by; None where it does not."""
+        return None
+
+    @forward_passes.setter
+    def forward_passes(self, count: int | None) -> None:
+        """Go on from a count."""
+
     def scaling_state(self) -> scaler.State:
         """The loss scale and what belongs to it, also what the present optimizer has no place for."""
         return scaler.read(self.optimizer, self._scaling)
@@ -292,6 +306,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             if parameter.shape != tensor.shape:
                 parameter.data = torch.empty(tensor.shape, dtype=self.model_map.dtype, device=parameter.device)
         reset_counters()
+        if layout.zero_stage > 0:
+            names = {held: name for held, name in self.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)}
+            self.param_names = {**names, **fill_hollow_groups(self.basic_optimizer, self.model_map)}
         with hollow(self.basic_optimizer):
             super()._configure_optimizer(self.basic_optimizer, None)
         self.basic_optimizer.state.clear()

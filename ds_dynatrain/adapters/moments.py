@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import Number, full_name, rule_of
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.errors import CensusError, SwitchRefused
@@ -77,6 +78,25 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
         for tensor, value in table.items():
             highest[groups[tensor]] = max(value, highest.get(groups[tensor], value))
         table.update({tensor: highest[groups[tensor]] for tensor in table})
+
+
+def speak_for_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+    """Add empty moments, and counts, for trained tensors that this rank has nothing of (other pipeline stages do).
+
+    Their counts are those of a tensor beside them, of the same group if there is one: where a tensor was left out of a
+    step, stages do not agree, and the certificate says so.
+    """
+    counted = {number for table in scalars.values.values() for number in table}
+    for number, tensor in enumerate(model.tensors[: model.trainable]):
+        beside = [other for other in counted if model.tensors[other].group == tensor.group] or list(counted)
+        if tensor.numel or not beside:
+            continue
+        moments, counts = _names(optimizer, tensor.group)
+        for name in moments:
+            like = next((held for (kind, _), held in buffers.items() if kind == name), torch.empty(0))
+            buffers[name, BufferId("tensor", number)] = like.new_empty(0)
+        for name in counts:
+            scalars.values.setdefault(name, {})[number] = max(scalars.of(other).get(name, 0.0) for other in beside)
 
 
 def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:

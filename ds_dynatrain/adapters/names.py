@@ -57,12 +57,14 @@ NAMES: Names = {
         "FP16_UnfusedOptimizer.initialize_optimizer_states",
         "FP16_UnfusedOptimizer._update_scale",
     ),
+    "deepspeed.runtime.pipe.engine": ("PipelineEngine.reset_activation_shape",),
     "deepspeed.runtime.pipe.module": (
         "PipelineModule._build",
         "PipelineModule._partition_layers",
         "PipelineModule._precompute_checkpointable_values",
         "PipelineModule._set_bounds",
     ),
+    "deepspeed.runtime.pipe.p2p": ("_grid",),
     "deepspeed.runtime.pipe.topology": ("PipeDataParallelTopology", "PipelineParallelGrid._build_p2p_groups"),
     "deepspeed.runtime.utils": (
         "check_internal_apis_for_count_used_parameters",

@@ -7,7 +7,7 @@ experts, and those with equal place modulo `expert` hold the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.layout import RANK_ORDER
@@ -44,6 +44,21 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     found["expert"] = line[start : start + layout.expert]
     found["expert_data"] = line[place % layout.expert :: layout.expert]
     return found
+
+
+def tie(stages: tuple[int, ...]) -> str:
+    """The kind of the group of some stages of a pipeline, which share tied weights."""
+    return "tie_" + "_".join(map(str, stages))
+
+
+def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
+    place = layout.coordinate(rank)
+    return {
+        tie(stages): tuple(layout.rank(**{**place, "pipe": stage}) for stage in stages)
+        for stages in sorted(ties)
+        if place["pipe"] in stages and 1 < len(stages) < layout.pipe
+    }
 
 
 def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
@@ -27,13 +27,17 @@ PARAMETERS, UNIFORM, TYPE = "parameters", "uniform", "type:"
 """DeepSpeed's partition methods; the last one is followed by a pattern for the names of layer classes."""
 
 
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether DeepSpeed would give the model a pipeline engine."""
+    return isinstance(model, PipelineModule)
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineTemplate:
     """The layers of a `PipelineModule` before anything was cut, without memory.
 
     layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
-    tied: by key, the attributes whose gradients DeepSpeed adds up over stages. whole: the modules that the user built,
-    by number or key, until `forget_values`.
+    tied: by key, the attributes whose gradients DeepSpeed adds up over stages.
     """
 
     layers: tuple[Template | None, ...]
@@ -41,7 +45,6 @@ class PipelineTemplate:
     names: tuple[str | None, ...]
     tied: Mapping[str, tuple[str, ...]]
     method: str = PARAMETERS
-    whole: dict[int | str, nn.Module] = field(default_factory=dict)
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS) -> PipelineTemplate:
@@ -49,26 +52,19 @@ class PipelineTemplate:
 
         UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
         """
-        _refuse(model)
+        refuse_uncuttable(model)
         specs: Sequence[Any] = model._layer_specs
         built = [_built(model, number, spec) for number, spec in enumerate(specs)]
         kept = {id(module): Template.of(module) for module in built if module is not None}
-        keys = tuple(spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs)
-        places = [number if key is None else key for number, key in enumerate(keys)]
         template = PipelineTemplate(
             tuple(None if module is None else kept[id(module)] for module in built),
-            keys,
+            tuple(spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs),
             tuple(map(_name, specs)),
             {key: tuple(attributes) for key, attributes in model.tied_weight_attrs.items()},
             method.lower(),
-            {place: module for place, module in zip(places, built, strict=True) if module is not None},
         )
-        model._layer_specs = [template._spec(spec, *pair) for spec, pair in zip(specs, enumerate(places), strict=True)]
+        model._layer_specs = [_spec(spec, layer) for spec, layer in zip(specs, template.layers, strict=True)]
         return template
-
-    def forget_values(self) -> None:
-        """Let go of the user's modules: layers come without values from now on."""
-        self.whole.clear()
 
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
         """The first layer of each stage, and the number of layers; as DeepSpeed partitions them.
@@ -117,6 +113,12 @@ class PipelineTemplate:
         parts = self.boundaries(layout)
         return {key: self._holders(parts, key) for key in sorted(self.tied)}
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of all layers as they were at the start, by name."""
+        pairs = enumerate(zip(self.layers, self.keys, strict=True))
+        named = [(str(n) if key is None else f"tied_modules.{key}", layer) for n, (layer, key) in pairs if layer]
+        return {f"{at}.{name}": held for at, layer in named for name, held in layer.module.named_buffers()}
+
     def _holders(self, parts: Sequence[int], key: str) -> tuple[int, ...]:
         return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
 
@@ -149,17 +151,14 @@ class PipelineTemplate:
         sizes = (size for size in range(pipe, 1, -1) if self._untrained(self._partition(size)) is None)
         return next(sizes, 1)
 
-    def _spec(self, spec: Any, number: int, place: int | str) -> Any:
-        """What the module builds a layer from: the user's description of it, whose layer is the template's."""
-        layer = self.layers[number]
-        if layer is None:
-            return spec
-        kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
-        kept.build = partial(self._build, layer, place)
-        return kept
 
-    def _build(self, layer: Template, place: int | str) -> nn.Module:
-        return self.whole[place] if place in self.whole else layer.copy()
+def _spec(spec: Any, layer: Template | None) -> Any:
+    """What the module builds a layer from: the user's description of it, whose layer is a copy of the template's."""
+    if layer is None:
+        return spec
+    kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
+    kept.build = layer.copy
+    return kept
 
 
 def _stage(parts: Sequence[int], number: int) -> int:
@@ -187,7 +186,7 @@ def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
     return model._modules[str(number)] if isinstance(spec, LayerSpec | nn.Module) else None
 
 
-def _refuse(model: PipelineModule) -> None:
+def refuse_uncuttable(model: PipelineModule) -> None:
     """UnsupportedError for a module whose stages cannot be told from its layers."""
     kind = type(model)
     if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):

@@ -144,7 +144,10 @@ def _strange(model: ModelMap, module: nn.Module) -> str | None:
         if id(parameter) not in known:
             return f"{name!r} is new in the model, or another object than at initialize"
         seen.add(id(parameter))
-    missing = [name for key, name in known.items() if key not in seen]
+    elsewhere = {
+        id(parameter) for tensor, parameter in zip(model.tensors, model.parameters, strict=True) if not tensor.numel
+    }
+    missing = [name for key, name in known.items() if key not in seen | elsewhere]
     return f"{missing[0]!r} is no longer in the model" if missing else None
 
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from ds_dynatrain.adapters.children import pass_hooks_on
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
@@ -87,6 +89,8 @@ class Rigid:
 
 def shaper_of(model: nn.Module, config: Mapping[str, Any]) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet."""
+    if is_pipeline(model):
+        return PipelineShaper(model, config)
     if present().has_autotp:
         from ds_dynatrain.adapters.tensor import TensorShaper
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import held_moments, level_counts, read_state, write_state
+from ds_dynatrain.adapters.moments import held_moments, level_counts, read_state, speak_for_absent, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
@@ -36,6 +36,7 @@ class ReplicatedStage:
             for name, value in steps.items():
                 scalars.values.setdefault(name, {})[number] = value
         level_counts(engine.basic_optimizer, scalars, groups)
+        speak_for_absent(engine.basic_optimizer, model, buffers, scalars)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
@@ -56,6 +57,8 @@ class ReplicatedStage:
         for number, master in enumerate(_masters(engine, model)):
             name, group = BufferId("tensor", number), model.tensors[number].group
             master.data = buffers[MASTER, name].view(model.tensors[number].shape)
+            if not master.numel():
+                continue  # the optimizer would not count its steps
             held = held_moments(engine.basic_optimizer, group, buffers, name)
             write_state(engine.basic_optimizer, master, group, held, scalars.of(number))
 

@@ -14,6 +14,7 @@ import deepspeed.comm as dist
 
 from ds_dynatrain.adapters.flat import (
     describe_groups,
+    is_hollow,
     master_rows,
     refill_frozen,
     refill_master,
@@ -54,6 +55,8 @@ class FlatStages:
         number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
         rows = weight_rows(model)
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
+            if is_hollow(model, group):
+                continue
             ordered = zip(zero.round_robin_bit16_groups[group], flat_offsets(zero, group), strict=True)
             slots = [(number[id(parameter)], offset, parameter.numel()) for parameter, offset in ordered]
             size = int(zero.partition_size[group])  # 0.18 has a float
@@ -74,11 +77,12 @@ class FlatStages:
         zero = engine.optimizer
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
             name = BufferId("group", group)
-            zero.bit16_groups_flat[group] = buffers[WEIGHT, name]
-            zero._update_model_bit16_weights(group)
-            zero.parallel_partitioned_bit16_groups[group] = zero.get_data_parallel_partitions(
-                buffers[WEIGHT, name], group
-            )
+            if not is_hollow(model, group):
+                zero.bit16_groups_flat[group] = buffers[WEIGHT, name]
+                zero._update_model_bit16_weights(group)
+                zero.parallel_partitioned_bit16_groups[group] = zero.get_data_parallel_partitions(
+                    buffers[WEIGHT, name], group
+                )
             refill_master(engine, model, group, master, buffers, scalars)
         refill_gradients(zero, zero.single_partition_of_fp32_groups, "group", buffers)
         refill_frozen(model, buffers)

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as td
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_dynatrain.adapters.children import with_memory
 from ds_dynatrain.adapters.grid import StageGrid
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.space import Layout
-
-_LAYERS = (
-    *("_modules", "num_stages", "stage_id", "parts", "_local_start", "_local_stop", "forward_funcs", "fwd_map"),
-    *("tied_weight_attrs", "is_checkpointable_results", "is_checkpointable_results_interval"),
-)
-"""What `reshape` sets."""
-
-_PLACE = ("_topo", "_grid", "world_group", "global_rank", "world_size", "tied_comms")
-"""What `place` sets."""
+from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import AxisCuts, Layout
 
 
-def remember(root: PipelineModule) -> dict[str, Any]:
-    """The present layers and place, for `put_back`; nothing that changes them later changes what was remembered."""
-    return {name: root.__dict__[name] for name in (*_LAYERS, *_PLACE)}
+class PipelineShaper:
+    """The shaper of a `PipelineModule` (see `shaping`): stages hold whole layers."""
 
+    def __init__(self, model: PipelineModule, config: Mapping[str, Any]) -> None:
+        """Keep a template of the model.
 
-def put_back(root: PipelineModule, remembered: dict[str, Any]) -> None:
-    """Have the layers and the place of an earlier time again."""
-    root.__dict__.update(remembered)
+        config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
+        built with.
+        """
+        method = (config.get("pipeline") or {}).get("partition", "best")
+        self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method)
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Which stages hold a tensor; LayoutError for other axes."""
+        wide = [f"{axis}={layout.axes()[axis]}" for axis in ("tensor", "expert") if layout.axes()[axis] > 1]
+        if wide:
+            raise LayoutError(f"{', '.join(wide)}: DeepSpeed deals a PipelineModule out by pipe and data alone")
+        return {name: AxisCuts(stages) for name, stages in self.template.stages(layout).items()}
+
+    def reshape(self, root: nn.Module, layout: Layout) -> None:
+        """The layers of this rank's stage; no random number is drawn."""
+        dtype = next(held.dtype for held in root.parameters() if held.is_floating_point())
+        reshape(root, self.template, layout, layout.coordinate(td.get_rank())["pipe"], dtype)
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """DeepSpeed's names are those of the whole model."""
+        return dict(root.named_parameters())
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Nothing here: the engine needs the groups, too (`pipeline_host`)."""
+
+    def leave(self, engine: Any) -> None:
+        """Hold no group of its world, and no activation."""
+        engine.leave_stage()
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Nothing: the module says it."""
 
 
 def reshape(
@@ -37,15 +61,13 @@ def reshape(
     template: PipelineTemplate,
     layout: Layout,
     stage: int,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Give the module the layers of a stage; no random number is drawn.
+    """Give the module the layers of a stage, without values; no random number is drawn.
 
-    Parameters are new ones over memory that nobody has written, of element type `dtype` if one is given (as long as the
-    template has them, they are the user's own). Buffers of a layer that was here before stay.
+    Parameters are new ones over memory that nobody has written.
     """
     parts = template.boundaries(layout)
-    before = dict(root.named_buffers())
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
     root.num_stages, root.stage_id, root.parts = layout.pipe, stage, list(parts)
@@ -59,16 +81,18 @@ def reshape(
     finally:
         root.seed_layers = reseeds
     root.train(root.training)
-    _give_memory(root, dtype)
-    _keep_buffers(root, before)
+    with_memory(root, dtype)
     if root.activation_checkpoint_interval > 0:
         root._precompute_checkpointable_values()
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
-    """Tell the module where it is: its grid, and with whom it shares each tie; after `reshape`."""
-    root._topo, root._grid, root.world_group = grid.topology(), grid, None
-    root.global_rank, root.world_size = grid.global_rank, grid.world_size
+    """Tell the module where it is: its grid, and with whom it shares each tie.
+
+    `model_parallel` makes the norm of gradients right that is clipped by without ZeRO: DeepSpeed's counts unmarked
+    parameters on the first stage only.
+    """
+    stand_at(root, grid)
     root.tied_comms = {}
     for key, stages in template.ties(layout).items():
         if len(stages) == 1 or root.stage_id not in stages:
@@ -81,25 +105,16 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
         }
         for parameter in root.tied_modules[key].parameters():
             parameter.ds_pipe_replicated = root.stage_id != stages[0]
+    for parameter in root.parameters():
+        parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
-def _give_memory(root: nn.Module, dtype: torch.dtype | None) -> None:
-    """Parameters on the meta device become real ones, with the same flags and attributes."""
-    made: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, held in module._parameters.items():
-            if held is None or not held.is_meta:
-                continue
-            if id(held) not in made:
-                memory = torch.empty(held.shape, dtype=dtype if held.is_floating_point() and dtype else held.dtype)
-                made[id(held)] = nn.Parameter(memory, requires_grad=held.requires_grad)
-                made[id(held)].__dict__.update(held.__dict__)
-            module._parameters[name] = made[id(held)]
+def stand_at(root: PipelineModule, grid: StageGrid) -> None:
+    """Have a grid of ours in place of the one that DeepSpeed made, without regard to layers."""
+    root._topo, root._grid, root.world_group = grid.topology(), grid, None
+    root.global_rank, root.world_size = grid.global_rank, grid.world_size
 
 
-def _keep_buffers(root: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    for prefix, module in root.named_modules():
-        for name, held in module._buffers.items():
-            earlier = before.get(f"{prefix}.{name}" if prefix else name)
-            if held is not None and earlier is not None:
-                module._buffers[name] = earlier
+def leave(root: PipelineModule) -> None:
+    """Hold no group."""
+    root._grid, root.tied_comms = None, {}

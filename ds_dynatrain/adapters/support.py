@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.offload import refuse_moved_states
+from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_uncuttable
 from ds_dynatrain.adapters.regroup import changes
 from ds_dynatrain.adapters.sequence import refuse_sequence
 from ds_dynatrain.adapters.versions import refuse_for_series
@@ -30,8 +30,9 @@ def refuse_unsupported(
         raise practice("accelerator").error(f"accelerator {get_accelerator().device_name()!r}")
     refuse_config(config)
     refuse_for_series(config)
-    if isinstance(model, PipelineModule):
-        raise practice("PipelineModule").error()
+    if is_pipeline(model):
+        refuse_uncuttable(model)
+        _refuse_beside_pipeline(config)
     refuse_sequence(model, mpu)
     if mesh_param is not None:
         raise practice("mesh_param").error()
@@ -40,8 +41,12 @@ def refuse_unsupported(
     _refuse_model(model)
 
 
-def refuse_module(model: nn.Module, layout: Layout) -> None:
+def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
     """SwitchRefused for a module that cannot run in a layout."""
+    if is_pipeline(model):
+        low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
+        if low and layout.zero_stage == 0:
+            raise practice("a pipeline in bf16 without ZeRO").refused(f"a PipelineModule in bf16 in {layout}")
     wrapped = compiled_by_wrapping(model)
     if wrapped and layout.zero_stage == 3:
         raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
@@ -71,6 +76,16 @@ def refuse_changes(engine: Any) -> None:
     found = changes(engine.model_map, engine.module, engine.basic_optimizer, engine.optimizer is engine.basic_optimizer)
     if found is not None:
         raise practice(found[0]).refused(found[1])
+
+
+def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
+    """UnsupportedError for a section that was not tried with pipelines."""
+    for section in ("fp16", "torch_autocast", "data_efficiency"):
+        if (config.get(section) or {}).get("enabled"):
+            raise practice("beside a pipeline").error(section)
+    zero = config.get("zero_optimization") or {}
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" or zero.get("cpu_offload"):
+        raise practice("beside a pipeline").error("zero_optimization.offload_optimizer")
 
 
 def _refuse_model(model: nn.Module) -> None:

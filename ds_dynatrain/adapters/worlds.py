@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
-from ds_dynatrain.adapters.peers import SAME_AS, peers
+from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
 from ds_dynatrain.adapters.process_groups import Made, bury, make_fake_group, make_group, register, unregister
 from ds_dynatrain.space import Layout
 
@@ -33,13 +33,15 @@ class World:
 
     `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
     that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
-    may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone.
+    may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
+    sets of pipeline stages that share tied weights, each of which has a group in every pipeline.
     """
 
     generation: int
     members: tuple[int, ...]
     rank: int | None
     layout: Layout
+    ties: tuple[tuple[int, ...], ...] = ()
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
     _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
@@ -61,6 +63,10 @@ class World:
         """The ranks of this world that are in the group of a kind, in its order; RuntimeError as in `group`."""
         self.group(kind)
         return self._ranks[kind]
+
+    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+        """The group of these stages in this rank's pipeline; RuntimeError as in `group`."""
+        return self.pipe if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property
     def default(self) -> td.ProcessGroup:
@@ -149,6 +155,7 @@ def build_world(
     previous: Sequence[int],
     seconds: float,
     layout: Layout,
+    ties: Sequence[tuple[int, ...]] = (),
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
@@ -156,7 +163,8 @@ def build_world(
     and are never used again. A group of one rank costs no connection and no thread.
     """
     union = tuple(sorted({*members, *previous}))
-    world = World(generation, tuple(members), members.index(member) if member in members else None, layout)
+    rank = members.index(member) if member in members else None
+    world = World(generation, tuple(members), rank, layout, tuple(ties))
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
         name = f"{world.name}_{kind}_{min(ranks)}"
@@ -178,14 +186,14 @@ def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], M
     """Give `world` its groups, in the one order in which no two members can wait for each other."""
     everyone = tuple(range(world.layout.world_size))
     world.hold("default", everyone, make("default", everyone, rank))
-    for kind, ranks in peers(world.layout, rank).items():
+    for kind, ranks in {**peers(world.layout, rank), **tied_peers(world.layout, rank, world.ties)}.items():
         serving = [other for other in SAME_AS.get(kind, ()) if world.ranks(other) == ranks]
         world.hold(kind, ranks, world.made(serving[0]) if serving else make(kind, ranks, ranks.index(rank)))
 
 
-def stand_in_world(rank: int, layout: Layout) -> World:
+def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
     """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
-    world = World(0, tuple(range(layout.world_size)), rank, layout)
+    world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
     _fill(world, rank, lambda kind, ranks, place: make_fake_group(f"dynatrain_fake_{kind}", place, len(ranks)))
     return world
 

@@ -9,7 +9,7 @@ from ds_dynatrain.data.batch import BatchArithmetic, Slot, SlotTable, Unevenness
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.evaluation import EvaluationLoader
 from ds_dynatrain.data.host import Host
-from ds_dynatrain.data.loader import TrainLoader
+from ds_dynatrain.data.loader import Pass, TrainLoader
 from ds_dynatrain.data.order import EpochOrder
 from ds_dynatrain.data.source import STOCK_WORKERS, Source
 from ds_dynatrain.data.workers import WorkerStart
@@ -21,6 +21,7 @@ __all__ = [
     "EpochOrder",
     "EvaluationLoader",
     "Host",
+    "Pass",
     "Slot",
     "SlotTable",
     "Source",

@@ -53,7 +53,7 @@ class TrainLoader:
         self._micro = 0
         self._resume = False
         self._loads = 0
-        self._live: weakref.ref[_Pass] | None = None
+        self._live: weakref.ref[Pass] | None = None
 
     @property
     def dataset(self) -> MapStyle:
@@ -110,7 +110,7 @@ class TrainLoader:
         """Micro-batches per epoch on each rank in the present world."""
         return self.order.steps * self._host.batch.accumulation
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Pass:
         """An iterator over what remains of the epoch; see the rules of this file.
 
         Raises `DataError` if a global batch was begun and not dealt in full.
@@ -125,7 +125,7 @@ class TrainLoader:
         if not self._resume:
             stream = None if self._host.idle else like_stock()
             self._at = self._at.next_epoch() if self._at.step else self._at
-        fresh = _Pass(self, self._host, stream)
+        fresh = Pass(self, self._host, stream)
         self._live = weakref.ref(fresh)
         return fresh
 
@@ -165,7 +165,7 @@ class TrainLoader:
             live.close()
 
 
-class _Pass(Iterator[Any]):
+class Pass(Iterator[Any]):
     """The iterator of a `TrainLoader`; it holds whatever belongs to the present world."""
 
     def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None) -> None:
@@ -177,19 +177,40 @@ class _Pass(Iterator[Any]):
         self._window: tuple[Slot, ...] = ()
         self._torch: DataLoader[Any] | None = None
         self._fetch: Iterator[Any] | None = None
-        self._over = False
+        self._over = self._stands = False
 
-    def __next__(self) -> Any:
+    @property
+    def loader(self) -> TrainLoader:
+        """Whose pass it is."""
+        return self._loader
+
+    def stand(self) -> None:
+        """Stand at the next global batch, which `next` does by itself for its first micro-batch.
+
+        StopIteration if the pass is over. A pending change takes effect here.
+        """
         loader = self._loader
         if self._over:
             raise StopIteration
         if loader._live is None or loader._live() is not self:
             raise DataError(f"loader {loader.name!r}: this iterator has been replaced by a later iter()")
-        if not loader.mid_window:
+        is_here = self._stands and self._key == (self._host.generation, loader._loads)
+        if not loader.mid_window and not is_here:
             self._open_window()
+            self._stands = True
+
+    def skip(self) -> None:
+        """Leave the global batch out at which it stands: this member has no use for its samples, others have."""
+        self.close()
+        self._stands, self._loader._resume = False, False
+        self._loader._at = self._loader._at.advance()
+
+    def __next__(self) -> Any:
+        self.stand()
+        loader = self._loader
         first, last = loader._micro == 0, loader._micro + 1 == len(self._window)
         batch = self._take(first, last)
-        loader._resume = False
+        self._stands = loader._resume = False
         loader._micro = 0 if last else loader._micro + 1
         loader._at = loader._at.advance() if last else loader._at
         return batch

@@ -35,6 +35,7 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
         "compiled modules": compiled_in_place(engine.module),
+        "forward passes": engine.forward_passes,
         "random-LTD": engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
     }
 
@@ -48,6 +49,33 @@ def rest_carry(engine: DynatrainEngine) -> dict[str, Any]:
         "buffers": {name: held.detach() for name, held in engine.module.named_buffers()},
         "objects": {name: held.state_dict() for name, held in engine.carried.items()},
     }
+
+
+def pack(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Small tensors as values that `encoding.encode` takes, without any that travels apart."""
+    return {
+        name: (str(held.dtype).partition(".")[2], tuple(held.shape), _bytes(held)) for name, held in tensors.items()
+    }
+
+
+def unpack(packed: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The inverse of `pack`."""
+    return {
+        name: torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+        for name, (dtype, shape, raw) in packed.items()
+    }
+
+
+def _bytes(held: torch.Tensor) -> bytes:
+    return held.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def take_buffers(engine: DynatrainEngine, values: dict[str, torch.Tensor], but: set[str]) -> None:
+    """Values for the module's buffers of these names, other than those `but`."""
+    with torch.no_grad():
+        for name, held in engine.module.named_buffers():
+            if name in values and name not in but:
+                held.copy_(values[name])
 
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
@@ -66,6 +94,7 @@ def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
         setattr(engine, name, shared["counters"][name])
     engine.micro_steps = shared["windows"] * int(engine.gradient_accumulation_steps())
     engine.take_scaling(shared["scaling"])
+    engine.forward_passes = shared["forward passes"]
 
 
 def put_back(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
@@ -94,10 +123,7 @@ def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, A
         engine.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
     engine.take_grad_norm(rest["grad_norm"])
     engine.module.train(rest["training"])
-    buffers = dict(engine.module.named_buffers())
-    with torch.no_grad():
-        for name, value in rest["buffers"].items():
-            buffers[name].copy_(value)
+    take_buffers(engine, rest["buffers"], set())
     for name, state in rest["objects"].items():
         engine.carried[name].load_state_dict(state)
 

@@ -349,11 +349,15 @@ class DynatrainEngine(HostEngine):
         if by_hand:  # one call for all of the window's micro-batches
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
-            self._switcher.note_first_step()
-            if self._window_samples is not None:
-                self.global_samples = samples + self._window_samples
-            self._dealt, self._window_samples = False, None
-            self.slot_weight, self.slot_is_borrowed = 1.0, False
+            self._end_window(samples)
+
+    def _end_window(self, samples: int) -> None:
+        """After the optimizer's step; samples: `global_samples` before it."""
+        self._switcher.note_first_step()
+        if self._window_samples is not None:
+            self.global_samples = samples + self._window_samples
+        self._dealt, self._window_samples = False, None
+        self.slot_weight, self.slot_is_borrowed = 1.0, False
 
     def deepspeed_io(
         self,
@@ -436,6 +440,7 @@ class DynatrainEngine(HostEngine):
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
         if self.world is not None:
+            self.shaper.leave(self)
             self.control.bury(drop(self.world))
             self.world = None
         self.launch.install()

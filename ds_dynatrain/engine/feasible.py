@@ -5,20 +5,19 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.data import BatchArithmetic, uneven
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
 
 
-def check_combination(features: axes.Features, target: Layout, config: Mapping[str, Any], processes: int) -> None:
+def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
     """SwitchRefused for a combination of axes and stage in which DeepSpeed does not train such a model."""
-    clips = float(config.get("gradient_clipping") or 0.0) > 0
-    found = axes.refusal(features, target, clips, processes)
+    found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)
 
@@ -66,6 +65,12 @@ def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> No
         )
     normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     found = uneven(size, batch.micro_batch_limit, [target.data])
+    if found.data and is_pipeline(module):
+        raise SwitchRefused(
+            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes (at most "
+            f"{batch.micro_batch_limit} samples), and a pipeline sends buffers of one size",
+            f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
+        )
     if normed and found.data:
         raise SwitchRefused(
             f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and "

@@ -18,6 +18,7 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, shaper_of
@@ -40,10 +41,11 @@ from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
 from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
-from ds_dynatrain.space import Layout, is_partitioned
+from ds_dynatrain.space import Layout, is_partitioned, shared_stages
 from ds_dynatrain.support import Target, practice, refuse_layout
 
 START_SECONDS = 1800.0
@@ -156,8 +158,7 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
     _check_start(layout, batch, arguments["model"], job)
     shaper = shaper_of(arguments["model"], job.user_config)
     whole = incoming.is_whole and not is_partitioned(layout)
-    if is_partitioned(layout):
-        _check_axes(shaper, layout)
+    ties = _check_axes(shaper, layout) if is_partitioned(layout) else ()
     given: dict[str, Any] = {
         "settings": layout_config(job.user_config, layout, batch),
         "job": job,
@@ -170,18 +171,18 @@ def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: In
         incoming.take_apart(given["settings"][1])
     if launch.member in members:
         seconds = job.settings.timeout_seconds
-        world = build_world(job.background.store, 1, launch.member, members, members, seconds, layout)
+        world = build_world(job.background.store, 1, launch.member, members, members, seconds, layout, ties)
         install(world)
         try:
-            engine = engine_around(DynatrainEngine, world=world, mpu=_mpu_of(world), **given, **arguments)
+            engine = _engine_in(world, world, {**given, **arguments})
         except BaseException:
             launch.install()
             drop(world)
             raise
     else:
-        stand_in = stand_in_world(0, layout)
+        stand_in = stand_in_world(0, layout, ties)
         with installed(stand_in, launch):
-            engine = engine_around(DynatrainEngine, world=None, mpu=_mpu_of(stand_in), **given, **arguments)
+            engine = _engine_in(None, stand_in, {**given, **arguments})
         engine.leave_world()
     space = space_of(engine, layout, members)
     if not whole:
@@ -203,6 +204,16 @@ def _mpu_of(world: World) -> Any:
     return world.mpu if world.layout.sequence > 1 else None
 
 
+def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
+    """The engine of the class that the model needs.
+
+    groups: of the world that is installed, which is a stand-in on an idle member.
+    """
+    if is_pipeline(arguments["model"]):
+        return engine_around(DynatrainPipelineEngine, world=world, groups=groups, **arguments)
+    return engine_around(DynatrainEngine, world=world, mpu=_mpu_of(groups), **arguments)
+
+
 def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
@@ -218,7 +229,10 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
         stage = (own.get("zero_optimization") or {}).get("stage", 0)
         return Layout(data=processes // sequence, sequence=sequence, zero_stage=stage)
     given = block.model_dump() if "sequence" in block.model_fields_set else {**block.model_dump(), "sequence": sequence}
-    layout = Layout.from_dict({**given, "zero_stage": block.zero_stage or 0})
+    try:
+        layout = Layout.from_dict({**given, "zero_stage": block.zero_stage or 0})
+    except LayoutError as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error
     if layout.world_size > processes:
         raise ConfigError(
             f"dynatrain.layout ({layout}) needs {layout.world_size} processes and this launch has {processes}; "
@@ -230,17 +244,18 @@ def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int
 def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job) -> None:
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
-        feasible.check_combination(job.features, layout, job.user_config, job.launch.size)
+        feasible.check_combination(job.features, layout, job.launch.size)
         feasible.check_batch(layout, batch, model)
-        refuse_module(model, layout)
+        refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
 
 
-def _check_axes(shaper: Shaper, layout: Layout) -> None:
+def _check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that share a tensor; ConfigError if the model cannot be dealt out so."""
     try:
-        shaper.cuts(layout)
+        return shared_stages(shaper.cuts(layout).values())
     except (LayoutError, UnsupportedError) as error:
         raise ConfigError(f"dynatrain.layout: {error}") from error
 

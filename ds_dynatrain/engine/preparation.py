@@ -100,6 +100,7 @@ class Preparation:
                 self.proposal.source_members,
                 board.timeout_seconds,
                 self.proposal.layout,
+                self.vps.ties(self.proposal.layout),
             )
             if self._stop.is_set():
                 self.control.bury(drop(self.world))

@@ -1,9 +1,10 @@
 """Random streams: they belong to a place in the layout, not to a process, and move with it.
 
-A place that lives on keeps its streams, whoever holds it, and a vanished one's are dropped. A new data index gets
-streams seeded from (job seed, name, index, generation). A new place of a data index that lives on gets a copy of those
-of its place 0: what tensor ranks compute alike they must draw alike, or replicas part. Only the streams that are there
-to differ between tensor ranks (the tracker's) are seeded there, by the tensor index too.
+A place that lives on keeps its streams, whoever holds it, and a vanished one's are dropped. A new data index or
+pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Another new place of a data index
+that lives on gets a copy of those of its place 0: what tensor ranks compute alike they must draw alike, or replicas
+part. Only the streams that are there to differ between tensor ranks (the tracker's) are seeded there, by the tensor
+index too.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def restore(streams: Streams) -> None:
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
-    """The rank of `source` whose streams a rank of `target` goes on with; None if its data index is new.
+    """The rank of `source` whose streams a rank of `target` goes on with; None if its data index or its stage is new.
 
     It is the rank at the same place, where an index that is new on another axis counts as 0.
     """
     place = target.coordinate(rank)
-    if place["data"] >= source.data:
+    if place["data"] >= source.data or place["pipe"] >= source.pipe:
         return None
     return source.rank(**{axis: index if index < getattr(source, axis) else 0 for axis, index in place.items()})
 
@@ -79,12 +80,13 @@ def shared(streams: Streams) -> Streams:
 
 
 def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """The streams of a place whose data index did not exist before, of all generators that this process has; the
-    caller's own are left as they are.
+    """The streams of a place whose data index or stage did not exist before, of all generators that this process has.
 
-    place: its index on each axis; only data and tensor count.
+    The caller's own are left as they are.
+
+    place: its index on each axis; only data, pipe and tensor count.
     """
-    index = place["data"]
+    index = _index(place)
     before = capture()
     try:
         torch.manual_seed(_seed(job_seed, "torch", index, generation))
@@ -100,7 +102,13 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
 def _further_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:
     apart = (place["tensor"],) if is_of_tensor_index(name) and place["tensor"] else ()
-    return _seed(job_seed, name, place["data"], generation, *apart)
+    return _seed(job_seed, name, _index(place), generation, *apart)
+
+
+def _index(place: dict[str, int]) -> int | tuple[int, int]:
+    """What tells ranks apart that draw apart: the data index, and the stage behind the first."""
+    stage = place.get("pipe", 0)
+    return (place["data"], stage) if stage else place["data"]
 
 
 def _seed(*parts: object) -> int:

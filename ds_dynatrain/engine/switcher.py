@@ -140,10 +140,10 @@ class Switcher:
     def check_features(self, target: Layout) -> None:
         """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
         engine = self.engine
-        feasible.check_combination(engine.job.features, target, engine.job.user_config, engine.launch.size)
+        feasible.check_combination(engine.job.features, target, engine.launch.size)
         feasible.check_axes(engine.vps, target)
-        refuse_module(engine.module, target)
         config, optimizer = engine.job.user_config, engine.basic_optimizer
+        refuse_module(engine.module, target, config)
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))
         refuse_optimizer_layout(optimizer, config, target, engine.layout)
         try:
@@ -254,7 +254,7 @@ class Switcher:
         engine, before = self.engine, streams.capture()
         types = self.types(layout)
         empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
-        world = stand_in_world(rank, layout)
+        world = stand_in_world(rank, layout, engine.vps.ties(layout))
         with installed(world, engine.launch):
             engine.take_shape(engine.vps, layout, rank)
             engine.attach(layout, world, engine.config_for(layout), empty, Scalars())

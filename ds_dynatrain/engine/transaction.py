@@ -22,7 +22,17 @@ from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World, drop, install
 from ds_dynatrain.engine import agreement, streams
-from ds_dynatrain.engine.carry import put_back, rest_carry, scalars_of, settle_counters, shared_carry, take_over
+from ds_dynatrain.engine.carry import (
+    pack,
+    put_back,
+    rest_carry,
+    scalars_of,
+    settle_counters,
+    shared_carry,
+    take_buffers,
+    take_over,
+    unpack,
+)
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests, verdict
 from ds_dynatrain.engine.control import Control
@@ -87,6 +97,7 @@ class Transaction:
         self.old_world: World | None = engine.world
         self.old_config = engine.present_config
         self.before_reshape: Outfit | None = None
+        self.own_buffers: set[str] = set()
         self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
 
     # ---- the protocol --------------------------------------------------------------------------------------------
@@ -163,6 +174,7 @@ class Transaction:
             self._warn_of_last_gradients()
             self.before = shared_carry(engine, self.scalars)
             self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
+            self._offer_buffers(self.source_rank)
         if self.source_rank == 0:
             self.rest = rest_carry(engine)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
@@ -173,6 +185,28 @@ class Transaction:
                     "a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers"
                 )
             self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
+
+    @property
+    def _layers_move(self) -> bool:
+        """Whether layers, with their buffers, may go from one pipeline stage to another."""
+        return self.proposal.source_layout.pipe > 1 or self.proposal.layout.pipe > 1
+
+    def _offer_buffers(self, rank: int) -> None:
+        """Post the buffers that training has changed, once for each stage."""
+        place = self.proposal.source_layout.coordinate(rank)
+        self.own_buffers = {name for name, _ in self.engine.module.named_buffers()}
+        if self._layers_move and place == {**dict.fromkeys(place, 0), "pipe": place["pipe"]}:
+            changed = encode(pack(self.engine.changed_buffers()), [])
+            self.control.post(f"buffers/{self.proposal.generation}/{place['pipe']}", changed)
+
+    def _take_buffers(self) -> None:
+        """What other stages had changed in the buffers of layers that are new here."""
+        if not self._layers_move:
+            return
+        stages = tuple(range(self.proposal.source_layout.pipe))
+        records = self._await(f"buffers/{self.proposal.generation}", stages, "the buffers of a stage")
+        for record in records.values():
+            take_buffers(self.engine, unpack(decode(record, [])), self.own_buffers)
 
     def _warn_of_last_gradients(self) -> None:
         """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
@@ -276,6 +310,7 @@ class Transaction:
             take_over(self.engine, self.shared, self.rest)
         else:
             settle_counters(self.engine, self.shared)
+        self._take_buffers()
         self.new_streams = self._streams_of(self.target_rank)
         streams.restore(self.new_streams)
 

@@ -15,7 +15,7 @@ line of its own that ZeRO cuts, and an atlas back to the logical line; `deckwise
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 """
 
-from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned
+from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned, shared_stages
 from ds_dynatrain.space.box import Box, row_major
 from ds_dynatrain.space.cut import (
     Cut,
@@ -98,6 +98,7 @@ __all__ = [
     "padded",
     "row_major",
     "runs_of_box",
+    "shared_stages",
     "standard_kinds",
     "uneven",
 ]

@@ -44,6 +44,11 @@ def is_partitioned(layout: Layout) -> bool:
     return layout.pipe > 1 or layout.expert > 1 or layout.tensor > 1
 
 
+def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that share a tensor."""
+    return tuple(sorted({each.stages for each in cuts if len(each.stages) > 1}))
+
+
 def check_partition(partition: Partition, names: Iterable[str], layout: Layout) -> None:
     """LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
     for name, cuts in zip(names, partition, strict=True):

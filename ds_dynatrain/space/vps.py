@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
-from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned
+from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned, shared_stages
 from ds_dynatrain.space.deckwise import DeckSharding
 from ds_dynatrain.space.kind import Kind
 from ds_dynatrain.space.layout import Layout
@@ -119,6 +119,11 @@ class VirtualParameterSpace:
             partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
             self._meshes[layout] = Mesh(self.line, layout, partition)
         return self._meshes[layout]
+
+    def ties(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """The sets of pipeline stages that share a tensor under a layout."""
+        mesh = self.mesh(layout)
+        return () if mesh is None else shared_stages(mesh.partition)
 
     def local(self, layout: Layout, rank: int) -> LocalSpace:
         """What a rank holds, in terms of its own local tensors."""

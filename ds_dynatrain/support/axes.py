@@ -37,7 +37,7 @@ and AutoTP says which has a tensor axis."""
 class Rule:
     """A combination that is refused: all of these features, all of these axes above 1, at one of these stages.
 
-    single: axes that are 1 in it. clipped: only if gradients are clipped.
+    single: axes that are 1 in it.
     """
 
     features: tuple[str, ...]
@@ -45,29 +45,20 @@ class Rule:
     axes: tuple[str, ...] = ()
     single: tuple[str, ...] = ()
     stages: tuple[int, ...] = STAGES
-    clipped: bool = False
 
-    def holds(self, features: Features, layout: Layout, clips: bool) -> bool:
+    def holds(self, features: Features, layout: Layout) -> bool:
         """Whether a layout is such a combination."""
         return (
             features.issuperset(self.features)
             and layout.zero_stage in self.stages
             and all(getattr(layout, axis) > 1 for axis in self.axes)
             and all(getattr(layout, axis) == 1 for axis in self.single)
-            and (clips or not self.clipped)
         )
 
 
 RULES = (
     Rule((PIPELINE,), "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone", stages=(2, 3)),
     Rule((PIPELINE,), "DeepSpeed's PipelineEngine knows no tensor axis", ("tensor",)),
-    Rule(
-        (PIPELINE,),
-        "ZeRO stage 0 clips the gradients of a pipeline by the norm of its first stage alone",
-        ("pipe",),
-        stages=(0,),
-        clipped=True,
-    ),
     Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe in ZeRO stages 0 to 2 alone", stages=(3,)),
     Rule(
         (EXPERTS,),
@@ -78,30 +69,30 @@ RULES = (
 )
 
 
-def refusal(features: Features, layout: Layout, clips: bool, processes: int) -> Refusal | None:
+def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
     """Why a model with these features cannot be trained in a layout, with the nearest layouts in which it can; None if
     it can.
 
-    clips: whether gradients are clipped. processes: ranks that there are at the most.
+    processes: ranks that there are at the most.
     """
-    why = _why(features, layout, clips)
+    why = _why(features, layout)
     if why is None:
         return None
-    near = nearest(features, layout, clips, processes)
+    near = nearest(features, layout, processes)
     return Refusal(f"{layout}: {why}", f"nearest: {' or '.join(map(str, near))}")
 
 
-def nearest(features: Features, layout: Layout, clips: bool, processes: int) -> list[Layout]:
+def nearest(features: Features, layout: Layout, processes: int) -> list[Layout]:
     """The one or two layouts closest to one that is refused: that keep most of it, of as many ranks if there are."""
-    valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other, clips) is None]
+    valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other) is None]
     return sorted(valid, key=lambda other: _distance(layout, other))[:2]
 
 
-def _why(features: Features, layout: Layout, clips: bool) -> str | None:
+def _why(features: Features, layout: Layout) -> str | None:
     for axis, (needed, said) in AXES.items():
         if getattr(layout, axis) > 1 and features.isdisjoint(needed):
             return f"the model has no {axis} axis: {said}"
-    return next((rule.why for rule in RULES if rule.holds(features, layout, clips)), None)
+    return next((rule.why for rule in RULES if rule.holds(features, layout)), None)
 
 
 def _layouts(ranks: int) -> Iterator[Layout]:

@@ -6,6 +6,7 @@ from ds_dynatrain.support.row import refused, works
 
 _CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
 _DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
+_PIPELINE = "tests/engine/test_pipeline.py"
 _AXIS = "only the data axis can change yet"
 
 FEATURES = (
@@ -55,7 +56,14 @@ FEATURES = (
 )
 
 PARALLELISM = (
-    *refused("", "pipeline", _AXIS, below=True),
+    *works(
+        "",
+        "pipeline",
+        "of a PipelineModule: `partition` is the partition_method of any number of stages (DeepSpeed keeps none); "
+        "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
+        _PIPELINE,
+        below=True,
+    ),
     *refused("", "tensor_parallel", _AXIS, switch=("autotp_size", 0), below=True),
     *refused("", "expert_parallel", _AXIS, switch=("enabled", False), below=True),
     *works(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_dynatrain.support.pipelines import PIPELINES
 from ds_dynatrain.support.row import Row, Verdict
 
 _AXIS = "only the data axis can change yet"
@@ -32,7 +33,7 @@ PRACTICES = (
         f"{_NO_BLOCK} there, or set DS_ACCELERATOR=cpu",
         "another_accelerator",
     ),
-    _start("PipelineModule", _AXIS, _NO_BLOCK, "pipeline_module"),
+    *PIPELINES,
     _works(
         "mpu for sequence parallelism",
         "one with get_sequence_parallel_group, such as DeepSpeed's parallel_state_sp; see [sequence](sequence.md)",

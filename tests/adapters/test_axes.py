@@ -8,8 +8,8 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, RULES, ULYSSES, nearest, refusal
 
 
-def refused(layout: Layout, *features: str, clips: bool = False, processes: int = 4) -> tuple[str, str]:
-    found = refusal(frozenset(features), layout, clips, processes)
+def refused(layout: Layout, *features: str, processes: int = 4) -> tuple[str, str]:
+    found = refusal(frozenset(features), layout, processes)
     assert found is not None, layout
     return found.why, found.instead
 
@@ -60,20 +60,13 @@ def test_refusals_name_the_reason_and_what_is_nearest(
     assert way_out.startswith(f"nearest: {instead}")
 
 
-def test_a_pipeline_in_stage_0_is_refused_only_if_it_clips() -> None:
-    layout = Layout(pipe=2, zero_stage=0)
-    assert refusal(frozenset({PIPELINE}), layout, False, 4) is None
-    why, instead = refused(layout, PIPELINE, clips=True)
-    assert "norm of its first stage" in why and instead.startswith("nearest: data=1 pipe=2 zero_stage=1")
-
-
 def test_what_is_nearest_can_be_trained() -> None:
     everything = frozenset({PIPELINE, NATIVE_EXPERTS, EXPERTS, ULYSSES})
     for rule in RULES:
         sizes = {axis: 2 for axis in rule.axes if axis != "expert"}
         layout = Layout(**{"data": 2, **sizes}, zero_stage=rule.stages[0])  # type: ignore[arg-type]
         for features in (frozenset(rule.features), everything):
-            found = nearest(features, layout, True, 8)
+            found = nearest(features, layout, 8)
             assert found and all(other.world_size == layout.world_size for other in found)
-            assert all(refusal(features, other, True, 8) is None for other in found)
-    assert nearest(frozenset(), Layout(pipe=8, zero_stage=0), False, 4)[0] == Layout(data=4, zero_stage=0)
+            assert all(refusal(features, other, 8) is None for other in found)
+    assert nearest(frozenset(), Layout(pipe=8, zero_stage=0), 4)[0] == Layout(data=4, zero_stage=0)

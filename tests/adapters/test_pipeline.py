@@ -17,7 +17,8 @@ from torch import nn
 
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.adapters.stage_module import place, put_back, remember, reshape
+from ds_dynatrain.adapters.shaping import Children
+from ds_dynatrain.adapters.stage_module import PipelineShaper, place, reshape
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine.models import Block
@@ -61,6 +62,13 @@ def test_stages_are_those_of_real_modules(pool: RankPool, stages: int) -> None:
 
 def errors() -> None:
     """Layouts and modules that cannot be, with the numbers and the way out."""
+    with pytest.raises(LayoutError, match="tensor=2: DeepSpeed deals a PipelineModule out by pipe and data alone"):
+        PipelineShaper(pipeline("tied"), {}).cuts(Layout(zero_stage=1, pipe=2, tensor=2))
+    parts = {
+        method: PipelineShaper(pipeline("tied"), {"pipeline": {"partition": method}}).template.boundaries(layout(2))
+        for method in ("best", "uniform")
+    }
+    assert parts == {"best": (0, 3, 7), "uniform": (0, 4, 7)}
     template = PipelineTemplate.of(_of(LayerSpec(nn.Linear, 2, 2), nn.GELU(), nn.Tanh(), LayerSpec(nn.Linear, 2, 2)))
     cannot = [
         (layout(5), "pipe=5 stages share 4 layers; nearest: pipe=2"),
@@ -131,17 +139,16 @@ def _fields(module: PipelineModule) -> dict[str, Any]:
 
 
 def reshaped_as_real(stages: int) -> None:
-    """A module that was reshaped has all that one has which DeepSpeed cut; the first time with the user's values."""
+    """A module that was reshaped has all that one has which DeepSpeed cut."""
     rank = td.get_rank()
     wanted = layout(stages, td.get_world_size() // stages)
     stage = wanted.coordinate(rank)["pipe"]
     for name in LAYERS:
         module, real = pipeline(name), pipeline(name, stages)
-        template, values = PipelineTemplate.of(module), dict(pipeline(name).named_parameters())
+        template = PipelineTemplate.of(module)
         place_of = StageGrid(_Groups(wanted), rank)
         reshape(module, template, wanted, stage)
         place(module, template, wanted, place_of)
-        assert all(torch.equal(held, values[held_name]) for held_name, held in module.named_parameters())
         assert _fields(module) == {**_fields(real), "parts": list(map(int, real.parts))}
         assert list(module.tied_comms) == list(real.tied_comms)
         for field in ("global_rank", "world_size", "stage_id", "dp_group", "pp_group", "ds_model_rank", "p2p_groups"):
@@ -167,41 +174,36 @@ def test_a_reshaped_module_is_like_a_real_one(pool: RankPool, stages: int) -> No
 
 
 def in_place() -> None:
-    """Values go with `forget_values`, and old layers with the reshape; draws, buffers, modes and casts are right."""
-    module = pipeline("uneven", seed_layers=True, activation_checkpoint_interval=2, partition_method="uniform")
+    """Old layers go with the reshape, and come back; draws, buffers, modes and types are right."""
+    module = pipeline(
+        "uneven", seed_layers=True, activation_checkpoint_interval=2, partition_method="uniform"
+    )  # DeepSpeed cannot seed layers that it has partitioned by parameters
     template = PipelineTemplate.of(module)
-    template.forget_values()
-    before = remember(module)
+    before = Children.of(module)
     old = weakref.ref(module.forward_funcs[3])
     kept = module.forward_funcs[2].slope
-    kept.fill_(3.0)
     module.eval()
     draws = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     reshape(module, template, layout(4), 1, torch.bfloat16)
+    before.pass_on(module)
     assert torch.equal(torch.get_rng_state(), draws[0]) and random.getstate() == draws[2]
     assert np.random.get_state()[1].tolist() == draws[1]
     assert module.seed_layers and not any(part.training for part in module.modules())
-    assert [name for name, _ in module.named_parameters()] == [f"2.{name}.{w}" for name in ("up", "down") for w in WB]
+    names = [f"2.{name}.{kind}" for name in ("up", "down") for kind in ("weight", "bias")]
+    assert [name for name, _ in module.named_parameters()] == names
     assert {held.dtype for held in module.parameters()} == {torch.bfloat16}
-    assert not any(held.is_meta or held.is_shared() for held in module.parameters())
+    assert not any(held.is_meta for held in module.parameters())
     assert module.forward_funcs[0].slope is kept, "a layer that stays keeps its buffers"
     assert module.is_checkpointable_results == [True]
     reshape(module, template, layout(4), 2)
     assert all(held.dtype == torch.float32 for held in module.parameters())
-    put_back(module, before)
+    before.put_back(module)
     assert module.forward_funcs[3] is old() and len(list(module.named_parameters())) == 24 and module.num_stages == 1
-    reshape(module, template, layout(4), 1)
-    slope = module.forward_funcs[0].slope
-    assert slope is kept
     del before, kept
+    reshape(module, template, layout(4), 1)
     gc.collect()
     assert old() is None, "nothing holds the layers of before"
-    reshape(module, template, layout(4), 0)
-    reshape(module, template, layout(4), 1)
     assert torch.equal(module.forward_funcs[0].slope, torch.linspace(0.5, 1.5, WIDTH)), "the template's own"
-
-
-WB = ("weight", "bias")
 
 
 def test_layers_come_and_go_in_place(pool: RankPool) -> None:
@@ -216,7 +218,6 @@ def user_parts() -> None:
         held.requires_grad = False
     module.forward_funcs[1].up.weight.flag = "special"
     template = PipelineTemplate.of(module)
-    template.forget_values()
     specs = [type(spec) for spec in module._layer_specs]
     assert specs == [LayerSpec, LayerSpec], "no layer of the user's is held by the description"
     reshape(module, template, layout(2), 1)

@@ -291,13 +291,6 @@ def test_ulysses_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(settings(), "^UlyssesSPAttentionHF: it keeps the sizes", mpu=parallel_state_sp)
 
 
-def test_pipeline_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.pipe import PipelineModule
-
-    monkeypatch.setattr(PipelineModule, "__init__", lambda self: nn.Module.__init__(self))
-    refused(settings(), "^PipelineModule: only the data axis", PipelineModule())
-
-
 def test_parameters() -> None:
     refused(settings(), "'0.weight' is torch.float64", nn.Sequential(nn.Linear(2, 2).double()))
     expert = nn.Linear(2, 2)
@@ -315,18 +308,18 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrapped_module_at_stage_3() -> None:
     parts = OrderedDict[str, Any](a=nn.Linear(2, 2), b=torch.compile(nn.Linear(2, 2)))
-    refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=2))
+    refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=2), {})
     with pytest.raises(SwitchRefused, match=r"torch\.compile: 'b' is wrapped, and this is ZeRO stage 3"):
-        refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=3))
+        refuse_module(nn.Sequential(parts), Layout(data=2, zero_stage=3), {})
     with pytest.raises(SwitchRefused, match=r"torch\.compile: 'the model' is wrapped"):
-        refuse_module(torch.compile(nn.Linear(2, 2)), Layout(data=2, zero_stage=3))
+        refuse_module(torch.compile(nn.Linear(2, 2)), Layout(data=2, zero_stage=3), {})
 
 
 def test_a_module_compiled_in_place() -> None:
     model = nn.Linear(2, 2)
     model.compile()
     refuse_unsupported(settings(), model, None, None)
-    refuse_module(model, Layout(data=2, zero_stage=3))
+    refuse_module(model, Layout(data=2, zero_stage=3), {})
 
 
 def test_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

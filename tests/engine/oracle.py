@@ -190,6 +190,8 @@ def _views(engine: Any) -> Iterator[View]:
         return
     zero = engine.optimizer
     for group, (parameters, whole, master) in enumerate(_flat_groups(zero)):
+        if id(parameters[0]) not in names:
+            continue  # a group of which this pipeline stage has nothing
         peers = zero.real_dp_process_group[group]
         rank, world = td.get_rank(peers), td.get_world_size(peers)
         first, runs, covered = rank * master.numel(), [], torch.zeros(master.numel(), dtype=torch.bool)
@@ -295,7 +297,8 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
     else:
         pairs = [(parameters, master) for parameters, _, master in _flat_groups(zero)]
     for parameters, holder in pairs:
-        yield holder, [names[id(parameter)] for parameter in parameters]
+        if id(parameters[0]) in names:  # else it is a group of which this pipeline stage has nothing
+            yield holder, [names[id(parameter)] for parameter in parameters]
 
 
 def _steps(engine: Any) -> Iterator[tuple[str, dict[str, float]]]:
@@ -324,7 +327,8 @@ def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         return [pair for lows, highs in pairs for pair in zip(lows, highs, strict=True)]
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in listed if parameter.numel()]  # others are on other stages of a pipeline
     return [(parameter, parameter) for parameter in trained]
 
 

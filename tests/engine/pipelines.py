@@ -39,6 +39,23 @@ class Wide(nn.Module):
         return hidden + self.slope.to(hidden.dtype) * self.down(torch.tanh(self.up(hidden)))
 
 
+class Counted(nn.Module):
+    """A norm that counts its forward passes in training and keeps a running mean."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean.lerp_(hidden.detach().float().mean((0, 1)), 0.5)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+
 def logits(words: Words, hidden: torch.Tensor) -> torch.Tensor:
     """The tied embedding as the last layer."""
     return hidden @ words.weight.t()
@@ -69,7 +86,7 @@ def _uneven() -> list[Any]:
         double,
         LayerSpec(Wide, WIDTH),
         Block(WIDTH, 21, 0.0),
-        nn.LayerNorm(WIDTH),
+        Counted(WIDTH),
         LayerSpec(Block, WIDTH, 9, 0.0),
         nn.Linear(WIDTH, WORDS),
     ]
@@ -93,7 +110,15 @@ LAYERS: Mapping[str, Callable[[], list[Any]]] = {"tied": _tied, "uneven": _uneve
 
 
 def pipeline(name: str, stages: int = 1, seed: int = 7, **arguments: Any) -> PipelineModule:
-    """One of `LAYERS` with the same weights on every rank; the caller's random stream is left as it was."""
+    """One of `LAYERS` with the same weights on every rank, whatever the number of stages.
+
+    The caller's random stream is left as it was.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return PipelineModule(LAYERS[name](), num_stages=stages, loss_fn=loss, **arguments)
+        module = PipelineModule(LAYERS[name](), num_stages=stages, loss_fn=loss, **arguments)
+        if stages > 1:  # DeepSpeed draws what it builds, and it builds what the stage has
+            torch.manual_seed(seed)
+            whole = PipelineModule(LAYERS[name](), num_stages=1, loss_fn=loss).state_dict()
+            module.load_state_dict({key: whole[key] for key in module.state_dict()})
+    return module

@@ -1,0 +1,98 @@
+"""DeepSpeed's pipeline engine with the openings of `HostEngine`: what its constructor does for a number of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import RepeatingLoader as RepeatingLoader
+
+from ds_dynatrain.adapters.grid import StageGrid
+from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, stand_at
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.space import Layout
+
+_BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
+
+
+class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
+
+    grid: StageGrid
+    shaper: PipelineShaper
+
+    def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
+        """groups: of the world to start in, which may be a stand-in; it is installed."""
+        grid = StageGrid(groups, groups.rank or 0)
+        stand_at(model, grid)
+        super().__init__(model=model, mpu=grid, **arguments)
+        if groups.layout.pipe == 1:  # else the module has the layers of all stages still
+            place(model, self.shaper.template, groups.layout, grid)
+
+    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+        super()._enter_world(world, layout, config)
+        grid = StageGrid(world, self.global_rank)
+        place(self.module, self.shaper.template, layout, grid)
+        self._enter_stage(grid)
+
+    def _enter_stage(self, grid: StageGrid) -> None:
+        """Be the engine of a stage in a world.
+
+        Nothing is sent: DeepSpeed's constructor adds parameters up for a message, and sends a first number around.
+        """
+        self.grid = self.mpu = grid
+        self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
+        self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
+        self.is_pipe_parallel, self.is_data_parallel = grid.pipe_parallel_size > 1, grid.data_parallel_size > 1
+        self.checkpoint_mp_rank = grid.stage_id
+        p2p._grid = grid
+        self.data_iterator = self.training_dataloader = None
+        self._forget_activations()
+
+    def leave_stage(self) -> None:
+        """Hold no group of a world, and no activation."""
+        self.grid = self.mpu = p2p._grid = None  # type: ignore[assignment]
+        leave(self.module)
+        self._forget_activations()
+
+    def _forget_activations(self) -> None:
+        """No buffer of the former shape, no loss of the former world."""
+        self.num_pipe_buffers = 0
+        self.pipe_buffers: dict[str, list[Any]] = {name: [] for name in _BUFFERS}
+        self.reset_activation_shape()
+        self.first_gradient_send = True
+        self.outputs = self.fwd_outputs = None
+        self.total_loss = self.total_additional_losses = self.agg_additional_losses = None
+        self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
+
+    def _after_attach(self) -> None:
+        super()._after_attach()
+        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
+        self.micro_batches = self.gradient_accumulation_steps()
+        self.batch_timer.batch_size = self.train_batch_size()
+        self.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
+
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """Running statistics, say, but no table that a constructor has computed."""
+        first = self.shaper.template.buffers()
+        held = dict(self.module.named_buffers())
+        return {name: value for name, value in held.items() if name not in first or not torch.equal(value, first[name])}
+
+    @property
+    def forward_passes(self) -> int | None:
+        """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
+        return int(self.module.micro_offset)
+
+    @forward_passes.setter
+    def forward_passes(self, count: int | None) -> None:
+        self.module.micro_offset = count
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank's stage reads samples: the first one inputs, the last one targets."""
+        return bool(self.is_first_stage() or self.is_last_stage())

@@ -1,0 +1,37 @@
+"""Rows of what goes with a `PipelineModule`."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import Row, Verdict
+
+_TESTS = "tests/engine/test_pipeline.py::test_"
+
+PIPELINES = (
+    Row(
+        "PipelineModule",
+        Verdict.NOTE,
+        "built with num_stages=1 on every process; dynatrain.layout.pipe says how many stages it gets: see pipeline.md",
+        proof=f"{_TESTS}walks",
+    ),
+    Row(
+        "a pipeline in bf16 without ZeRO",
+        Verdict.AT_SWITCH,
+        "DeepSpeed's stage 0 is then a stage 1 that accumulates in fp32",
+        "take zero_stage=1, with data_types.grad_accum_dtype fp32 if need be",
+        proof=f"{_TESTS}what_cannot_be_is_refused",
+    ),
+    Row(
+        "beside a pipeline",
+        Verdict.AT_START,
+        "fp16, torch_autocast, data_efficiency and CPU offload were not tried with a PipelineModule",
+        "leave it out",
+        proof=f"{_TESTS}what_cannot_be_is_refused",
+    ),
+    Row(
+        "engine.compile of a pipeline",
+        Verdict.AT_START,
+        "DeepSpeed compiles its layers one by one, which was not tried",
+        "leave it out",
+        proof=f"{_TESTS}what_cannot_be_is_refused",
+    ),
+)

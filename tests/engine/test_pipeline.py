@@ -1,0 +1,245 @@
+"""Pipelines through numbers of stages, boundaries, data sizes and ZeRO stages 0 and 1, in living ranks."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import ds_dynatrain
+from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused, UnsupportedError
+from ds_dynatrain.plan import bytes_minimum
+from ds_dynatrain.space import Layout
+from tests.engine import faults, jobs, oracle
+from tests.engine.models import Sequences, decay_groups
+from tests.engine.pipelines import pipeline
+from tests.engine.pool import RankPool
+
+STEPS = 3
+Path = Sequence[Layout]
+
+
+def layout(pipe: int, data: int, stage: int = 1, boundaries: tuple[int, ...] | None = None) -> Layout:
+    """A layout of pipelines."""
+    return Layout(pipe=pipe, data=data, zero_stage=stage, boundaries=boundaries)
+
+
+def settings(start: Layout, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
+    """12 samples in micro-batches of 3, which 1, 2 and 4 pipelines share evenly."""
+    made = jobs.config(dtype, train_micro_batch_size_per_gpu=3, **more)
+    made["dynatrain"] = {**made["dynatrain"], "layout": start.to_dict()}
+    return {**made, "zero_optimization": {"stage": start.zero_stage}}
+
+
+@contextmanager
+def job(given: dict[str, Any], name: str, **arguments: Any) -> Iterator[jobs.Job]:
+    """A job of one of the models in `pipelines`, with two optimizer groups; as `jobs.job`."""
+    model = pipeline(name)
+    made = jobs.Job(
+        *ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=given, **arguments)
+    )
+    try:
+        made.loader = made.engine.loader(Sequences(), num_workers=0)
+        yield made
+    except SystemExit as end:
+        if end.code:
+            raise
+        made.let_go = True
+    finally:
+        made.engine.destroy()
+
+
+@dataclass
+class Walked:
+    """What a rank saw on a path: the losses after each arrival, and what came of each switch that it was in."""
+
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
+    compared: list[int] = field(default_factory=list)
+
+
+def walk(path: Path, name: str, dtype: str = "fp32", steps: int = STEPS) -> Walked:
+    """Go the path, `steps` optimizer steps at each place; the state after a switch is that before it."""
+    found = Walked()
+    with job(settings(path[0], dtype), name) as made:
+        engine = made.engine
+        engine.boundary()  # members that start idle wait here
+        state = None
+        while True:
+            number = engine.generation - 1
+            assert engine.layout == path[number]
+            arrived = oracle.gather(engine)
+            if state is not None:
+                assert oracle.differences(state, arrived) == [], f"{path[number - 1]} -> {path[number]}"
+                event = engine.last_switch
+                assert event.outcome == "committed", event.reason
+                assert event.warnings == () and event.certificate is not None
+                found.sent[number] = (event.bytes_sent, event.bytes_minimum)
+                found.compared.append(number)
+            before = [weakref.ref(held) for held in engine.module.parameters()]
+            found.losses[number] = [engine.train_batch().item() for _ in range(steps)]
+            if number + 1 == len(path):
+                return found
+            state = oracle.gather(engine)
+            target = path[number + 1]
+            kinds = sorted({kind for _, kind in state.tensors})
+            least = bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+            engine.switch(target, at=engine.global_steps)
+            engine.boundary()
+            if engine.generation != number + 2:
+                state = None  # it was idle for a while
+            elif (path[number].pipe, path[number].boundaries) != (target.pipe, target.boundaries):
+                gc.collect()
+                assert not any(held() is not None for held in before), "an old parameter is held"
+            if state is not None:
+                assert engine.last_switch.bytes_sent == least
+    return found
+
+
+def whole(ranks: Sequence[Walked | None]) -> list[float]:
+    """The losses of all places, in order; every rank that was at a place saw the same."""
+    losses: dict[int, list[float]] = {}
+    for rank in ranks:
+        for number, seen in (rank.losses if rank else {}).items():
+            assert losses.setdefault(number, seen) == seen
+    return [loss for number in sorted(losses) for loss in losses[number]]
+
+
+WALKS: dict[str, tuple[str, str, Path]] = {
+    "up and down": ("tied", "fp32", [layout(1, 4), layout(2, 2), layout(4, 1), layout(2, 2), layout(1, 4)]),
+    "idle members": (
+        "tied",
+        "fp32",
+        [layout(1, 1), layout(2, 1), layout(4, 1), layout(2, 1), layout(1, 2), layout(2, 2)],
+    ),
+    "boundaries alone": (
+        "tied",
+        "fp32",
+        [layout(2, 2), layout(2, 2, 1, (0, 2, 7)), layout(2, 2, 1, (0, 5, 7)), layout(2, 2)],
+    ),
+    "stages 0 and 1": (
+        "tied",
+        "fp32",
+        [layout(2, 1, 0), layout(4, 1), layout(4, 1, 0), layout(1, 2, 0), layout(2, 2), layout(2, 2, 0)],
+    ),
+    "groups that a stage has nothing of": (
+        "inner tie",
+        "fp32",
+        [layout(4, 1), layout(2, 2), layout(4, 1, 0), layout(1, 1, 0), layout(4, 1, 1, (0, 1, 3, 7, 8)), layout(3, 1)],
+    ),
+    "layers of uneven sizes": (
+        "uneven",
+        "fp32",
+        [layout(2, 2), layout(4, 1), layout(3, 1), layout(1, 4), layout(4, 1)],
+    ),
+    "bf16": ("tied", "bf16", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
+    "bf16 in fp32": ("inner tie", "bf16 in fp32", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
+}
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_walks(pool: RankPool, title: str) -> None:
+    name, dtype, path = WALKS[title]
+    given = {"name": name, "dtype": dtype}
+    found = pool.run(walk, path=path, **given, seconds=120)
+    expected = pool.run(walk, path=[layout(1, 1)], **given, steps=STEPS * len(path))
+    losses = whole(found)
+    print(title, jobs.furthest(losses, whole(expected)))
+    assert len(losses) == STEPS * len(path)
+    assert jobs.furthest(losses, whole(expected)) < (5e-7 if dtype == "fp32" else 2e-3)
+    assert {number for rank in found if rank for number in rank.compared} == set(range(1, len(path)))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused_at_start() -> None:
+    """Each start fails on all ranks alike, with the reason, and leaves nothing behind."""
+    two = layout(2, 1)
+    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    cannot = [
+        (settings(layout(2, 1, 2)), "pipelines in ZeRO stages 0 and 1 alone; nearest: data=1 pipe=2 zero_stage=1"),
+        (settings(layout(2, 1, 0), "bf16"), "a PipelineModule in bf16 in .*zero_stage=0: .*grad_accum_dtype"),
+        ({**settings(two), "fp16": {"enabled": True}}, "^fp16: .* not tried with a PipelineModule"),
+        ({**settings(two), **offload}, "offload_optimizer: .* not tried with a PipelineModule"),
+        (settings(layout(1, 4), train_batch_size=10), "train_batch_size 10 over data=4.*use a train_batch_size of 8"),
+        (settings(Layout(zero_stage=1, pipe=2, tensor=2)), "PipelineEngine knows no tensor axis"),
+        (settings(layout(2, 1, 1, (0, 3, 8))), r"dynatrain\.layout: boundaries=\(0, 3, 8\) end with layer 8"),
+        (settings(layout(8, 1)), "needs 8 processes and this launch has 4"),
+    ]
+    for given, words in cannot:
+        with pytest.raises(ConfigError, match=words), job(given, "tied"):
+            pass
+    model = pipeline("tied", 2)
+    with pytest.raises(UnsupportedError, match="num_stages=2: build it with num_stages=1"):
+        ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=settings(two))
+
+
+def refused_later() -> None:
+    """A running job says no, and goes on."""
+    with job(settings(layout(2, 2)), "tied") as made:
+        engine = made.engine
+        losses = [engine.train_batch().item()]
+        cannot = [
+            ({"zero_stage": 2}, "pipelines in ZeRO stages 0 and 1 alone; nearest: data=2 pipe=2 zero_stage=1"),
+            ({"boundaries": (0, 3, 8)}, "boundaries=.* end with layer 8"),
+            ({"boundaries": (0, 3)}, "cut 1 stages and pipe is 2"),
+            ({"pipe": 4, "data": 1, "boundaries": (0, 2, 4, 5, 5)}, "give stage 3 no layer"),
+            ({"data": 1, "tensor": 2}, "no tensor axis"),
+            ({"pipe": 8}, "needs 16 members"),
+        ]
+        for changes, words in cannot:
+            with pytest.raises(SwitchRefused, match=words):
+                engine.switch(**changes)
+            assert engine.plan(**changes).refusal
+        with pytest.raises(UnsupportedError, match=r"engine\.compile"):
+            engine.compile()
+        with pytest.raises(DataError, match=r"has 2 of 12 samples.*dataloader_drop_last"):
+            engine.loader(Sequences(50))
+        losses.append(engine.train_batch().item())
+        assert losses[1] < losses[0]
+
+
+def test_what_cannot_be_is_refused(pool: RankPool) -> None:
+    pool.run(refused_at_start, seconds=120)
+    pool.run(refused_later)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+FAULTS = ("permuted block", "bit flip", "lost step counter", "changed learning rate", "random stream reset")
+FAULTS += ("dropped piece", "corrupted message", "swapped parameters")
+
+
+def with_faults(source: Layout, target: Layout, names: list[str]) -> list[float]:
+    """Ask for one change again and again, each time with another fault; then without one."""
+    with job(settings(source), "tied") as made, faults.injected(names, {}):
+        engine = made.engine
+        losses = [engine.train_batch().item() for _ in range(2)]
+        for name in names:
+            layers = [*engine.module.forward_funcs]
+            engine.switch(target, at=engine.global_steps)
+            losses += [engine.train_batch().item()]
+            event = engine.last_switch
+            assert event.outcome == "rolled_back" and engine.layout == source, (name, event.outcome, event.reason)
+            assert re.search(faults.REASONS[name], event.reason), (name, event.reason)
+            assert [*map(id, layers)] == [*map(id, engine.module.forward_funcs)], "the old layers are back"
+        engine.switch(target, at=engine.global_steps)
+        losses += [engine.train_batch().item() for _ in range(2)]
+        assert engine.last_switch.outcome == "committed" and engine.layout == target
+        return losses
+
+
+@pytest.mark.parametrize(("source", "target"), [(layout(2, 2), layout(4, 1)), (layout(4, 1), layout(1, 4, 0))])
+def test_a_change_that_goes_wrong_is_rolled_back(pool: RankPool, source: Layout, target: Layout) -> None:
+    names = [name for name in FAULTS if target.zero_stage or name not in ("lost step counter",)]
+    found = pool.run(with_faults, source=source, target=target, names=names, seconds=120)
+    expected = pool.run(walk, path=[source], name="tied", steps=len(names) + 2)
+    assert all(losses == found[0] for losses in found)
+    assert found[0][: len(names) + 2] == expected[0].losses[0], "as if nobody had asked"
