@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_uncuttable
 from ds_dynatrain.adapters.regroup import changes
 from ds_dynatrain.adapters.sequence import refuse_sequence
-from ds_dynatrain.adapters.versions import refuse_for_series
+from ds_dynatrain.adapters.versions import refuse_axes, refuse_for_series
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
 
@@ -43,6 +43,7 @@ def refuse_unsupported(
 
 def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
     """SwitchRefused for a module that cannot run in a layout."""
+    refuse_axes(layout)
     if is_pipeline(model):
         low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
         if low and layout.zero_stage == 0:

@@ -18,7 +18,8 @@ import deepspeed
 import torch
 from packaging.version import Version
 
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -42,6 +43,7 @@ class Series:
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
     waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
     follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
+    follows_axes: whether other axes than data were tested.
     has_autotp: whether AutoTP describes what it cuts.
     """
 
@@ -52,6 +54,7 @@ class Series:
     steps_frozen: bool = False
     waits_for_last_gather: bool = False
     follows_own_optimizers: bool = True
+    follows_axes: bool = True
     has_autotp: bool = True
 
 
@@ -137,6 +140,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         steps_frozen=True,
         waits_for_last_gather=True,
         follows_own_optimizers=False,
+        follows_axes=False,
         has_autotp=False,
     ),
 }
@@ -180,6 +184,13 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = N
     kind = type(optimizer)
     if not (series or present()).follows_own_optimizers and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
+
+
+def refuse_axes(layout: Layout, series: Series | None = None) -> None:
+    """SwitchRefused for an axis besides data, where the series' were not tested."""
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
+    if wide and not (series or present()).follows_axes:
+        raise SwitchRefused(f"{', '.join(wide)}: {UNTRIED.partition(';')[0]}", "install that, or leave the axis at 1")
 
 
 def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:

@@ -35,7 +35,7 @@ and AutoTP says which has a tensor axis."""
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that is refused: all of these features, all of these axes above 1, at one of these stages.
+    """A combination: all of these features, all of these axes above 1, at one of these stages; and what is said of it.
 
     single: axes that are 1 in it.
     """
@@ -56,17 +56,36 @@ class Rule:
         )
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     Rule((PIPELINE,), "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone", stages=(2, 3)),
     Rule((PIPELINE,), "DeepSpeed's PipelineEngine knows no tensor axis", ("tensor",)),
     Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe in ZeRO stages 0 to 2 alone", stages=(3,)),
+    Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe take sequence ranks for tensor ranks", ("sequence",)),
+    Rule((ULYSSES,), "AutoTP takes the place of the mpu that knows the sequence ranks", ("tensor", "sequence")),
     Rule(
         (EXPERTS,),
         "AutoEP's layers take a tensor axis only where experts are dealt out, too",
         ("tensor",),
         single=("expert",),
     ),
+    Rule((PIPELINE,), "DeepSpeed takes no mpu beside a PipelineModule", ("sequence",)),
+    Rule((EXPERTS,), "layers of AutoEP over sequence ranks were not tried", ("sequence",)),
+    Rule((PIPELINE, EXPERTS), "layers of AutoEP in a PipelineModule were not tried", ("expert",)),
 )
+"""What is refused."""
+
+CORRECTED: tuple[Rule, ...] = (
+    Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
+    Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule(
+        (ULYSSES,),
+        "gradients are the mean over sequence ranks, in the other stages the sum",
+        ("sequence",),
+        stages=(3,),
+    ),
+)
+"""What DeepSpeed trains otherwise than on one rank, and the adapters put right: it is let in."""
 
 
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:

@@ -16,7 +16,8 @@ import torch
 
 from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.names import NAMES, check_names
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout
 
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "ds_dynatrain" / "adapters"
@@ -106,6 +107,14 @@ def test_optimizers_of_deepspeed_s_own_are_refused_where_they_were_not_tested() 
         versions.refuse_optimizer(own, OLDER)
     versions.refuse_optimizer(own, NEWEST)
     versions.refuse_optimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), OLDER)
+
+
+def test_other_axes_of_the_older_series() -> None:
+    layout = Layout(data=2, tensor=2, sequence=2, zero_stage=1)
+    with pytest.raises(SwitchRefused, match=r"^tensor=2, sequence=2: tested with DeepSpeed 0\.19 only; install that"):
+        versions.refuse_axes(layout, OLDER)
+    versions.refuse_axes(layout, NEWEST)
+    versions.refuse_axes(Layout(data=4, zero_stage=3), OLDER)
 
 
 def test_flat_groups_lose_their_history() -> None:
