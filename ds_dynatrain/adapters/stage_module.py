@@ -110,7 +110,12 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
 
 
 def stand_at(root: PipelineModule, grid: StageGrid) -> None:
-    """Have a grid of ours in place of the one that DeepSpeed made, without regard to layers."""
+    """Have a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
+    before = root._grid
+    if before is not None and not isinstance(before, StageGrid):
+        own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
+        for group in {root.world_group, *own}:
+            td.destroy_process_group(group)
     root._topo, root._grid, root.world_group = grid.topology(), grid, None
     root.global_rank, root.world_size = grid.global_rank, grid.world_size
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
+import pathlib
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as td
+from deepspeed.utils import RepeatingLoader, groups
+from torch.distributed import distributed_c10d as c10d
 
 import ds_dynatrain
+from ds_dynatrain.data import Cursor
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused, UnsupportedError
 from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
@@ -243,3 +252,197 @@ def test_a_change_that_goes_wrong_is_rolled_back(pool: RankPool, source: Layout,
     expected = pool.run(walk, path=[source], name="tied", steps=len(names) + 2)
     assert all(losses == found[0] for losses in found)
     assert found[0][: len(names) + 2] == expected[0].losses[0], "as if nobody had asked"
+
+
+# ---- data, and the rest of the loop ---------------------------------------------------------------------------------
+
+
+def micro_batches(step: int, data: int, index: int) -> Iterator[Any]:
+    """The micro-batches of a step for one place on the data axis, from an iterator of the user's own."""
+    samples = Sequences()
+    mine = range(step * 12 + index, (step + 1) * 12, data)
+    for start in range(0, len(mine), 3):
+        rows = [samples[at % len(samples)] for at in mine[start : start + 3]]
+        yield torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+
+def stock(stage: int, steps: int) -> list[float]:
+    """Losses of DeepSpeed itself, without a block: one stage, on every rank."""
+    given = {key: value for key, value in settings(layout(1, 1, stage)).items() if key != "dynatrain"}
+    given["gradient_accumulation_steps"] = 12 // 3 // td.get_world_size()
+    model = pipeline("tied")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=decay_groups(model), config=given)
+    found = []
+    for step in range(steps):
+        found.append(engine.train_batch(micro_batches(step, td.get_world_size(), td.get_rank())).item())
+    engine.destroy()
+    groups._release_process_group_references()
+    return found
+
+
+def own_iterator(stage: int, steps: int) -> list[float]:
+    """The same samples by an iterator of the user's own, through three layouts."""
+    found: list[float] = []
+    with job(settings(layout(2, 2, stage)), "tied") as made:
+        engine = made.engine
+        ahead = {2: layout(4, 1, stage), 4: layout(1, 4, stage), 6: layout(2, 1, stage)}
+        while engine.idle or engine.global_steps < steps:
+            step = engine.global_steps
+            if not engine.idle and step in ahead and engine.layout != ahead[step]:
+                engine.switch(ahead[step], at=step)
+            engine.boundary()
+            samples = micro_batches(engine.global_steps, engine.layout.data, engine.data_rank)
+            found.append(engine.train_batch(samples).item())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_it_is_what_deepspeed_computes(pool: RankPool, stage: int) -> None:
+    expected = pool.run(stock, stage=stage, steps=8)[0]
+    found = pool.run(own_iterator, stage=stage, steps=8)
+    assert jobs.furthest(found[0], expected) < 5e-7
+
+
+def feeding() -> dict[str, list[float]]:
+    """A pass of a loader that ends with the epoch, DeepSpeed's RepeatingLoader, the engine's own: across a change."""
+    found: dict[str, list[float]] = {"pass": [], "repeating": [], "own": []}
+    for kind, losses in found.items():
+        with job(settings(layout(2, 2)), "tied") as made:
+            engine, feed = made.engine, None
+            if kind != "own":
+                feed = iter(made.loader) if kind == "pass" else RepeatingLoader(made.loader)
+            for step in range(8):
+                if step in (3, 6):
+                    engine.switch(layout(4, 1) if step == 3 else layout(1, 4), at=step)
+                losses.append(engine.train_batch(feed).item())
+            assert made.loader.cursor == Cursor(0, 8)
+            if kind == "pass":
+                with pytest.raises(StopIteration):
+                    engine.train_batch(feed)
+                assert made.loader.cursor == Cursor(1, 0)
+            else:
+                losses.append(engine.train_batch(feed).item())
+                assert engine.global_steps == 9 and engine.global_samples == 108
+    return found
+
+
+def test_where_samples_come_from(pool: RankPool) -> None:
+    for found in pool.run(feeding, seconds=120):
+        assert found["pass"] == found["own"][:8] and found["repeating"] == found["own"]
+
+
+def evaluating() -> list[float]:
+    """The evaluation loss before and after each change; it leaves the training as it is."""
+    found = []
+    with job(settings(layout(2, 2)), "uneven") as made:
+        engine = made.engine
+        loader = engine.loader(Sequences(24), evaluation=True, batch_size=3, num_workers=0)
+        engine.train_batch()
+        for target in (layout(4, 1), layout(1, 4), layout(2, 2)):
+            for _ in range(2):
+                count = len(loader)
+                found.append(engine.eval_batch(loader, num_micro_batches=count).item())
+                if engine.layout != target:
+                    engine.switch(target, at=engine.global_steps)
+                    engine.boundary()
+    return found
+
+
+def test_evaluation(pool: RankPool) -> None:
+    for losses in pool.run(evaluating):
+        assert losses == pytest.approx([losses[0]] * 6, rel=5e-7)
+
+
+def counting(path: Path) -> dict[str, Any]:
+    """Buffers that the training changes go with their layers, whoever gets them."""
+    with job(settings(path[0]), "uneven") as made:
+        engine = made.engine
+        engine.boundary()
+        while True:
+            number = engine.generation - 1
+            for _ in range(2):
+                engine.train_batch()
+            if number + 1 == len(path):
+                return {name: held.clone() for name, held in engine.module.named_buffers()}
+            engine.switch(path[number + 1], at=engine.global_steps)
+            engine.boundary()
+
+
+def test_buffers_go_with_their_layers(pool: RankPool) -> None:
+    path = [layout(1, 1), layout(2, 1), layout(4, 1), layout(2, 1), layout(3, 1)]
+    found: dict[str, Any] = {}
+    for rank in pool.run(counting, path=path):
+        found.update(rank or {})
+    expected = pool.run(counting, path=[layout(1, 1)] * 1)[0]
+    assert found.keys() == expected.keys()
+    assert int(found["4.calls"]) == 4 * 2 * len(path), "micro-batches of one pipeline"
+    assert torch.allclose(found["2.slope"], expected["2.slope"]) and found["4.mean"].abs().sum() > 0
+
+
+def checkpointed(folder: str) -> list[float]:
+    """Saved by four stages and loaded by four stages, after changes on both sides."""
+    with job(settings(layout(1, 4)), "tied") as made:
+        engine = made.engine
+        engine.train_batch()
+        engine.switch(layout(4, 1), at=1)
+        engine.train_batch()
+        engine.save_checkpoint(folder, "two")
+        expected = [engine.train_batch().item() for _ in range(3)]
+    with job(settings(layout(4, 1)), "tied") as made:
+        engine = made.engine
+        engine.train_batch()
+        engine.load_checkpoint(folder, "two")
+        made.loader.load_state_dict({**made.loader.state_dict(), "cursor": Cursor(0, 2).to_dict()})
+        found = [engine.train_batch().item() for _ in range(2)]
+        engine.switch(layout(2, 2), at=engine.global_steps)
+        found.append(engine.train_batch().item())
+    assert found[:2] == expected[:2] and found[2] == pytest.approx(expected[2], rel=5e-7)
+    return found
+
+
+def test_checkpoints_between_changes(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(checkpointed, folder=str(tmp_path))
+
+
+def activation_checkpointing(interval: int) -> list[float]:
+    """Layers are recomputed in every layout alike."""
+    more = {"pipeline": {"activation_checkpoint_interval": interval, "use_reentrant": False}}
+    with job(settings(layout(2, 2), **more), "tied") as made:
+        losses = []
+        for step, target in enumerate((None, layout(4, 1), None, layout(1, 4), layout(2, 2, 1, (0, 5, 7)))):
+            if target is not None:
+                made.engine.switch(target, at=step)
+            losses.append(made.engine.train_batch().item())
+        assert made.engine.module.activation_checkpoint_interval == interval
+        return losses
+
+
+def test_activation_checkpointing(pool: RankPool) -> None:
+    plain, *others = (pool.run(activation_checkpointing, interval=interval)[0] for interval in (0, 1, 2))
+    for losses in others:
+        assert losses == plain
+
+
+def many_changes(count: int) -> list[tuple[int, int, int]]:
+    """(file descriptors, threads, process groups) of this process after each round of changes."""
+    before = len(c10d._world.pg_map)
+    found: list[tuple[int, int, int]] = []
+    path = [layout(4, 1), layout(2, 2), layout(1, 4), layout(2, 2, 1, (0, 2, 7))]
+    with job(settings(layout(2, 2)), "tied") as made:
+        engine = made.engine
+        for number in range(count * len(path)):
+            engine.switch(path[number % len(path)], at=engine.global_steps)
+            engine.train_batch()
+            assert engine.last_switch.outcome == "committed"
+            if (number + 1) % len(path) == 0:
+                engine.control.see_buried()
+                gc.collect()
+                groups_held = len(c10d._world.pg_map) - before
+                found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), groups_held))
+    assert len(c10d._world.pg_map) == before, "also those that the constructor of PipelineModule made are gone"
+    return found
+
+
+def test_nothing_is_left_behind(pool: RankPool) -> None:
+    for found in pool.run(many_changes, count=4, seconds=120):
+        assert all(now <= then for now, then in zip(found[-1], found[1], strict=True)), found
