@@ -4,6 +4,7 @@ python tools/bench_switch.py                          # the whole table: about t
 python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
+python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert and pipe sizes change
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -21,9 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from axes import AXES
 from figures import keep, machine, table
 from launch import launch
-from variants import VARIANTS
+from variants import VARIANTS, Change
 
 PROCESSES = 4
 LIMIT_SECONDS = 900
@@ -93,11 +95,18 @@ class Switch:
         return float(max(record[name] for record in self.records.values()))
 
 
+def lap_of(variant: str) -> tuple[tuple[Change, ...], dict[str, int]]:
+    """(changes of a lap, where it begins and ends)."""
+    held = AXES.get(variant)
+    return (RING, START) if held is None else (held.lap, held.start)
+
+
 def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, repeats: int) -> list[Switch]:
     """One launch: `laps` times round the ring ahead, `immediate` times immediate. variant: "" for none."""
     modes = ["ahead"] * laps + ["immediate"] * immediate
-    walk = [{"name": name, "mode": mode, "target": target} for mode in modes for name, target in RING]
-    wanted = {"size": size, "dtype": dtype, "variant": variant, "start": START, "walk": walk, "repeats": repeats}
+    lap, start = lap_of(variant)
+    walk = [{"name": name, "mode": mode, "target": target} for mode in modes for name, target in lap]
+    wanted = {"size": size, "dtype": dtype, "variant": variant, "start": start, "walk": walk, "repeats": repeats}
     notes = launch("switch_ranks.py", PROCESSES, LIMIT_SECONDS, **wanted)
     switches: defaultdict[int, dict[int, Record]] = defaultdict(dict)
     for member, lines in notes.items():
@@ -218,28 +227,32 @@ def _memory_row(row: Record) -> list[object]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["30M", "125M"], help="30M, 125M, tiny")
+    parser.add_argument("--sizes", nargs="+", default=["30M", "125M"], help="30M, 125M, tiny; 25M of the axes")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
-    parser.add_argument("--variants", nargs="+", default=[], choices=["all", *VARIANTS], help="instead of --dtypes")
+    parser.add_argument(
+        "--variants", nargs="+", default=[], choices=["all", "axes", *VARIANTS, *AXES], help="instead of --dtypes"
+    )
     parser.add_argument("--laps", type=int, default=3, help="laps with switches asked for ahead (default 3)")
     parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
     args = parser.parse_args()
-    variants = list(VARIANTS) if "all" in args.variants else args.variants
-    kinds = [(VARIANTS[name].title, VARIANTS[name].dtype, name) for name in variants]
+    known = {**VARIANTS, **AXES}
+    variants = {"all": list(VARIANTS), "axes": list(AXES)}.get(" ".join(args.variants), args.variants)
+    kinds = [(known[name].title, known[name].dtype, name) for name in variants]
+    section = "bench_axes" if set(variants) & set(AXES) else "bench_variants" if variants else "bench_switch"
     rows: list[Record] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
         for title, dtype, variant in kinds or [(dtype, dtype, "") for dtype in args.dtypes]:
             switches = measure(size, dtype, variant, args.laps, args.immediate, args.repeats)
-            for name, _ in RING:
+            for name, _ in lap_of(variant)[0]:
                 rows.append(summary(size, title, name, [switch for switch in switches if switch.name == name]))
             text = document(rows, args.laps, args.immediate)
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
-                keep(args.write, "bench_variants" if variants else "bench_switch", text)
+                keep(args.write, section, text)
     print(text)
 
 

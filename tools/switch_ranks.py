@@ -17,9 +17,10 @@ from typing import Any
 import deepspeed
 import memory
 import torch.distributed as td
+from axes import AXES
 from launch import Notes
 from raw import RawTransport
-from variants import VARIANTS, allow_fp16, model_of, settings_of
+from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
@@ -81,10 +82,14 @@ class Watch:
 
 
 def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:
-    """The fewest bytes for the members that were chosen, counted element by element, and for the best choice of all."""
+    """The fewest bytes for the members that were chosen, counted element by element, and for the best choice of all.
+
+    A member at rank 0 keeps it if it stays: other choices are not allowed.
+    """
     proposal, vps, kinds = transaction.proposal, transaction.preparation.vps, transaction.kinds
-    slots = itertools.permutations(range(processes), proposal.layout.world_size)
-    best = min(plan_switch(vps, proposal.layout, members, kinds).bytes_sent for members in slots)
+    others = (member for member in range(processes) if member != vps.members[0])
+    slots = itertools.permutations(others, proposal.layout.world_size - 1)
+    best = min(plan_switch(vps, proposal.layout, (vps.members[0], *rest), kinds).bytes_sent for rest in slots)
     return {"minimum": bytes_minimum(vps, proposal.layout, proposal.members, kinds), "best_slots": best}
 
 
@@ -99,15 +104,16 @@ def main() -> None:
     watch = Watch(profile)
     watch.install()
     shape = SIZES[wanted["size"]]
-    variant = VARIANTS.get(wanted.get("variant", ""))
+    variant = {**VARIANTS, **AXES}.get(wanted.get("variant", ""))
     settings = settings_of(variant, config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH))
     settings["dynatrain"] = {"layout": wanted["start"], "timeout_seconds": 120}
     if wanted["dtype"] == "fp16":
         allow_fp16()
     data, model = Samples(10**6, LENGTH, shape["vocabulary"]), model_of(variant, shape)
-    groups = variant.groups(model) if variant is not None and variant.groups is not None else None
+    groups = variant.groups(model) if variant is not None and variant.groups is not None else None  # type: ignore[arg-type]
     engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=groups, config=settings)
-    loader = engine.loader(data, num_workers=0)
+    batches = iter(engine.loader(data, num_workers=0, collate_fn=variant.collate if variant is not None else None))
+    step = variant.step if variant is not None and variant.step is not None else gpt_step
     walk = wanted["walk"]
     counted: set[str] = set()
 
@@ -127,9 +133,8 @@ def main() -> None:
 
     engine.on_switch(note)
     pending = None
-    for tokens in loader:
-        engine.backward(engine(tokens))
-        engine.step()
+    while True:
+        step(engine, batches)
         if engine.global_steps < 2 or (pending is not None and not pending.done):
             continue
         done = engine.generation - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,17 @@ from workload import GPT
 LORA_RANK = 8
 
 Groups = list[dict[str, Any]]
+Change = tuple[str, dict[str, int]]
+"""How a table names a switch, and the sizes of its target that are given."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """title: how a table names it. dtype: that of the weights. settings: merged over the plain configuration, block
     by block. alter: changes the model in place. groups: its optimizer groups, None for one of all parameters.
+
+    For another walk over another model: build, step (one optimizer step; None: the GPT's), collate, and a lap from
+    `start` back to it.
     """
 
     title: str
@@ -27,6 +32,11 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
     alter: Callable[[GPT], None] | None = None
     groups: Callable[[GPT], Groups] | None = None
+    build: Callable[[], nn.Module] | None = None
+    step: Callable[[Any, Iterator[Any]], None] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    start: dict[str, int] = field(default_factory=lambda: {"data": 2, "zero_stage": 1})
+    lap: tuple[Change, ...] = ()
 
 
 class LoRALinear(nn.Module):
@@ -81,11 +91,18 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def gpt_step(engine: Any, batches: Iterator[Tensor]) -> None:
+    """One micro-batch of the GPT, which returns its loss."""
+    engine.backward(engine(next(batches)))
+    engine.step()
+
+
 def settings_of(variant: Variant | None, plain: dict[str, Any]) -> dict[str, Any]:
     """The plain configuration with the variant's settings; only `optimizer` is replaced as a whole."""
     merged = dict(plain)
     for key, value in (variant.settings if variant is not None else {}).items():
-        merged[key] = {**plain.get(key, {}), **value} if key != "optimizer" else value
+        is_block = isinstance(value, dict) and key != "optimizer"
+        merged[key] = {**plain.get(key, {}), **value} if is_block else value
     return merged
 
 
@@ -94,9 +111,11 @@ def allow_fp16() -> None:
     get_accelerator().is_fp16_supported = lambda: True
 
 
-def model_of(variant: Variant | None, shape: dict[str, int]) -> GPT:
-    """The model of a size, altered, with the same weights in every process."""
+def model_of(variant: Variant | None, shape: dict[str, int]) -> nn.Module:
+    """The model of a size, altered, or the variant's own, with the same weights in every process."""
     torch.manual_seed(0)
+    if variant is not None and variant.build is not None:
+        return variant.build()
     model = GPT(**shape)
     if variant is not None and variant.alter is not None:
         variant.alter(model)

@@ -13,10 +13,14 @@ from torch.nn import functional as F
 CONTEXT = 256
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
+    "25M": {"layers": 12, "width": 384, "heads": 8, "vocabulary": 8192},
     "30M": {"layers": 6, "width": 512, "heads": 8, "vocabulary": 20480},
     "125M": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},
 }
-"""Shapes by name: 29.6 and 124 million parameters, the vocabulary's matrix used twice as in GPT-2."""
+"""Shapes by name: 29.6 and 124 million parameters, the vocabulary's matrix used twice as in GPT-2.
+
+"25M" gives the models of `axes.py` their samples.
+"""
 
 
 class Block(nn.Module):

@@ -1,0 +1,162 @@
+"""Walks over the other axes: a model of the class that has each axis, the changes of a lap, and a step on it.
+
+All have twelve layers, about 25 million parameters, in bf16 with fp32 masters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from variants import Change, Variant
+from workload import Block
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+LAYERS, WIDTH, HEADS, KEYS, WORDS = 12, 384, 8, 4, 8192
+EXPERTS = 4
+
+
+def _hugging(kind: str, **sizes: int) -> nn.Module:
+    """A model of transformers, from a configuration."""
+    import transformers
+
+    given = {
+        "vocab_size": WORDS,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEYS,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**given, **sizes})
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+def llama() -> nn.Module:
+    """Grouped queries, gate and up, rows and columns: what the tensor axis cuts."""
+    return _hugging("Llama", intermediate_size=1024)
+
+
+def mixtral() -> nn.Module:
+    """Four experts in every layer."""
+    return _hugging("Mixtral", intermediate_size=256, num_local_experts=EXPERTS, num_experts_per_tok=2)
+
+
+def hugging_step(engine: Any, batches: Iterator[Tensor]) -> None:
+    """One optimizer step of a language model of transformers."""
+    tokens = next(batches)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+class Words(nn.Module):
+    """The embedding, which is the last layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH) * 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) to (batch, length, width)."""
+        return F.embedding(tokens, self.weight)
+
+
+def guess(words: Words, hidden: Tensor) -> Tensor:
+    """Logits, by the embedding's own matrix."""
+    return hidden @ words.weight.t()
+
+
+def pipeline() -> nn.Module:
+    """A tied embedding around twelve blocks."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    layers = [
+        TiedLayerSpec("words", Words),
+        *(LayerSpec(Block, WIDTH, HEADS) for _ in range(LAYERS)),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", Words, forward_fn=guess),
+    ]
+    model: nn.Module = PipelineModule(layers, num_stages=1, loss_fn=pipeline_loss)
+    return model
+
+
+def pipeline_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of each next token."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def pair(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A pipeline wants inputs and targets."""
+    tokens = torch.stack(samples)
+    return tokens, tokens
+
+
+def pipeline_step(engine: Any, batches: Iterator[Any]) -> None:
+    """One global batch."""
+    engine.train_batch(batches)
+
+
+def _lap(*changes: tuple[str, dict[str, int]]) -> tuple[Change, ...]:
+    return changes
+
+
+AXES: dict[str, Variant] = {
+    "tensor": Variant(
+        "bf16, Llama under AutoTP",
+        "bf16",
+        build=llama,
+        step=hugging_step,
+        start={"data": 1, "tensor": 1, "zero_stage": 1},
+        lap=_lap(
+            ("tensor 1→2", {"data": 1, "tensor": 2, "zero_stage": 1}),
+            ("tensor 2→4", {"data": 1, "tensor": 4, "zero_stage": 1}),
+            ("tensor 4→3", {"data": 1, "tensor": 3, "zero_stage": 1}),
+            ("tensor 3→1", {"data": 1, "tensor": 1, "zero_stage": 1}),
+            ("1→tensor 2 data 2 stage 3", {"data": 2, "tensor": 2, "zero_stage": 3}),
+            ("tensor 2 data 2 stage 3→data 4 stage 1", {"data": 4, "tensor": 1, "zero_stage": 1}),
+            ("data 4→tensor 4", {"data": 1, "tensor": 4, "zero_stage": 1}),
+            ("tensor 4→tensor 2 data 2", {"data": 2, "tensor": 2, "zero_stage": 1}),
+            ("tensor 2 data 2→1", {"data": 1, "tensor": 1, "zero_stage": 1}),
+        ),
+    ),
+    "expert": Variant(
+        "bf16, Mixtral under AutoEP",
+        "bf16",
+        {"expert_parallel": {"enabled": True, "autoep_size": 1}},
+        build=mixtral,
+        step=hugging_step,
+        start={"data": 4, "expert": 1, "zero_stage": 1},
+        lap=_lap(
+            ("expert 1→2", {"data": 4, "expert": 2, "zero_stage": 1}),
+            ("expert 2→4", {"data": 4, "expert": 4, "zero_stage": 1}),
+            ("expert 4→1", {"data": 4, "expert": 1, "zero_stage": 1}),
+            ("expert 1→4 stage 3", {"data": 4, "expert": 4, "zero_stage": 3}),
+            ("expert 4 stage 3→expert 2 stage 1", {"data": 4, "expert": 2, "zero_stage": 1}),
+            ("expert 2→1", {"data": 4, "expert": 1, "zero_stage": 1}),
+        ),
+    ),
+    "pipe": Variant(
+        "bf16, a PipelineModule with a tied embedding",
+        "bf16",
+        {"data_types": {"grad_accum_dtype": "bf16"}, "dataloader_drop_last": True},
+        build=pipeline,
+        step=pipeline_step,
+        collate=pair,
+        start={"data": 1, "pipe": 1, "zero_stage": 1},
+        lap=_lap(
+            ("pipe 1→2", {"data": 1, "pipe": 2, "zero_stage": 1}),
+            ("pipe 2→4", {"data": 1, "pipe": 4, "zero_stage": 1}),
+            ("pipe 4→2", {"data": 1, "pipe": 2, "zero_stage": 1}),
+            ("pipe 2→pipe 2 data 2", {"data": 2, "pipe": 2, "zero_stage": 1}),
+            ("pipe 2 data 2→pipe 4", {"data": 1, "pipe": 4, "zero_stage": 1}),
+            ("pipe 4→1", {"data": 1, "pipe": 1, "zero_stage": 1}),
+        ),
+    ),
+}
+"""By axis."""
