@@ -22,21 +22,25 @@ Everything hangs on the name `ep_size_N` of an expert size N: the groups of rank
   same; where one object stands for both, they would not be parted.
 - Gradients of experts are divided by the data size, whatever N is, and added up over the expert-data group: an update
   does not depend on N. That holds for the clipping norm of stages 1 to 3 and BF16_Optimizer too, which is that of all
-  experts. In stage 0 it does not: DeepSpeed takes the mean over ranks of the norms of what each of them holds.
+  experts. In stage 0 DeepSpeed leaves experts out of it in bf16, and in fp32 takes the mean over ranks of the norms of
+  what each of them holds, which depends on N: `clip` takes the norm of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
+from torch import nn
 
-from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
 
@@ -65,6 +69,13 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
             )
 
 
+def refuse_other_axes(layout: Layout) -> None:
+    """LayoutError for axes that were not tried together with experts."""
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in ("data", "expert") and size > 1]
+    if wide:
+        raise LayoutError(f"{layout}: {', '.join(wide)} with experts is not supported yet; leave these axes at 1")
+
+
 def _nearest(whole: int, size: int) -> str:
     """The next divisors of `whole` below and above a size."""
     divisors = [part for part in range(1, whole + 1) if whole % part == 0]
@@ -73,29 +84,76 @@ def _nearest(whole: int, size: int) -> str:
     return ", ".join(f"expert={part}" for part in (*below, *above))
 
 
-def rename_groups(optimizer: torch.optim.Optimizer, size: int) -> None:
-    """Optimizer groups of experts carry the name of their expert size."""
-    for group in optimizer.param_groups:
-        if group.get("moe"):
-            group["name"] = group_name(size)
+def ask_for_present_groups(model: nn.Module) -> None:
+    """Let layers that are whole yet ask for the groups of the expert size that the installed world has.
+
+    DeepSpeed's constructor makes groups that are not there, which takes all ranks of the world.
+    """
+    (name,) = groups._get_expert_parallel_group_dict()
+    for layer in layers_with_experts(model):
+        for key in ("ep_group_name", "expert_group_name"):
+            if hasattr(layer, key):
+                setattr(layer, key, name)
 
 
-def enter_layers(engine: Any) -> None:
+def enter_layers(engine: Any, size: int) -> None:
     """What the engine's constructor sets for layers with experts: its lists of them, and the groups that they use.
 
     The world is installed, and the engine's module has the layers of this rank.
     """
     parts = list(engine.module.modules())
-    layers = [part for part in parts if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
+    layers = layers_with_experts(engine.module)
     engine.has_moe_layers = bool(layers)
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
     for part in (*engine.gate_modules, *engine.moe_layers):
         part.wall_clock_breakdown = bool(engine.wall_clock_breakdown())
-    for gate in engine.gate_modules:
-        gate.ep_group = None  # it takes a group only once
+    leave_groups(engine.module)
     for layer in layers:
         layer.set_deepspeed_parallelism(False)
     engine.expert_parallel_group = groups._get_expert_parallel_group_dict()
     engine.expert_data_parallel_group = groups._get_expert_data_parallel_group_dict()
+    for group in engine.basic_optimizer.param_groups:
+        if group.get("moe"):
+            group["name"] = group_name(size)
+
+
+def clip(model: nn.Module, limit: float) -> None:
+    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, and of what every rank has."""
+    gradients = [(held.grad, is_moe_param(held)) for held in model.parameters() if held.grad is not None]
+    squares = torch.zeros(2)
+    for gradient, routed in gradients:
+        squares[int(routed)] += gradient.detach().float().norm() ** 2
+    dist.all_reduce(squares[1:], group=groups._get_max_expert_parallel_group())
+    scale = min(1.0, limit / (float(squares.sum().sqrt()) + 1e-6))
+    for gradient, _ in gradients:
+        gradient.mul_(scale)
+
+
+def leave_groups(model: nn.Module) -> None:
+    """Let layers hold no group of ranks; a gate takes one only then."""
+    part: Any
+    for part in model.modules():
+        if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
+            part.ep_group = None
+
+
+def layers_with_experts(model: nn.Module) -> list[Any]:
+    """Native ones, and AutoEP's."""
+    return [part for part in model.modules() if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
+
+
+def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
+    """UnsupportedError, with the number of the group, for experts in an optimizer group that is not marked as theirs.
+
+    DeepSpeed takes such a group in stages 0 and 3 alone.
+    """
+    for number, group in enumerate(parameter_groups):
+        routed = [is_moe_param(held) for held in group["params"]]
+        if any(routed) and not (all(routed) and group.get("moe")):
+            raise UnsupportedError(
+                f"optimizer group {number} holds experts and is not marked as a group of theirs alone: give the "
+                "optimizer in the configuration, or a function that makes it from "
+                "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(...)"
+            )

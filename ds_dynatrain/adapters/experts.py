@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.children import adopt, with_memory
-from ds_dynatrain.adapters.expert_groups import check_size, enter_layers, expert_index, rename_groups
+from ds_dynatrain.adapters.expert_groups import check_size, enter_layers, expert_index, leave_groups, refuse_other_axes
 from ds_dynatrain.adapters.template import Template
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
 
 
@@ -36,80 +36,109 @@ def start_size(config: Mapping[str, Any]) -> int:
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
-def configured(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """The configuration with the expert size of a layout."""
-    return {**config, "expert_parallel": {**config["expert_parallel"], "autoep_size": layout.expert}}
+class AutoEPShaper:
+    """A model whose layers with experts are AutoEP's."""
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any], listed: bool = False) -> None:
+        """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
+
+        listed: whether the caller has lists of its parameters, in an optimizer say, that must be told of new ones.
+        UnsupportedError, naming the parameter, for one that is not whole; ConfigError for what DeepSpeed refuses.
+        """
+        from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+
+        _refuse_parts(model)
+        self._block = dict(config["expert_parallel"])
+        size = start_size(config)
+        try:
+            validate_autoep_config(parse_autoep_config(self._block), world_size=size, pp_size=1, tp_size=1, sp_size=1)
+        except ValueError as error:
+            raise ConfigError(f"expert_parallel: {error}") from error
+        self._template = Template.of(model)
+        self._cuts: dict[int, dict[str, AxisCuts]] = {}
+        self._replaced: Any = _convert(model, self._block, 1, 0, listed)
+
+    def take_replaced(self) -> Any:
+        """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
+        replaced, self._replaced = self._replaced, None
+        return replaced
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Stacks by whole experts, the rest not at all.
+
+        LayoutError for a size that does not divide the experts of a layer; UnsupportedError, naming the parameter, for
+        experts that are not dealt in order.
+        """
+        refuse_other_axes(layout)
+        if layout.expert not in self._cuts:
+            made = convert(self._template.copy(), self._block, layout.expert, 0)
+            self._cuts[layout.expert] = {name: _cut(name, held) for name, held in made.named_parameters()}
+        return self._cuts[layout.expert]
+
+    def reshape(self, root: nn.Module, layout: Layout) -> None:
+        """New parameters have memory that is not written yet; buffers are those of the template."""
+        dtype = next(root.parameters()).dtype
+        made = convert(self._template.copy(), self._block, layout.expert, expert_index(layout))
+        adopt(root, with_memory(made, dtype))
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """A stack has one name at any size."""
+        return dict(root.named_parameters())
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """The layers' groups and this rank's place among experts, also in a module that stays."""
+        from deepspeed.module_inject.auto_ep_folding import build_folding_spec
+
+        index = expert_index(layout)
+        for part in engine.module.modules():
+            if getattr(part, "_is_autoep_layer", False):
+                part.ep_rank = index
+                for held in part.experts.parameters():
+                    _place_of(held, index)
+        enter_layers(engine, layout.expert)
+        engine._autoep_folding_spec = build_folding_spec(
+            world_size=layout.world_size, pp_size=1, tp_size=1, ep_size=layout.expert, mp_mode="sp"
+        )
+
+    def leave(self, engine: Any) -> None:
+        """Layers hold no group of the world."""
+        leave_groups(engine.module)
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """The size that DeepSpeed reads."""
+        config["expert_parallel"]["autoep_size"] = layout.expert
 
 
-def logical(template: Template, config: dict[str, Any]) -> nn.Module:
-    """The model whose parameters are the logical tensors, on the meta device."""
-    return convert(template.copy(), config, 1, 0)
-
-
-def convert(module: nn.Module, config: dict[str, Any], size: int, index: int) -> nn.Module:
+def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
     """The module, on the meta device and as the user wrote it, with DeepSpeed's layers for one expert index.
 
-    LayoutError for a size that does not divide the experts of a layer.
+    block: `expert_parallel` of the configuration. LayoutError for a size that does not divide the experts of a layer.
     """
+    _convert(module, block, size, index)
+    return module
+
+
+def _convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int, listed: bool = False) -> Any:
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
 
-    settings = parse_autoep_config({**config["expert_parallel"], "autoep_size": size})
+    settings = parse_autoep_config({**block, "autoep_size": size})
     conversion = AutoEP(module, settings)
     specs = conversion.ep_parser()
     check_size({spec.moe_module_name: spec.num_experts for spec in specs}, size)
     validate_autoep_post_detection(settings, specs)
-    with torch.device("meta"):
-        conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index)
+    device = next(module.parameters()).device
+    with torch.device(device):
+        replaced = conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index, collect_sources=listed)
     for spec in specs:
         _count_from_zero(module.get_submodule(spec.moe_module_name))
-    return module
-
-
-def cuts(template: Template, config: dict[str, Any], layout: Layout) -> dict[str, AxisCuts]:
-    """How the expert axis cuts each logical tensor that it cuts, by name.
-
-    UnsupportedError, naming the parameter, for experts that are not dealt in order; LayoutError as `convert`.
-    """
-    made = convert(template.copy(), config, layout.expert, 0)
-    return {
-        name: _cut(name, held) for name, held in made.named_parameters() if getattr(held, "allreduce", True) is False
-    }
-
-
-def reshape(root: nn.Module, template: Template, config: dict[str, Any], layout: Layout) -> None:
-    """Give `root` the children of this rank: parameters of local shape over memory that is not written yet.
-
-    The world of the layout is installed. Buffers are those of the template.
-    """
-    dtype = next(root.parameters()).dtype
-    made = convert(template.copy(), config, layout.expert, expert_index(layout))
-    adopt(root, with_memory(made, dtype))
-
-
-def enter(engine: Any, layout: Layout) -> None:
-    """Set in engine, layers and optimizer groups what belongs to the expert size and to this rank's place.
-
-    The world of the layout is installed. Also for a module that stays: its groups are other ones, and its rank may hold
-    other experts than before.
-    """
-    from deepspeed.module_inject.auto_ep_folding import build_folding_spec
-
-    index = expert_index(layout)
-    for part in engine.module.modules():
-        if getattr(part, "_is_autoep_layer", False):
-            part.ep_rank = index
-            for held in part.experts.parameters():
-                _place_of(held, index)
-    enter_layers(engine)
-    rename_groups(engine.basic_optimizer, layout.expert)
-    engine._autoep_folding_spec = build_folding_spec(
-        world_size=layout.world_size, pp_size=layout.pipe, tp_size=layout.tensor, ep_size=layout.expert, mp_mode="sp"
-    )
+    return replaced
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:
     """Whole experts in order, as DeepSpeed describes them on the parameter."""
+    if getattr(held, "allreduce", True):
+        return AxisCuts()
     from deepspeed.checkpoint import constants as keys
 
     placement = getattr(held, keys.DS_AUTOEP_UC_META, {}).get(keys.AUTOEP_EXPERT_PLACEMENT)
@@ -136,3 +165,10 @@ def _count_from_zero(layer: nn.Module) -> None:
     for name, buffer in layer.named_buffers(recurse=False):
         if buffer.is_meta:
             setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    for name, held in model.named_parameters():
+        if hasattr(held, "ds_id") or held.is_meta:
+            where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"
+            raise UnsupportedError(f"AutoEP and {name!r}, which is {where}: build the model whole")

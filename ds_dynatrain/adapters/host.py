@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,6 +19,9 @@ from torch import nn
 from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.expert_groups import ask_for_present_groups, refuse_mixed_groups
+from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
+from ds_dynatrain.adapters.experts import AutoEPShaper
 from ds_dynatrain.adapters.flat import IN_HOLLOW_GROUP, fill_hollow_groups
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
@@ -85,9 +89,22 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     # ---- building ------------------------------------------------------------------------------------------------
 
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        """DeepSpeed's, but that the shaper has AutoEP's layers in the model already."""
+        if isinstance(self.shaper, AutoEPShaper):
+            return self.shaper.take_replaced()
+        return super()._configure_expert_parallel(model, collect_sources)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        """DeepSpeed's; it finds the groups that layers with experts ask for."""
+        ask_for_present_groups(model)
+        super()._configure_distributed_model(model)
+
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Note the user's groups before ZeRO replaces them; stop there on an idle member."""
         self._is_own_optimizer = client_optimizer is None
+        if client_optimizer is None and self.has_moe_layers:
+            model_parameters = configure_moe_param_groups(model_parameters)
         if client_optimizer is None:
             basic = self._configure_basic_optimizer(model_parameters)
         elif isinstance(client_optimizer, torch.optim.Optimizer):
@@ -95,6 +112,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         else:
             basic = client_optimizer(model_parameters)
         basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
+        refuse_mixed_groups(basic.param_groups)
         refuse_optimizer(basic)
         check_optimizer(basic, self.config, self.layout)
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
@@ -396,6 +414,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     @property
     def _loss_weight(self) -> float:
         return self.slot_weight * sequence.loss_factor(self)
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
+        if self.shape.expert > 1:
+            clip_with_experts(self.module, self.gradient_clipping())
+        else:
+            super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""

@@ -11,7 +11,7 @@ Parameters on the meta device are drawn, one module after the other (see `meta`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,8 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter comes in, and its element type, by its id. held: what this process holds of it (its
-    part, or the whole); emptied as they come in.
+    forms, types: how each parameter comes in, and its element type, by its id. owners: which process has its value,
+    where that is not process 0. held: what this process holds of it (its part, or the whole); emptied as they come in.
     """
 
     model: nn.Module
@@ -50,11 +50,20 @@ class Incoming:
     forms: dict[int, str]
     types: dict[int, torch.dtype]
     param_init_fn: ParamInit | None = None
+    owners: Mapping[int, int] = field(default_factory=dict)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def look(model: nn.Module, launch: LaunchWorld, param_init_fn: ParamInit | None = None) -> Incoming:
-        """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in."""
+    def look(
+        model: nn.Module,
+        launch: LaunchWorld,
+        param_init_fn: ParamInit | None = None,
+        owners: Mapping[int, int] | None = None,
+    ) -> Incoming:
+        """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in.
+
+        owners: by a parameter's id the process that has its value, where that is not process 0.
+        """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
         refuse_meta(model, param_init_fn)
@@ -67,7 +76,7 @@ class Incoming:
             shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
             forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
             types[id(each)] = each.dtype
-        return Incoming(model, shapes, forms, types, param_init_fn)
+        return Incoming(model, shapes, forms, types, param_init_fn, owners or {})
 
     @property
     def draws(self) -> bool:
@@ -103,7 +112,7 @@ class Incoming:
         for each in list(self.model.parameters()):
             form, dtype = self.forms[id(each)], each.dtype
             if form != META:
-                self.held[id(each)] = each.ds_tensor.data if form == PART else each.data.reshape(-1)
+                self.held[id(each)] = each.ds_tensor.data if form == PART else each.data
             if form == PART:
                 forget_parameter(each)
             dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
@@ -121,8 +130,8 @@ class Incoming:
     def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.
 
-        A parameter that is whole on every process has member 0's value, as in DeepSpeed. What is on the meta device is
-        drawn on members that work.
+        A parameter that is whole on every process has its owner's value, member 0's as a rule, as in DeepSpeed. What is
+        on the meta device is drawn on members that work.
         """
         for each in self.model.parameters():
             if self.forms[id(each)] == META:
@@ -131,9 +140,9 @@ class Incoming:
             if self.forms[id(each)] == PART:
                 mine = _gathered(mine, launch)[: math.prod(self.shapes[id(each)])]
             elif launch.size > 1:
-                mine = mine.clone()  # the memory may be the user's
-                td.broadcast(mine.view(torch.uint8), 0, group=launch.group)
-            yield each, mine
+                mine = mine.reshape(-1).clone()  # the memory may be the user's
+                td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
+            yield each, mine.reshape(-1)
         if works:
             yield from self._draws(job_seed)
 

@@ -56,14 +56,13 @@ class ModelMap:
                         f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
                         "the model; register it in a module"
                     )
-                is_expert = not getattr(parameter, "allreduce", True)  # DeepSpeed's mark
                 shape = tuple(shapes[id(parameter)])
-                tensors.append(LogicalTensor(names[id(parameter)], shape, number, is_expert))
+                tensors.append(LogicalTensor(names[id(parameter)], shape, number, _is_expert(parameter)))
                 parameters.append(parameter)
         taken = {id(parameter) for parameter in parameters}
         for key, parameter in known.items():
             if key not in taken:
-                tensors.append(LogicalTensor(names[key], tuple(shapes[key]), FROZEN))
+                tensors.append(LogicalTensor(names[key], tuple(shapes[key]), FROZEN, _is_expert(parameter)))
                 parameters.append(parameter)
         flags = tuple(parameter.requires_grad for parameter in parameters)
         held = tuple(map(tuple, groups))
@@ -84,6 +83,7 @@ class ModelMap:
             if parameter is None:
                 nothing = torch.empty(0, dtype=self.dtype, device=before.device)
                 parameter = nn.Parameter(nothing, requires_grad=before.requires_grad)
+                parameter.__dict__.update(_marks(before))
             parameter.requires_grad_(before.requires_grad)
             held.append(parameter)
         number = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -98,6 +98,15 @@ class ModelMap:
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
         """(number, parameter) of the frozen tensors."""
         return list(enumerate(self.parameters))[self.trainable :]
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)  # DeepSpeed's mark
+
+
+def _marks(parameter: nn.Parameter) -> dict[str, object]:
+    """What DeepSpeed wants to know of a parameter in an optimizer group of experts, even of an empty one."""
+    return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
 
 
 def _only_dtype(names: dict[int, str], known: dict[int, nn.Parameter]) -> torch.dtype:

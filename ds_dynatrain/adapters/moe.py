@@ -11,14 +11,22 @@ capacity follows from the tokens of a rank, not from the expert size; what drops
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_dynatrain.adapters.children import adopt, with_memory
-from ds_dynatrain.adapters.expert_groups import check_size, enter_layers, group_name, rename_groups
+from ds_dynatrain.adapters.expert_groups import (
+    check_size,
+    enter_layers,
+    expert_index,
+    group_name,
+    leave_groups,
+    refuse_other_axes,
+)
 from ds_dynatrain.adapters.template import Template
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, Pick
@@ -38,9 +46,71 @@ def start_size(model: nn.Module) -> int:
     return next(iter(sizes.values()), 1)
 
 
-def logical(template: Template) -> nn.Module:
-    """The model whose parameters are the logical tensors, on the meta device."""
-    return convert(template.copy(), 1)
+def dropping(module: nn.Module) -> str | None:
+    """The first layer whose ranks must have equal numbers of tokens: its capacity, which drops some, follows from them.
+
+    DeepSpeed exchanges buffers of that capacity: ranks with different ones die in the exchange.
+    """
+    return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
+
+
+class NativeShaper:
+    """A model with native experts.
+
+    owners: where a process has built only the experts of its own rank, which process of the launch has the first value
+    of each expert's parameter, by the parameter's id. Empty where every process has built all experts.
+    """
+
+    def __init__(self, model: nn.Module, member: int) -> None:
+        """Take a user's model over: it has all experts from now on, those of other ranks without memory.
+
+        member: of the launch. UnsupportedError for layers of several sizes, or with experts that are not alike.
+        """
+        self._size = start_size(model)
+        self._template = Template.of(model)
+        self._cuts: dict[int, dict[str, AxisCuts]] = {}
+        self.owners: dict[int, int] = {}
+        for path, layer in layers(model):
+            self._complete(path, layer, member)
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Which expert index has each tensor of an expert; LayoutError as `convert`."""
+        refuse_other_axes(layout)
+        if layout.expert not in self._cuts:
+            self._cuts[layout.expert] = _cuts(convert(self._template.copy(), 1), layout.expert)
+        return self._cuts[layout.expert]
+
+    def reshape(self, root: nn.Module, layout: Layout) -> None:
+        """New parameters have memory that is not written yet; buffers are those of the template."""
+        dtype = next(root.parameters()).dtype
+        adopt(root, with_memory(convert(self._template.copy(), layout.expert), dtype))
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """By the numbers of experts in the whole layer."""
+        named = names(root, expert_index(layout))
+        return {named[name]: held for name, held in root.named_parameters()}
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """The layers' groups of ranks, also in a module that stays."""
+        enter_layers(engine, layout.expert)
+
+    def leave(self, engine: Any) -> None:
+        """Layers hold no group of the world."""
+        leave_groups(engine.module)
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """DeepSpeed reads the size off the layers."""
+
+    def _complete(self, path: str, layer: Any, member: int) -> None:
+        held = layer.deepspeed_moe.experts
+        pattern, mine, whole = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts), []
+        for number in range(layer.num_experts):
+            index, local = divmod(number, len(mine))
+            whole.append(mine[local] if index == member % self._size else _without_memory(pattern))
+            if self._size > 1:
+                self.owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
+        held.deepspeed_experts = nn.ModuleList(whole)
+        _mark(layer, 1)
 
 
 def convert(module: nn.Module, size: int) -> nn.Module:
@@ -50,8 +120,11 @@ def convert(module: nn.Module, size: int) -> nn.Module:
     """
     found = dict(layers(module))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
-    for name, layer in found.items():
-        _resize(name, layer, size)
+    for path, layer in found.items():
+        held = layer.deepspeed_moe.experts
+        pattern = _pattern(path, held.deepspeed_experts)
+        held.deepspeed_experts = nn.ModuleList([pattern.copy() for _ in range(layer.num_experts // size)])
+        _mark(layer, size)
     return module
 
 
@@ -61,38 +134,21 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
     for path, layer in layers(module):
         for local, prefix, held in _experts(path, layer):
             number = index * layer.num_local_experts + local
-            found.update(
-                {f"{prefix}.{local}.{name}": f"{prefix}.{number}.{name}" for name, _ in held.named_parameters()}
-            )
+            of_expert = [name for name, _ in held.named_parameters()]
+            found.update({f"{prefix}.{local}.{name}": f"{prefix}.{number}.{name}" for name in of_expert})
     return found
 
 
-def cuts(template: Template, layout: Layout) -> dict[str, AxisCuts]:
-    """Which expert index has each logical tensor of an expert, by name; LayoutError as `convert`."""
-    made = logical(template)
-    found = dict(layers(made))
-    check_size({name: layer.num_experts for name, layer in found.items()}, layout.expert)
-    cut: dict[str, AxisCuts] = {}
+def _cuts(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
+    """The cuts of a module with all experts."""
+    found = dict(layers(whole))
+    check_size({name: layer.num_experts for name, layer in found.items()}, size)
+    cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
     for path, layer in found.items():
         for number, prefix, held in _experts(path, layer):
-            holder = AxisCuts(expert=Pick(layout.expert, (number * layout.expert // layer.num_experts,)))
-            cut.update({f"{prefix}.{number}.{name}": holder for name, _ in held.named_parameters()})
-    return cut
-
-
-def reshape(root: nn.Module, template: Template, layout: Layout) -> None:
-    """Give `root` the children of this rank: parameters over memory that is not written, buffers of the template."""
-    dtype = next(root.parameters()).dtype
-    adopt(root, with_memory(convert(template.copy(), layout.expert), dtype))
-
-
-def enter(engine: Any, layout: Layout) -> None:
-    """Set in engine, layers and optimizer groups what belongs to the expert size; the world is installed.
-
-    Also for a module that stays: its groups of ranks are other ones.
-    """
-    enter_layers(engine)
-    rename_groups(engine.basic_optimizer, layout.expert)
+            holder = AxisCuts(expert=Pick(size, (number * size // layer.num_experts,)))
+            cuts.update({f"{prefix}.{number}.{name}": holder for name, _ in held.named_parameters()})
+    return cuts
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
@@ -101,22 +157,21 @@ def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
     return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
 
 
-def _resize(path: str, layer: Any, size: int) -> None:
-    """Let a layer be one of an expert size: as many experts, and the marks of that size on them."""
+def _mark(layer: Any, size: int) -> None:
+    """Everything that DeepSpeed's constructors note about the expert size."""
     routed = layer.deepspeed_moe
-    held = routed.experts
-    pattern = _pattern(path, held.deepspeed_experts)
-    count, name = layer.num_experts // size, group_name(size)
-    held.deepspeed_experts = nn.ModuleList([pattern.copy() for _ in range(count)])
+    held, name = routed.experts, group_name(size)
     for parameter in held.deepspeed_experts.parameters():
         parameter.allreduce, parameter.group_name = False, name
-    layer.num_local_experts = routed.num_local_experts = held.num_local_experts = count
+    layer.num_local_experts = routed.num_local_experts = held.num_local_experts = layer.num_experts // size
     layer.ep_size = routed.ep_size = size
     layer.expert_group_name = routed.ep_group_name = name
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> Template:
-    """What all experts of a layer are copies of; UnsupportedError if they have become unlike."""
+    """What all experts of a layer are copies of; UnsupportedError if they have become unlike, or hold buffers."""
+    if next(experts.buffers(), None) is not None:
+        raise UnsupportedError(f"the experts of {path!r} have buffers, which would not move with them: leave these out")
     kinds = {tuple((name, held.shape, held.requires_grad) for name, held in one.named_parameters()) for one in experts}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -124,3 +179,15 @@ def _pattern(path: str, experts: nn.ModuleList) -> Template:
             "could not change places; give all experts of a layer the same"
         )
     return Template.of(experts[0])
+
+
+def _without_memory(pattern: Template) -> nn.Module:
+    """An expert whose values are elsewhere: every parameter has its shape, and one element."""
+    made = pattern.copy()
+    for part in made.modules():
+        for name, held in part._parameters.items():
+            if held is not None:
+                stand_in = nn.Parameter(torch.empty(1, dtype=held.dtype).expand(held.shape), held.requires_grad)
+                stand_in.__dict__.update(held.__dict__)
+                part._parameters[name] = stand_in
+    return made

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.children import pass_hooks_on
+from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.versions import present
-from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.errors import ConfigError, LayoutError
 from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
 
 _STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -87,15 +89,45 @@ class Rigid:
         """Nothing to write."""
 
 
-def shaper_of(model: nn.Module, config: Mapping[str, Any]) -> Shaper:
-    """The shaper of a user's model, which DeepSpeed has not altered yet."""
+def shaper_of(model: nn.Module, config: Mapping[str, Any], member: int = 0, listed: bool = False) -> Shaper:
+    """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
+
+    From then on the model has one parameter for each logical tensor. member: of the launch. listed: whether the caller
+    has lists of the model's parameters, in an optimizer say.
+    """
     if is_pipeline(model):
         return PipelineShaper(model, config)
+    if experts.is_on(config):
+        return experts.AutoEPShaper(model, config, listed)
+    if layers_with_experts(model):
+        return moe.NativeShaper(model, member)
     if present().has_autotp:
         from ds_dynatrain.adapters.tensor import TensorShaper
 
         return TensorShaper.of(model, config)
     return Rigid()
+
+
+def first_owners(shaper: Shaper) -> Mapping[int, int]:
+    """Which process of the launch has the first value of a parameter, by its id; process 0 of those left out."""
+    return shaper.owners if isinstance(shaper, moe.NativeShaper) else {}
+
+
+def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
+    """The expert size to start with.
+
+    asked: by the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError for two that differ.
+    """
+    settled: int | None = None
+    if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
+        settled, where = experts.start_size(config), "expert_parallel.autoep_size"
+    elif layers_with_experts(model) and moe.start_size(model) > 1:
+        settled, where = moe.start_size(model), "ep_size of the model's layers"
+    if settled is not None and asked not in (None, settled):
+        raise ConfigError(
+            f"dynatrain.layout.expert is {asked} and {where} is {settled}: give one of them, or both alike"
+        )
+    return settled or asked or 1
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:

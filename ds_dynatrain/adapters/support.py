@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_uncuttable
 from ds_dynatrain.adapters.regroup import changes
@@ -90,15 +92,14 @@ def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_model(model: nn.Module) -> None:
-    from deepspeed.moe.layer import MoE
-
+    native = dict(layers(model))
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "allreduce", True) is False:
-            raise practice("mixture of experts").error(f"{name!r} is an expert parameter")
+        if getattr(parameter, "allreduce", True) is False and not any(name.startswith(path) for path in native):
+            raise practice("experts of your own").error(f"{name!r} is an expert parameter")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise practice("element types").error(f"{name!r} is {parameter.dtype}")
     for name, part in model.named_modules():
         if isinstance(part, MoE):
-            raise practice("mixture of experts").error(f"{name!r} is a mixture-of-experts layer")
+            raise practice("mixture of experts").error(f"{name!r} is a layer of deepspeed.moe")
         if isinstance(part, nn.Embedding) and part.sparse:
             raise practice("sparse gradients").error(f"{name!r} has sparse gradients")

@@ -67,6 +67,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         tested="0.19.8",
         names={
             "deepspeed.runtime.engine": (
+                "DeepSpeedEngine._configure_expert_parallel",
                 "DeepSpeedEngine._configure_python_gc",
                 "DeepSpeedEngine.zero_parameter_alignment",
                 "DeepSpeedEngine._apply_autotp_partitioning",
@@ -92,7 +93,11 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 "DS_AUTOTP_UC_META",
             ),
             "deepspeed.module_inject.auto_ep": ("AutoEP.ep_parser", "AutoEP.replace_moe_layers"),
-            "deepspeed.module_inject.auto_ep_config": ("parse_autoep_config", "validate_autoep_post_detection"),
+            "deepspeed.module_inject.auto_ep_config": (
+                "parse_autoep_config",
+                "validate_autoep_config",
+                "validate_autoep_post_detection",
+            ),
             "deepspeed.module_inject.auto_ep_folding": ("build_folding_spec",),
             "deepspeed.module_inject.auto_ep_layer": ("AutoEPMoELayer._is_autoep_layer",),
         },

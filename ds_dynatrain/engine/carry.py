@@ -129,7 +129,9 @@ def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, A
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    """All but what the layout decides: the parameters, and the name of a group of experts."""
+    left_out = ("params", "name") if group.get("moe") else ("params",)
+    return {name: value for name, value in group.items() if name not in left_out}
 
 
 def _scheduler_state(scheduler: Any) -> Any:

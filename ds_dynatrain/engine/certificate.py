@@ -134,13 +134,16 @@ def whole_digests(
             kinds = sorted(set(other.of) ^ set(first.of))
             raise CertificateError(f"{side}: only one of members {members[0]} and {member} holds {', '.join(kinds)}")
     mesh = vps.mesh(layout)
-    decks = [np.arange(len(members))] if mesh is None else [deck.ranks for deck in mesh.decks]
+    routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
+    decks = [(np.arange(len(members)), np.ones(len(routed), dtype=bool))]
+    if mesh is not None:
+        decks = [(deck.ranks, routed == deck.experts) for deck in mesh.decks]
     whole: dict[str, Digests] = {}
     for kind in first.of:
         replicated, widened = vps.is_replicated(layout, kind), is_widened(vps.kind(kind), layout)
         found = []
-        for ranks in decks:
-            held = {members[rank]: sides[members[rank]].of[kind] for rank in ranks.tolist()}
+        for ranks, rows in decks:
+            held = {members[rank]: np.where(rows, sides[members[rank]].of[kind], 0) for rank in ranks.tolist()}
             if widened:
                 whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
                 found.append(_widened_digest(vps, held, whose, f"{side}: {kind}"))
@@ -151,7 +154,7 @@ def whole_digests(
 
 
 def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str) -> Digests:
-    """One digest for each tensor, of what the members of a ZeRO group hold together."""
+    """One digest for each tensor, of what the members of a ZeRO group hold together; 0 for those of other groups."""
     if not replicated:
         total: Digests = np.sum(list(held.values()), axis=0, dtype=np.uint64)
         return total

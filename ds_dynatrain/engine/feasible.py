@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.data import BatchArithmetic, uneven
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
@@ -70,6 +71,13 @@ def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> No
             f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes (at most "
             f"{batch.micro_batch_limit} samples), and a pipeline sends buffers of one size",
             f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
+        )
+    routed = dropping(module)
+    if routed is not None and found.data:
+        raise SwitchRefused(
+            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and experts of "
+            f"{routed!r} drop tokens beyond a capacity that follows from them: DeepSpeed's exchange fails",
+            f"use a train_batch_size of {found.nearest}, a data size that divides {size}, or drop_tokens=False",
         )
     if normed and found.data:
         raise SwitchRefused(

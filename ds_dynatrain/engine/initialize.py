@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import hashlib
 import platform
 import shutil
@@ -21,7 +22,7 @@ from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.shaping import Shaper, shaper_of
+from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
@@ -134,33 +135,38 @@ def _build(
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     launch = LaunchWorld.current()
-    layout = _first_layout(own, settings, launch.size, mpu)
+    layout = _first_layout(arguments["model"], own, settings, launch.size, mpu)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        incoming = Incoming.look(arguments["model"], launch, param_init_fn)
+        features = features_of(arguments["model"], own, mpu)
+        listed = isinstance(arguments["model_parameters"], list) or hasattr(arguments["optimizer"], "param_groups")
+        shaper = shaper_of(arguments["model"], own, launch.member, listed)
+        incoming = Incoming.look(arguments["model"], launch, param_init_fn, first_owners(shaper))
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
-        features = features_of(arguments["model"], own, mpu)
-        return _engine_of(Job(*parts, features, on_idle), layout, arguments, incoming)
+        return _engine_of(Job(*parts, features, on_idle), layout, arguments, incoming, shaper)
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
 
 
-def _engine_of(job: Job, layout: Layout, arguments: dict[str, Any], incoming: Incoming) -> DynatrainEngine:
+def _engine_of(
+    job: Job, layout: Layout, arguments: dict[str, Any], incoming: Incoming, shaper: Shaper
+) -> DynatrainEngine:
     """The engine in its first world, or without one."""
     launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.world_size))
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
     _check_start(layout, batch, arguments["model"], job)
-    shaper = shaper_of(arguments["model"], job.user_config)
     whole = incoming.is_whole and not is_partitioned(layout)
     ties = _check_axes(shaper, layout) if is_partitioned(layout) else ()
+    config = copy.deepcopy(job.user_config)
+    shaper.configure(config, layout)
     given: dict[str, Any] = {
-        "settings": layout_config(job.user_config, layout, batch),
+        "settings": layout_config(config, layout, batch),
         "job": job,
         "layout": layout,
         "members": members,
@@ -220,17 +226,19 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
         engine.close()
 
 
-def _first_layout(own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any) -> Layout:
+def _first_layout(model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any) -> Layout:
     block = settings.layout
+    named = set() if block is None else block.model_fields_set
     sequence = first_size(mpu, own.get("sequence_parallel_size"))
+    expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
     if block is None:
         if processes % sequence:
             raise ConfigError(f"sequence={sequence} does not divide the {processes} processes of this launch")
         stage = (own.get("zero_optimization") or {}).get("stage", 0)
-        return Layout(data=processes // sequence, sequence=sequence, zero_stage=stage)
-    given = block.model_dump() if "sequence" in block.model_fields_set else {**block.model_dump(), "sequence": sequence}
+        return Layout(data=processes // sequence, sequence=sequence, expert=expert, zero_stage=stage)
+    given = {**block.model_dump(), "expert": expert, "zero_stage": block.zero_stage or 0}
     try:
-        layout = Layout.from_dict({**given, "zero_stage": block.zero_stage or 0})
+        layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
     except LayoutError as error:
         raise ConfigError(f"dynatrain.layout: {error}") from error
     if layout.world_size > processes:

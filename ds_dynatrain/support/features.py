@@ -6,6 +6,7 @@ from ds_dynatrain.support.row import refused, works
 
 _CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
 _DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
+_EXPERTS = "tests/engine/test_experts.py::test_walk"
 _PIPELINE = "tests/engine/test_pipeline.py"
 _AXIS = "only the data axis can change yet"
 
@@ -65,7 +66,39 @@ PARALLELISM = (
         below=True,
     ),
     *refused("", "tensor_parallel", _AXIS, switch=("autotp_size", 0), below=True),
-    *refused("", "expert_parallel", _AXIS, switch=("enabled", False), below=True),
+    *works("", "expert_parallel", proof=_EXPERTS, switch=("enabled", False)),
+    *works("expert_parallel", "enabled", proof=_EXPERTS),
+    *works(
+        "expert_parallel",
+        "autoep_size",
+        "the expert axis to start with, where dynatrain.layout names none; see [experts](experts.md)",
+        "tests/engine/test_experts.py::test_a_start_with_experts_apart",
+    ),
+    *works(
+        "expert_parallel",
+        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 num_experts_attr "
+        "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern use_grouped_mm "
+        "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl gate_up_impl num_expert_groups "
+        "num_limited_groups score_func top_k routed_scaling_factor expert_activation",
+        "about AutoEP's layers, the same in every layout; some of these were tried",
+        "tests/engine/test_experts.py::test_options_of_the_layers",
+        off=(None, False, {}, "auto"),
+    ),
+    *refused(
+        "expert_parallel",
+        "comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank row_weighting_impl async_split_plan",
+        "it is for accelerators that a live switch was not tested on",
+        "leave it out",
+        off=(None, False, 0, 4, 12, "comm", "auto", "eager"),
+    ),
+    *refused(
+        "expert_parallel",
+        "expert_tensor_parallel_size validate_folding_routing",
+        "experts and the tensor axis were not tried together",
+        "leave it out",
+        off=(None, False, 1),
+    ),
+    *refused("expert_parallel", "load_balance_coeff", "DeepSpeed itself takes none", "leave it out", off=(None,)),
     *works(
         "",
         "sequence_parallel_size",

@@ -58,7 +58,13 @@ PRACTICES = (
         "ulysses_of_transformers",
     ),
     _start("FPDT", "its layers were not tried", "use deepspeed.sequence.layer.DistributedAttention", "fpdt"),
-    _start("mixture of experts", "the expert axis cannot change yet", _NO_BLOCK, "modules"),
+    _start("mixture of experts", "native layers cannot change places yet", f"use AutoEP, or {_NO_BLOCK}", "modules"),
+    _start(
+        "experts of your own",
+        "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",
+        f"use AutoEP, or {_NO_BLOCK}",
+        "modules",
+    ),
     _start(
         "no optimizer",
         "there is nothing to train with",

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters import experts
-from ds_dynatrain.adapters.template import Template
-from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks
 from tests.adapters import expert_models as models
@@ -43,14 +42,14 @@ def holdings(kind: str, stage: int, size: int, dtype: str, limit: int = 10**9) -
     layout = Layout(data=place.ranks, expert=size, zero_stage=stage)
     settings = models.config(stage, size, dtype)
     settings["zero_optimization"]["sub_group_size"] = limit
-    model = models.autoep_model(kind, inner=9)
-    template = Template.of(model)
-    cut = experts.cuts(template, settings, layout)
+    model, whole = models.autoep_model(kind, inner=9), models.autoep_model(kind, inner=9)
     values = models.autoep_values(model)
-    logical = {name: tuple(held.shape) for name, held in experts.logical(template, settings).named_parameters()}
-    assert logical == {name: tuple(values[name].shape) for name in logical} and set(logical) == set(values)
+    cut = experts.AutoEPShaper(whole, settings).cuts(layout)
+    logical = dict(whole.named_parameters())
+    assert list(cut) == list(logical) and set(cut) == set(values)
+    assert all(checks.same(held.data, values[name]) for name, held in logical.items())
     routed = models.experts_of(logical)
-    assert list(cut) == routed
+    assert [name for name in cut if cut[name].expert is not None] == routed
     expected = checks.held_here({name: values[name].to(torch_type(dtype)) for name in logical}, cut, place.index)
     dense = [name for name in logical if name not in routed]
     with stock_engine(model, settings) as engine:
@@ -102,13 +101,11 @@ def test_other_models_in_bf16(pools: dict[int, RankPool], kind: str, stage: int)
 def routed_alike(settings: dict[str, Any], user_groups: bool) -> None:
     """A client's optimizer under stage 3, with experts and others in one group; or groups from the user."""
     place = checks.Place(td.get_rank(), td.get_world_size(), 2)
-    model = models.autoep_model("mixtral")
-    template = Template.of(model)
-    logical = dict(experts.logical(template, settings).named_parameters())
-    values = models.autoep_values(model)
+    model, whole = models.autoep_model("mixtral"), models.autoep_model("mixtral")
     layout = Layout(data=place.ranks, expert=2, zero_stage=int(settings["zero_optimization"]["stage"]))
-    cut = experts.cuts(template, settings, layout)
-    expected = checks.held_here({name: values[name] for name in logical}, cut, place.index)
+    cut = experts.AutoEPShaper(whole, settings).cuts(layout)
+    logical = {name: held.data for name, held in whole.named_parameters()}
+    expected = checks.held_here(logical, cut, place.index)
     routed = models.experts_of(logical)
     norms = [name for name in logical if "norm" in name]
     routers = [name for name in logical if "router" in name]
@@ -147,34 +144,39 @@ Seen = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def rebuilt(kind: str, before: int, size: int, dtype: str) -> Seen:
-    """Let DeepSpeed build a model with one expert size, reshape it to another, and compare with what it would build.
+    """Give a model one expert size and then another, and compare with what DeepSpeed builds for that.
 
     The result is what the reshaped module says to a probe once it holds the slices that the cuts name.
     """
     rank, ranks = td.get_rank(), td.get_world_size()
-    model, twin = models.autoep_model(kind), models.autoep_model(kind)
-    template, values = Template.of(model), models.autoep_values(model)
-    with stock_engine(model, models.config(0, before, dtype)):
-        pass
-    settings, layout = models.config(0, size, dtype), Layout(data=ranks, expert=size, zero_stage=0)
+    model = models.autoep_model(kind)
+    values = models.autoep_values(model)
+    shaper = experts.AutoEPShaper(model, models.config(0))
+    model.to(torch_type(dtype))
+    with stock_engine(models.autoep_model(kind), models.config(0, before, dtype)):
+        shaper.reshape(model, Layout(data=ranks, expert=before, zero_stage=0))
+    layout = Layout(data=ranks, expert=size, zero_stage=0)
     old = {id(held) for held in model.parameters()}
-    with stock_engine(twin, settings) as engine:
+    with stock_engine(models.autoep_model(kind), models.config(0, size, dtype)) as engine:
         stream = torch.get_rng_state()
-        experts.reshape(model, template, settings, layout)
+        shaper.reshape(model, layout)
         assert not old & {id(held) for held in model.parameters()}
         assert torch.equal(torch.get_rng_state(), stream)
-        put(model, checks.held_here(values, experts.cuts(template, settings, layout), rank % size))
+        put(model, checks.held_here(values, shaper.cuts(layout), rank % size))
         entered = SimpleNamespace(
             module=model, basic_optimizer=engine.basic_optimizer, wall_clock_breakdown=engine.wall_clock_breakdown
         )
-        experts.enter(entered, layout)
+        shaper.enter(entered, layout)
         unlike = list(checks.modules_like(model, engine.module))
         assert not unlike, unlike
         for name in ("has_moe_layers", "num_experts", "_autoep_folding_spec", "expert_parallel_group"):
             assert getattr(entered, name) == getattr(engine, name), name
         for part, like in zip(layers_of(model), layers_of(engine.module), strict=True):
             assert part.ep_group is like.ep_group and part.ep_group is not None
-        return probe(model, rank, ranks)
+        seen = probe(model, rank, ranks)
+        shaper.leave(entered)
+        assert all(part.ep_group is None for part in layers_of(model))
+        return seen
 
 
 def put(model: torch.nn.Module, values: checks.Tensors) -> None:
@@ -247,18 +249,17 @@ def frozen_and_accumulated(dtype: str) -> None:
     """BF16_Optimizer, and experts that are not trained: these lie in no group."""
     place = checks.Place(td.get_rank(), td.get_world_size(), 2)
     settings = models.config(1, 2, "bf16", data_types={"grad_accum_dtype": dtype})
-    model = models.autoep_model("qwen2", inner=9)
-    for name, held in model.named_parameters():
+    model, whole = models.autoep_model("qwen2", inner=9), models.autoep_model("qwen2", inner=9)
+    for name, held in (*model.named_parameters(), *whole.named_parameters()):
         if "layers.1" in name and "experts.down_proj" in name:
             held.requires_grad_(False)
-    template, values = Template.of(model), models.autoep_values(model)
-    logical = dict(experts.logical(template, settings).named_parameters())
-    cut = experts.cuts(template, settings, Layout(data=place.ranks, expert=2, zero_stage=1))
-    whole = {name: values[name].bfloat16() for name in logical}
-    expected = checks.held_here(whole, cut, place.index)
-    routed = [name for name in models.experts_of(logical) if logical[name].requires_grad]
-    assert len(cut) == len(routed) + 1
-    dense = [name for name in logical if name not in cut]
+    cut = experts.AutoEPShaper(whole, settings).cuts(Layout(data=place.ranks, expert=2, zero_stage=1))
+    logical = dict(whole.named_parameters())
+    expected = checks.held_here({name: held.bfloat16() for name, held in logical.items()}, cut, place.index)
+    every = models.experts_of(logical)
+    routed = [name for name in every if logical[name].requires_grad]
+    assert len(every) == len(routed) + 1
+    dense = [name for name in logical if name not in every]
     with stock_engine(model, settings) as engine:
         checks.check_weights(engine, dict(zip(logical, logical, strict=True)), expected)
         checks.check_flat_groups(engine, [dense, routed], expected, place)
@@ -275,15 +276,17 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest() -> None:
-    """With the layer, the arithmetic and the nearest sizes."""
-    template = Template.of(models.autoep_model("mixtral"))
+    """With the layer, the arithmetic and the nearest sizes; and so are other axes."""
+    shaper = experts.AutoEPShaper(models.autoep_model("mixtral"), settings())
     with pytest.raises(
-        LayoutError, match=r"expert=3 .* 4 experts of 'model\.layers\.0\.mlp' \(remainder 1\); nearest: ex"
+        LayoutError, match=r"expert=3 .* of 'model\.layers\.0\.mlp' \(remainder 1\); nearest: expert=2, e"
     ):
-        experts.cuts(template, settings(), Layout(data=3, expert=3, zero_stage=1))
+        shaper.cuts(Layout(data=3, expert=3, zero_stage=1))
     with pytest.raises(LayoutError, match=r"remainder 4\); nearest: expert=4$"):
-        experts.cuts(template, settings(), Layout(data=8, expert=8, zero_stage=1))
-    assert experts.cuts(template, settings(), Layout(data=4, expert=4, zero_stage=1))
+        shaper.cuts(Layout(data=8, expert=8, zero_stage=1))
+    with pytest.raises(LayoutError, match="tensor=2 with experts is not supported yet"):
+        shaper.cuts(Layout(data=4, expert=4, tensor=2, zero_stage=1))
+    assert shaper.cuts(Layout(data=4, expert=4, zero_stage=1))
 
 
 def test_the_settings_of_a_layout() -> None:
@@ -291,13 +294,17 @@ def test_the_settings_of_a_layout() -> None:
     assert experts.is_on(settings()) and experts.start_size(settings(autoep_size=4)) == 4
     assert not experts.is_on({}) and not experts.is_on({"expert_parallel": {"enabled": False}})
     assert experts.start_size(settings()) == 1
-    made = experts.configured(settings(autoep_size=4, top_k=1), Layout(data=2, expert=2, zero_stage=1))
+    made = settings(autoep_size=4, top_k=1)
+    experts.AutoEPShaper(models.autoep_model("mixtral"), made).configure(made, Layout(data=2, expert=2, zero_stage=1))
     assert made == settings(autoep_size=2, top_k=1)
+    with pytest.raises(ConfigError, match="score_func must be one of"):
+        experts.AutoEPShaper(models.autoep_model("mixtral"), settings(score_func="tanh"))
 
 
 def test_experts_that_deepspeed_does_not_describe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name of the parameter."""
     convert = experts.convert
+    shaper = experts.AutoEPShaper(models.autoep_model("mixtral"), settings())
 
     def undescribed(*arguments: Any) -> torch.nn.Module:
         made = convert(*arguments)
@@ -306,4 +313,4 @@ def test_experts_that_deepspeed_does_not_describe_are_refused(monkeypatch: pytes
 
     monkeypatch.setattr(experts, "convert", undescribed)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp\.experts\.w2'"):
-        experts.cuts(Template.of(models.autoep_model("mixtral")), settings(), Layout(data=2, expert=2, zero_stage=1))
+        shaper.cuts(Layout(data=2, expert=2, zero_stage=1))

@@ -12,7 +12,6 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_dynatrain.adapters import moe
-from ds_dynatrain.adapters.template import Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks
@@ -31,17 +30,17 @@ def settings_of(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
 def holdings(stage: int, size: int, dtype: str, accumulate: str) -> None:
     """Build a stock engine, and compare every tensor and flat buffer with the prediction."""
     place = checks.Place(td.get_rank(), td.get_world_size(), size)
-    model = models.native_model(size, place.index)
-    template = Template.of(model)
+    model, whole = models.native_model(size, place.index), models.native_model(size, place.index)
     values = models.native_values()
     assert moe.start_size(model) == size
-    assert [name for name, _ in moe.logical(template).named_parameters()] == list(values)
-    cut = moe.cuts(template, Layout(data=place.ranks, expert=size, zero_stage=stage))
+    shaper = moe.NativeShaper(whole, place.rank)
+    check_completed(whole, shaper, values, size, place.index)
+    cut = shaper.cuts(Layout(data=place.ranks, expert=size, zero_stage=stage))
     routed = models.experts_of(values)
-    assert list(cut) == routed
+    assert [name for name in cut if cut[name].expert is not None] == routed
     element = torch.bfloat16 if dtype == "bf16" else torch.float32
     expected = checks.held_here({name: held.to(element) for name, held in values.items()}, cut, place.index)
-    groups = [[name for name in expected if name not in cut], [name for name in expected if name in cut]]
+    groups = [[name for name in expected if (name in routed) == expert] for expert in (False, True)]
     settings = settings_of(stage, dtype, data_types={"grad_accum_dtype": accumulate})
     with stock_engine(model, settings) as engine:
         checks.check_weights(engine, moe.names(engine.module, place.index), expected)
@@ -49,6 +48,24 @@ def holdings(stage: int, size: int, dtype: str, accumulate: str) -> None:
             checks.check_flat_groups(engine, groups, expected, place)
         names = [(group["name"], group.get("moe", False)) for group in engine.basic_optimizer.param_groups]
         assert names == [("dense-params", False), (f"ep_size_{size}", True)]
+
+
+def check_completed(whole: nn.Module, shaper: moe.NativeShaper, values: checks.Tensors, size: int, index: int) -> None:
+    """A model of one rank's experts has all of them: its own, and others without memory, which other ranks have."""
+    assert [name for name, _ in whole.named_parameters()] == list(values)
+    for name, held in whole.named_parameters():
+        owner = shaper.owners.get(id(held))
+        found = models.LOCAL_EXPERT.search(name)
+        if found is None or size == 1:
+            assert owner is None and checks.same(held.data, values[name])
+            continue
+        count = models.COUNTS[0] if name.startswith("first") else models.COUNTS[1]
+        assert owner == int(found[1]) * size // count
+        if owner == index:
+            assert checks.same(held.data, values[name])
+        else:
+            assert held.untyped_storage().nbytes() == held.element_size()
+        assert held.group_name == "ep_size_1" and not held.allreduce
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -64,8 +81,9 @@ def test_holdings_are_as_predicted(pool: RankPool, size: int, stage: int, dtype:
 def groups_of_the_user() -> None:
     """Experts of two groups lie in two groups, behind those of the user, in the order of these."""
     place = checks.Place(td.get_rank(), td.get_world_size(), 2)
-    model = models.native_model(2, place.index)
-    cut = moe.cuts(Template.of(model), Layout(data=place.ranks, expert=2, zero_stage=1))
+    model, whole = models.native_model(2, place.index), models.native_model(2, place.index)
+    cut = moe.NativeShaper(whole, place.rank).cuts(Layout(data=place.ranks, expert=2, zero_stage=1))
+    routed = models.experts_of(cut)
     expected = checks.held_here(models.native_values(), cut, place.index)
     vectors = [held for held in model.parameters() if held.dim() == 1]
     matrices = [held for held in model.parameters() if held.dim() > 1]
@@ -75,7 +93,9 @@ def groups_of_the_user() -> None:
     ]
     vector = [name for name, held in expected.items() if held.dim() == 1]
     rest = [name for name in expected if name not in vector]
-    parted = [[name for name in part if (name in cut) == routed] for routed in (False, True) for part in (vector, rest)]
+    parted = [
+        [name for name in part if (name in routed) == expert] for expert in (False, True) for part in (vector, rest)
+    ]
     with stock_engine(model, settings_of(1), model_parameters=decays) as engine:
         checks.check_flat_groups(engine, parted, expected, place)
         found = [(group["name"], group["weight_decay"]) for group in engine.basic_optimizer.param_groups]
@@ -94,27 +114,25 @@ Seen = tuple[float, list[torch.Tensor]]
 
 
 def rebuilt(before: int, size: int) -> Seen:
-    """As in `test_experts`: reshape a model that DeepSpeed started with another size, and compare."""
+    """As in `test_experts`: reshape a model that was built with another size, and compare."""
     rank, ranks = td.get_rank(), td.get_world_size()
-    model, twin = models.native_model(before, rank % before), models.native_model(size, rank % size)
-    template = Template.of(model)
-    with stock_engine(model, settings_of(0)):
-        pass
+    model = models.native_model(before, rank % before)
+    shaper = moe.NativeShaper(model, rank)
     layout = Layout(data=ranks, expert=size, zero_stage=0)
-    with stock_engine(twin, settings_of(0)) as engine:
+    with stock_engine(models.native_model(size, rank % size), settings_of(0)) as engine:
         stream = torch.get_rng_state()
-        moe.reshape(model, template, layout)
+        shaper.reshape(model, layout)
         assert torch.equal(torch.get_rng_state(), stream)
-        values = checks.held_here(models.native_values(), moe.cuts(template, layout), rank % size)
-        named = moe.names(model, rank % size)
-        assert list(values) == list(named.values())
-        for name, held in model.named_parameters():
-            held.data.copy_(values[named[name]])
+        values = checks.held_here(models.native_values(), shaper.cuts(layout), rank % size)
+        named = shaper.parameters(model, layout)
+        assert list(values) == list(named)
+        for name, held in named.items():
+            held.data.copy_(values[name])
         entered = SimpleNamespace(
             module=model, basic_optimizer=engine.basic_optimizer, wall_clock_breakdown=engine.wall_clock_breakdown
         )
-        moe.enter(entered, layout)
-        moe.enter(entered, layout)
+        shaper.enter(entered, layout)
+        shaper.enter(entered, layout)
         unlike = list(checks.modules_like(model, engine.module))
         assert not unlike, unlike
         for name in ("has_moe_layers", "num_experts", "expert_parallel_group", "expert_data_parallel_group"):
@@ -124,6 +142,8 @@ def rebuilt(before: int, size: int) -> Seen:
         for part in routed:
             assert part.ep_group is part.gate.ep_group is engine.moe_layers[0].ep_group
         loss = model(*models.batch(3, rank, ranks))
+        shaper.leave(entered)
+        assert all(part.ep_group is part.gate.ep_group is None for part in routed)
         return float(loss), [part.exp_counts.clone() for part in routed]
 
 
@@ -140,33 +160,36 @@ def test_a_reshaped_module_is_the_one_that_deepspeed_would_build(pool: RankPool)
 
 
 def test_sizes_that_a_layer_does_not_divide_into_are_refused() -> None:
-    """Every layer must be divided, and the nearest sizes are those of all of them."""
-    template = Template.of(models.Routed(1))
+    """Every layer must be divided, and the nearest sizes are those of all of them; and so are other axes."""
+    shaper = moe.NativeShaper(models.Routed(1), 0)
     with pytest.raises(LayoutError, match=r"expert=8 .* 4 experts of 'first' \(remainder 4\); nearest: expert=4$"):
-        moe.cuts(template, Layout(data=8, expert=8, zero_stage=1))
+        shaper.cuts(Layout(data=8, expert=8, zero_stage=1))
     with pytest.raises(LayoutError, match=r"expert=3 .* nearest: expert=2, expert=4$"):
-        moe.cuts(template, Layout(data=3, expert=3, zero_stage=1))
-
-
-def test_a_model_without_experts_has_the_size_one() -> None:
-    """And no other."""
-    template = Template.of(nn.Linear(2, 2))
-    assert moe.cuts(template, Layout(data=2, zero_stage=1)) == {}
-    assert moe.start_size(template.module) == 1
-    with pytest.raises(LayoutError, match="no experts"):
-        moe.cuts(template, Layout(data=2, expert=2, zero_stage=1))
+        shaper.cuts(Layout(data=3, expert=3, zero_stage=1))
+    with pytest.raises(LayoutError, match="pipe=2 with experts is not supported yet"):
+        shaper.cuts(Layout(data=2, pipe=2, zero_stage=1))
 
 
 def test_layers_of_several_sizes_are_refused() -> None:
     """With the size of each."""
     model = nn.ModuleList([MoE(4, nn.Linear(4, 4), 4, ep_size=size) for size in (1, 2)])
     with pytest.raises(UnsupportedError, match=r"'0' has ep_size=1, '1' has ep_size=2"):
-        moe.start_size(model)
+        moe.NativeShaper(model, 0)
 
 
-def test_experts_that_are_not_alike_are_refused() -> None:
-    """They could not change places."""
+def test_experts_that_cannot_change_places_are_refused() -> None:
+    """Because they are not alike, or hold what is no parameter."""
     model = models.Routed(1)
     model.first.deepspeed_moe.experts.deepspeed_experts[2].up.weight.requires_grad_(False)
     with pytest.raises(UnsupportedError, match="experts of 'first' are not alike"):
-        moe.logical(Template.of(model))
+        moe.NativeShaper(model, 0)
+    model = nn.Sequential(MoE(4, nn.BatchNorm1d(4), 4))
+    with pytest.raises(UnsupportedError, match="experts of '0' have buffers"):
+        moe.NativeShaper(model, 0)
+
+
+def test_a_layer_that_drops_tokens_is_found() -> None:
+    """Its ranks must have equal numbers of them."""
+    assert moe.dropping(models.Routed(1)) == "first"
+    assert moe.dropping(nn.Sequential(MoE(4, nn.Linear(4, 4), 4, drop_tokens=False))) is None
+    assert moe.dropping(nn.Linear(2, 2)) is None

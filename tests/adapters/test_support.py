@@ -303,7 +303,7 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     refused(settings(), "'0' has sparse gradients", nn.Sequential(nn.Embedding(3, 2, sparse=True)))
     monkeypatch.setattr(MoE, "__init__", lambda self: nn.Module.__init__(self))
-    refused(settings(), "'1' is a mixture-of-experts layer", nn.Sequential(nn.Linear(2, 2), MoE()))
+    refused(settings(), "'1' is a layer of deepspeed.moe", nn.Sequential(nn.Linear(2, 2), MoE()))
 
 
 def test_a_wrapped_module_at_stage_3() -> None:
