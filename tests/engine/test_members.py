@@ -38,7 +38,7 @@ def holdings(engine: Any, largest: int) -> dict[str, int]:
         "parameters": sum(parameter.data.untyped_storage().nbytes() for parameter in parameters),
         "gradients": sum(gradient.untyped_storage().nbytes() for gradient in gradients),
         "states": len(engine.basic_optimizer.state),
-        "large": sum(held.untyped_storage().nbytes() > 4 * largest for held in found),
+        "large": sum(held.untyped_storage().nbytes() > 4 * largest for held in found if not held.is_meta),
         "resident": resident_bytes(),
     }
 
