@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as td
@@ -235,6 +236,58 @@ def test_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     saved = pool.run(saving, folder=str(tmp_path))
     for found, expected in zip(pool.run(loading, folder=str(tmp_path)), saved, strict=True):
         assert oracle.differences(found, expected) == []
+
+
+def coming_in(stage: int) -> list[oracle.State | None]:
+    """States after three steps, and after a switch and another one: of a model of `zero.Init` and of its whole twin."""
+    found: list[oracle.State | None] = []
+    for is_cut in (True, False):
+        model = long_gpt()
+        if is_cut:
+            deepspeed.zero.Init(module=model, config_dict_or_path=jobs.config())
+        settings = axis_walks.configured(adam(), "fp32", at(stage, 1, 2))
+        with jobs.job(settings, model, Texts(), groups=False) as made:
+            for batch in made.loader:
+                one_step(made.engine, batch)
+                if made.engine.global_steps == 3:
+                    found.append(oracle.gather(made.engine))
+                    made.engine.switch(at(2, 1, 4), at=3)
+                if made.engine.global_steps == 4:
+                    found.append(oracle.gather(made.engine))
+                    break
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_of_zero_init(pool: RankPool, stage: int) -> None:
+    states = pool.run(coming_in, stage=stage)[0]
+    assert len(states) == 4
+    for cut, whole in zip(states[:2], states[2:], strict=True):
+        assert oracle.differences(cut, whole) == []
+
+
+def registering(stage: int) -> tuple[oracle.State, oracle.State]:
+    """States before and after a part of the model is frozen on sequence ranks, and a step is taken with the rest."""
+    with axis_walks.started(adam(), "fp32", at(stage, 2, 2)) as made:
+        batches = iter(made.loader)
+        one_step(made.engine, next(batches))
+        before = oracle.gather(made.engine)
+        made.engine.module.blocks[0].requires_grad_(False)
+        assert made.engine.register_parameters()
+        after = oracle.gather(made.engine)
+        one_step(made.engine, next(batches))
+        made.engine.switch(at(1, 4), at=2)
+        one_step(made.engine, next(batches))
+        assert made.engine.last_switch.outcome == "committed"
+    return before, after
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_registering(pool: RankPool, stage: int) -> None:
+    for before, after in pool.run(registering, stage=stage):
+        gone = {key for key in before.tensors if key not in after.tensors}
+        assert gone and all(name.startswith("blocks.0.") and kind != "weight" for name, kind in gone)
+        assert all(torch.equal(before.tensors[key], held) for key, held in after.tensors.items())
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
