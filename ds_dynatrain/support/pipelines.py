@@ -10,7 +10,8 @@ PIPELINES = (
     Row(
         "PipelineModule",
         Verdict.NOTE,
-        "built with num_stages=1 on every process; dynatrain.layout.pipe says how many stages it gets: see pipeline.md",
+        "built with num_stages=1 on every process; dynatrain.layout.pipe says how many stages it gets: "
+        "see [pipelines](pipeline.md)",
         proof=f"{_TESTS}walks",
     ),
     Row(

@@ -446,3 +446,43 @@ def many_changes(count: int) -> list[tuple[int, int, int]]:
 def test_nothing_is_left_behind(pool: RankPool) -> None:
     for found in pool.run(many_changes, count=4, seconds=120):
         assert all(now <= then for now, then in zip(found[-1], found[1], strict=True)), found
+
+
+class Average:
+    """An average of the weights by name, as users keep one: it follows the layers of its member."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.follow(None)
+        engine.on_switch(self.follow)
+
+    def follow(self, _: Any) -> None:
+        self.held = {name: held.detach().clone() for name, held in self.engine.module.named_parameters()}
+
+    def update(self) -> None:
+        for name, held in self.engine.module.named_parameters():
+            self.held[name].lerp_(held.detach(), 0.1)
+
+
+def hooked() -> tuple[list[int], list[int]]:
+    """The steps in which a hook was called on layer 1, if it was here at the start, and on the root."""
+    on_layer, on_root = list[int](), list[int]()
+    with job(settings(layout(2, 2)), "tied") as made:
+        engine = made.engine
+        average = Average(engine)
+        if engine.grid.stage_id == 0:
+            engine.module.forward_funcs[1].register_forward_hook(lambda *_: on_layer.append(engine.global_steps))
+        engine.module.register_forward_pre_hook(lambda *_: on_root.append(engine.global_steps))
+        for step, target in enumerate((layout(2, 2), layout(2, 2, 1, (0, 4, 7)), layout(1, 4), layout(2, 2))):
+            if step:
+                engine.switch(target, at=step)
+            engine.train_batch()
+            assert average.held.keys() == dict(engine.module.named_parameters()).keys()
+            average.update()
+    return on_layer, on_root
+
+
+def test_hooks_and_averages(pool: RankPool) -> None:
+    found = pool.run(hooked)
+    assert all(on_root == [0, 0, 1, 1, 2, 3, 3] for _, on_root in found), "two micro-batches a step, or one"
+    assert found[0][0] == [0, 0, 1, 1, 2, 3, 3], "member 0 keeps rank 0, and so layer 1"
