@@ -341,6 +341,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank = -1 if world.rank is None else world.rank
         self.data_parallel_group, self.seq_data_parallel_group = world.data_only, world.data
         self.mpu = world.mpu
+        self.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
         sequence.enter(self, world, layout)
         self.shaper.enter(self, layout)
 

@@ -32,8 +32,9 @@ _PARAMETER_ATTRIBUTES = """
 """.split()
 _KEPT_ATTRIBUTES = """
     ds_autoep_uc_meta ds_autoep_folding_param_family ds_zero_placement_family ds_zero_partition_group_name
+    ds_autotp_universal_checkpoint_meta ds_is_replaced_module
 """.split()
-"""Those in ds_ that say what a parameter is, whatever the stage: AutoEP sets them once, when it makes a layer."""
+"""Those in ds_ that say what a parameter is, whatever the stage: AutoEP and AutoTP set them once, in a new layer."""
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 

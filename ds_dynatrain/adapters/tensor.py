@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import deepspeed.comm as dist
 import torch
@@ -25,6 +26,8 @@ _PARSED = "ds_autotp_parsed"
 _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
 """On parameters whose gradients AutoTP adds up over the ranks."""
+_METHODS = {"gather_params", "_tp_partition"}
+"""Of a layer, on its parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
 """How AutoTP, and the checks of what it says, say no."""
@@ -78,6 +81,8 @@ class TensorShaper:
             partition(made, self._config, layout.tensor)
         with_memory(made, next(root.parameters()).dtype)
         for held in made.parameters():
+            for name in _METHODS & held.__dict__.keys():
+                setattr(held, name, _loosely(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
         _take_off(root, template.module)
@@ -138,6 +143,17 @@ class TensorShaper:
                 continue
             return size
         return 1
+
+
+def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, without a hold on its layer: else the layer's memory would wait for the collector when it is gone."""
+    reference = WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
+
+    return call
 
 
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:

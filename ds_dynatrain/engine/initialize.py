@@ -164,7 +164,7 @@ def _engine_of(
     whole = incoming.is_whole and not is_partitioned(layout)
     ties = _check_axes(shaper, layout) if is_partitioned(layout) else ()
     config = copy.deepcopy(job.user_config)
-    shaper.configure(config, layout)
+    shaper.configure(config, layout.replace(tensor=1))  # AutoTP's layers come with the first shape
     given: dict[str, Any] = {
         "settings": layout_config(config, layout, batch),
         "job": job,
@@ -205,11 +205,6 @@ def _engine_of(
     return engine
 
 
-def _mpu_of(world: World) -> Any:
-    """What DeepSpeed's constructor takes as `mpu`; for pipeline and tensor sizes it makes one of its own."""
-    return world.mpu if world.layout.sequence > 1 else None
-
-
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
     """The engine of the class that the model needs.
 
@@ -217,7 +212,7 @@ def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) ->
     """
     if is_pipeline(arguments["model"]):
         return engine_around(DynatrainPipelineEngine, world=world, groups=groups, **arguments)
-    return engine_around(DynatrainEngine, world=world, mpu=_mpu_of(groups), **arguments)
+    return engine_around(DynatrainEngine, world=world, mpu=groups.mpu, **arguments)
 
 
 def _close(reference: weakref.ref[DynatrainEngine]) -> None:

@@ -117,13 +117,27 @@ class VirtualParameterSpace:
                     f"{layout}: this model is dealt out by data and sequence only; give other axes size 1"
                 )
             partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
-            self._meshes[layout] = Mesh(self.line, layout, partition)
+            mesh = Mesh(self.line, layout, partition)
+            self._check_subgroups(mesh, layout)
+            self._meshes[layout] = mesh
         return self._meshes[layout]
 
     def ties(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """The sets of pipeline stages that share a tensor under a layout."""
         mesh = self.mesh(layout)
         return () if mesh is None else shared_stages(mesh.partition)
+
+    def _check_subgroups(self, mesh: Mesh, layout: Layout) -> None:
+        """LayoutError if tensor ranks have different numbers of ZeRO-3's sub-groups: it adds their norms up in turn."""
+        if layout.zero_stage < 3 or layout.tensor == 1:
+            return
+        counts = [zero.subgroup_count(deck.line, self.rules, layout) for deck in mesh.decks]
+        if len(set(counts)) > 1:
+            raise LayoutError(
+                f"{layout}: with sub_group_size {self.rules.sub_group_size} the tensor ranks have "
+                f"{', '.join(map(str, counts))} sub-groups, and would wait for each other's norms for ever; make "
+                "zero_optimization.sub_group_size larger, or take a tensor size that cuts evenly"
+            )
 
     def local(self, layout: Layout, rank: int) -> LocalSpace:
         """What a rank holds, in terms of its own local tensors."""

@@ -92,9 +92,8 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
     whole = [BufferId("tensor", tensor) for tensor in tensors]
     count = line.trainable_count
     if layout.zero_stage == 3:
-        number = subgroups(line, rules, layout)
         parts = [BufferId("partition", tensor) for tensor in tensors]
-        return (*whole, *parts, *(BufferId("subgroup", index) for index in range(int(number.max(initial=-1)) + 1)))
+        return (*whole, *parts, *(BufferId("subgroup", at) for at in range(subgroup_count(line, rules, layout))))
     if has_flat_groups(rules, layout):
         return (*whole, *(BufferId("group", index) for index in range(int(line.groups[:count].max(initial=-1)) + 1)))
     return tuple(whole)
@@ -193,6 +192,11 @@ def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
             if not whole and total >= rules.sub_group_size and position + 1 < len(members):
                 number, total = number + 1, 0
     return result
+
+
+def subgroup_count(line: Line, rules: ZeroRules, layout: Layout) -> int:
+    """Number of ZeRO-3's sub-groups of a rank's tensors."""
+    return int(subgroups(line, rules, layout).max(initial=-1)) + 1
 
 
 def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:

@@ -1,0 +1,326 @@
+"""Tensor parallel sizes change live: walks of language models under AutoTP, with data, every stage, idle members."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.checkpoint.affine import ParamAffineMap
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from torch.distributed import distributed_c10d as c10d
+
+from ds_dynatrain.adapters.tensor import TensorShaper
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.space import Layout
+from tests.engine import axis_walks, faults, jobs, oracle
+from tests.engine.axis_walks import Subject
+from tests.engine.language_models import MODELS, WORDS, tokens
+from tests.engine.oracle import Place
+from tests.engine.pool import RankPool
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Token sequences as keyword arguments of a language model."""
+
+    def __init__(self, length: int) -> None:
+        self.texts = tokens(3, length)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.texts[index], "labels": self.texts[index]}
+
+
+def step(engine: Any, batch: Mapping[str, torch.Tensor]) -> float:
+    """One optimizer step on keyword arguments; the loss on this rank."""
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def places(engine: Any) -> dict[str, Place]:
+    """Where local parameters lie by DeepSpeed's own maps: what of a row of numbers they would hold."""
+    found = {}
+    size = engine.layout.tensor
+    for name, held in engine.module.named_parameters():
+        written = getattr(held, "ds_autotp_universal_checkpoint_meta", None)
+        described = written and written["conversion"].get("affine_map")
+        if described is not None:
+            whole = ParamAffineMap.from_dict(described)
+            numbers = torch.arange(whole.numel).view(whole.logical_shape)
+            found[name] = Place(name, whole.extract(numbers, engine.rank % size).flatten(), whole.numel)
+    return found
+
+
+def subject(name: str, sub_group_size: int = 1 << 20, **settings: Any) -> Subject:
+    """A language model by name; ranks count the tensor axis fastest."""
+    zero = {"stage3_param_persistence_threshold": 40, "sub_group_size": sub_group_size}
+    return Subject(MODELS[name], Texts, places, {"zero_optimization": zero, **settings}, step)
+
+
+def at(data: int, tensor: int, stage: int) -> Layout:
+    """A layout."""
+    return Layout(data=data, tensor=tensor, zero_stage=stage)
+
+
+ROUND = [at(1, size, 1) for size in (1, 2, 4, 3, 1)]
+MIXED = [at(2, 2, 3), at(4, 1, 1), at(1, 4, 0), at(1, 3, 3), at(2, 2, 1), at(2, 2, 2), at(2, 1, 0), at(1, 4, 3)]
+MIXED += [at(1, 2, 3), at(2, 2, 0), at(1, 3, 2), at(1, 2, 0), at(1, 2, 0), at(3, 1, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tensor_sizes_with_data_at_every_stage(pool: RankPool, dtype: str) -> None:
+    axis_walks.compare(pool, partial(subject, "llama of 4 kv"), [*ROUND, *MIXED], dtype)
+
+
+WALKS = {
+    "llama tied": [at(2, 1, 1), at(1, 4, 1), at(2, 2, 0), at(1, 3, 2), at(2, 2, 3), at(2, 1, 3), at(1, 2, 3)],
+    "qwen3": [at(2, 1, 0), at(2, 2, 3), at(1, 4, 2), at(1, 3, 1), at(1, 2, 0), at(2, 2, 0)],
+    "llama": [at(1, 4, 0), at(1, 3, 1), at(2, 2, 2), at(1, 4, 2), at(2, 1, 1)],
+    "neox": [at(1, 4, 0), at(1, 3, 1), at(2, 2, 2)],
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_models(pool: RankPool, name: str) -> None:
+    """Tied to a vocabulary in parts and a loss of its own; norms of heads; fewer heads than ranks; fused QKV."""
+    axis_walks.compare(pool, partial(subject, name), WALKS[name])
+
+
+def test_sub_groups_of_stage_3(pool: RankPool) -> None:
+    path = [at(2, 2, 3), at(1, 4, 3), at(2, 1, 3), at(1, 2, 3), at(2, 2, 1)]
+    axis_walks.compare(pool, partial(subject, "llama of 4 kv", 700), path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp16", "bf16 in fp32"])
+def test_precisions(pool: RankPool, dtype: str) -> None:
+    path = [at(2, 2, 1), at(1, 4, 1), at(2, 1, 1), at(1, 3, 1), at(2, 2, 1)]
+    axis_walks.compare(pool, partial(subject, "llama of 4 kv"), path, dtype)
+
+
+# ---- one run --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """What a rank saw of a run: losses by step, events, and what a test asks of a step."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    events: list[Any] = field(default_factory=list)
+    notes: dict[int, Any] = field(default_factory=dict)
+
+
+Each = Callable[[Any, Story], None]
+
+
+def told(
+    name: str, start: Layout, schedule: Mapping[int, Layout], steps: int, each: Each | None = None, dtype: str = "fp32"
+) -> Story:
+    """A run that switches by schedule. each: called after every optimizer step."""
+    made = subject(name)
+    story, asked = Story(), set[int]()
+    with axis_walks.started(made, dtype, start) as job:
+        engine = job.engine
+        engine.on_switch(story.events.append)
+        while engine.idle or engine.global_steps < steps:
+            for batch in job.loader:
+                number = engine.global_steps
+                story.losses[number] = step(engine, batch)
+                if each is not None:
+                    each(engine, story)
+                done = engine.global_steps
+                if done in schedule and done < steps and done not in asked:
+                    asked.add(done)
+                    engine.switch(schedule[done], at=done)
+                if done >= steps:
+                    break
+    return story
+
+
+def losses(stories: Sequence[Story]) -> list[float]:
+    """The mean loss of each step over the ranks that took it."""
+    count = max(max(story.losses, default=-1) for story in stories) + 1
+    held = [[story.losses[number] for story in stories if number in story.losses] for number in range(count)]
+    return [sum(found) / len(found) for found in held]
+
+
+CHANGES = {2: at(2, 2, 3), 4: at(1, 4, 1), 6: at(1, 3, 0), 8: at(4, 1, 2), 10: at(1, 2, 1), 12: at(1, 1, 0)}
+
+
+@pytest.mark.parametrize("name", ["llama of 4 kv", "qwen3"])
+def test_a_run_has_the_losses_of_one_without_changes(pool: RankPool, name: str) -> None:
+    static = losses(pool.run(told, name=name, start=at(2, 1, 1), schedule={}, steps=14))
+    stories = pool.run(told, name=name, start=at(2, 1, 1), schedule=CHANGES, steps=14)
+    assert [event.outcome for event in stories[0].events] == ["committed"] * len(CHANGES)
+    assert all(event.bytes_sent == event.bytes_minimum for event in stories[0].events)
+    assert jobs.furthest(losses(stories), static) <= 2e-6
+
+
+def watched(start: Layout, schedule: Mapping[int, Layout]) -> Story:
+    """What of an old shape, and of its groups, is left; and that the first batch of each shape was compared."""
+    held: list[weakref.ref[Any]] = []
+
+    def each(engine: Any, story: Story) -> None:
+        layers = [part for part in engine.module.modules() if isinstance(part, TensorParallel_Layer)]
+        alive = [type(reference()).__name__ for reference in held if reference() is not None]
+        groups = {part.mp_group for part in layers}
+        sizes = {group.size() for group in groups} if groups else {1}
+        checks = len(engine.module._forward_pre_hooks)
+        story.notes[engine.global_steps] = (alive, len(groups), sizes, len(c10d._world.pg_map), checks)
+        if engine.global_steps in schedule:
+            gc.collect()
+            held[:] = [weakref.ref(part) for part in engine.module.model.modules()]
+            held.extend(weakref.ref(part) for part in engine.module.parameters())
+
+    return told("llama tied", start, schedule, 9, each)
+
+
+def test_nothing_of_an_old_shape_is_left(pool: RankPool) -> None:
+    schedule = {2: at(2, 2, 1), 4: at(1, 4, 1), 6: at(2, 2, 1)}
+    notes = pool.run(watched, start=at(1, 4, 1), schedule=schedule)[0].notes
+    assert notes[2][1:3] == notes[6][1:3] == (1, {4}) and notes[4][1:3] == notes[8][1:3] == (1, {2})
+    assert [notes[done][0] for done in (4, 6, 8)] == [[], [], []]
+    assert notes[4][3] == notes[8][3] and notes[2][3] == notes[6][3], "as many groups as the first time"
+    assert len({note[4] for note in notes.values()}) == 1, "the check of the first batch takes itself off"
+
+
+def other_samples() -> list[str]:
+    """What DeepSpeed says of other samples than those of the tensor peers, in the first step after a switch."""
+    with axis_walks.started(subject("llama"), "fp32", at(2, 1, 1)) as job:
+        engine, batches = job.engine, iter(job.loader)
+        step(engine, next(batches))
+        engine.switch(at(1, 2, 1), at=engine.global_steps)
+        batch = next(batches)
+        try:
+            step(engine, {name: (part + engine.rank) % WORDS for name, part in batch.items()})
+        except AssertionError as error:
+            return [str(error)]
+    return []
+
+
+def test_other_samples_on_a_tensor_rank_are_found(pool: RankPool) -> None:
+    found = pool.run(other_samples)
+    assert all("Data inconsistency within the TP group" in said for said in (*found[0], *found[1])) and found[0]
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+FAULTS = ["bit flip", "lost step counter", "random stream reset", "dropped piece", "precision cast"]
+
+
+def rolled_back(asks: bool, start: Layout, target: Layout) -> Story:
+    """A run in which changes of the tensor size fail, each by another fault, until the last one is let through."""
+    schedule = {2 + 2 * number: target for number in range(len(FAULTS) + 1)} if asks else {}
+
+    def each(engine: Any, story: Story) -> None:
+        event = engine.last_switch
+        children = id(engine.module.model), [id(held) for held in engine.module.parameters()]
+        story.notes[engine.global_steps] = (event and (event.outcome, event.reason), children)
+
+    with faults.injected(FAULTS, {}):
+        return told("llama tied", start, schedule, 4 + 2 * len(FAULTS), each)
+
+
+@pytest.mark.parametrize(("start", "target"), [(at(2, 2, 1), at(1, 4, 2)), (at(2, 1, 3), at(1, 2, 0))])
+def test_a_change_that_fails_leaves_no_trace(pool: RankPool, start: Layout, target: Layout) -> None:
+    expected = pool.run(rolled_back, asks=False, start=start, target=target)
+    found = pool.run(rolled_back, asks=True, start=start, target=target)
+    last = 2 + 2 * len(FAULTS)
+    for rank in range(start.world_size):
+        mine = found[rank]
+        for number, name in enumerate(FAULTS):
+            outcome, reason = mine.notes[3 + 2 * number][0]
+            assert outcome == "rolled_back" and re.search(faults.REASONS[name], reason), (name, reason)
+        children = [children for step, (_, children) in mine.notes.items() if step <= last]
+        assert all(other == children[0] for other in children), "the very same objects"
+        assert {step: loss for step, loss in mine.losses.items() if step < last} == {
+            step: loss for step, loss in expected[rank].losses.items() if step < last
+        }
+    assert found[0].notes[last + 1][0][0] == "committed"
+
+
+def torn(method: str) -> Story:
+    """One member fails inside of the rebuild, the first time."""
+    own, failed = getattr(TensorShaper, method), []
+
+    def wrapped(self: TensorShaper, *arguments: Any) -> Any:
+        own(self, *arguments)
+        if arguments[-1].tensor == 4 and not failed:
+            failed.append(True)
+            if int(os.environ["LOCAL_RANK"]) == 1:
+                raise RuntimeError("a test's failure")
+
+    def each(engine: Any, story: Story) -> None:
+        story.notes[engine.global_steps] = engine.last_switch and engine.last_switch.outcome
+
+    with patch.object(TensorShaper, method, wrapped):
+        return told("llama", at(2, 2, 1), {2: at(1, 4, 1), 4: at(1, 4, 1)}, 6, each)
+
+
+@pytest.mark.parametrize("method", ["reshape", "enter"])
+def test_a_member_that_fails_inside_of_the_rebuild(pool: RankPool, method: str) -> None:
+    expected = pool.run(told, name="llama", start=at(2, 2, 1), schedule={}, steps=6)
+    found = pool.run(torn, method=method)
+    for rank in range(4):
+        assert [found[rank].notes[done] for done in (2, 3, 5)] == [None, "rolled_back", "committed"]
+        assert [found[rank].losses[done] for done in range(4)] == [expected[rank].losses[done] for done in range(4)]
+
+
+def refused(wanted: Layout, name: str, sub_group_size: int) -> tuple[str, str]:
+    """What is said of a layout that is asked for, by `switch` and by `plan`."""
+    with axis_walks.started(subject(name, sub_group_size), "fp32", at(4, 1, 1)) as job:
+        step(job.engine, next(iter(job.loader)))
+        with pytest.raises(SwitchRefused) as caught:
+            job.engine.switch(wanted)
+        return str(caught.value), str(job.engine.plan(wanted).refusal)
+    raise AssertionError("never idle")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "size", "words"),
+    [
+        (at(1, 4, 3), "llama", 1 << 20, r"tensor=4: .*16 \+ 16 \+ 0 \+ 0, and zero_stage=3 .*nearest: tensor=2"),
+        (at(1, 3, 3), "llama of 4 kv", 700, r"sub_group_size 700 the tensor ranks have \d+, \d+, \d+ sub-groups"),
+        (at(1, 2, 1), "gpt2", 1 << 20, "AutoTP cannot cut GPT2LMHeadModel: AutoTP not supported"),
+        (at(1, 2, 1), "bloom", 1 << 20, "tensor parallelism of BloomForCausalLM: AutoTP cuts its fused"),
+    ],
+)
+def test_what_cannot_be_is_refused(pool: RankPool, wanted: Layout, name: str, size: int, words: str) -> None:
+    for said, planned in pool.run(refused, wanted=wanted, name=name, sub_group_size=size):
+        assert re.search(words, said) and re.search(words, planned)
+
+
+def saved(folder: str, path: list[Layout]) -> tuple[oracle.State, oracle.State] | None:
+    """The state that a checkpoint was saved of after a switch, and the one that a new engine has loaded."""
+    with axis_walks.started(subject("llama tied"), "fp32", path[0]) as job:
+        batches = iter(job.loader)
+        for number in range(3):
+            batch = next(batches)
+            step(job.engine, batch)
+            if number == 1:
+                job.engine.switch(path[1], at=job.engine.global_steps)
+        job.engine.save_checkpoint(folder)
+        before = oracle.gather(job.engine, places)
+    with axis_walks.started(subject("llama tied"), "fp32", path[1]) as job:
+        assert job.engine.load_checkpoint(folder)[0] is not None
+        return before, oracle.gather(job.engine, places)
+    return None
+
+
+@pytest.mark.parametrize("path", [[at(4, 1, 1), at(2, 2, 1)], [at(4, 1, 3), at(2, 2, 3)], [at(1, 4, 1), at(4, 1, 0)]])
+def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, path: list[Layout]) -> None:
+    for before, loaded in pool.run(saved, folder=str(tmp_path), path=path):
+        assert oracle.differences(before, loaded) == []
