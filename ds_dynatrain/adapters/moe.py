@@ -11,7 +11,7 @@ capacity follows from the tokens of a rank, not from the expert size; what drops
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ class NativeShaper:
     of each expert's parameter, by the parameter's id. Empty where every process has built all experts.
     """
 
-    def __init__(self, model: nn.Module, member: int) -> None:
+    def __init__(self, model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> None:
         """Take a user's model over: it has all experts from now on, those of other ranks without memory.
 
-        member: of the launch. UnsupportedError for layers of several sizes, or with experts that are not alike.
+        member: of the launch. lists: of parameters that the caller has, an optimizer's say; they get those of all
+        experts. UnsupportedError for layers of several sizes, or with experts that are not alike.
         """
         self._size = start_size(model)
         self._template = Template.of(model)
@@ -72,6 +73,8 @@ class NativeShaper:
         self.owners: dict[int, int] = {}
         for path, layer in layers(model):
             self._complete(path, layer, member)
+        if self._size > 1:
+            _complete_lists(model, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Which expert index has each tensor of an expert; LayoutError as `convert`."""
@@ -137,6 +140,30 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
             of_expert = [name for name, _ in held.named_parameters()]
             found.update({f"{prefix}.{local}.{name}": f"{prefix}.{number}.{name}" for name in of_expert})
     return found
+
+
+def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
+    """Put the same parameters of all experts of a layer where those of some of them are."""
+    alike: dict[str, list[nn.Parameter]] = {}
+    for path, layer in layers(model):
+        for _, prefix, held in _experts(path, layer):
+            for name, parameter in held.named_parameters():
+                alike.setdefault(f"{prefix} {name}", []).append(parameter)
+    place = {id(parameter): key for key, held in alike.items() for parameter in held}
+    taken: dict[str, int] = {}
+    for number, listed in enumerate(lists):
+        keys = {place[id(parameter)] for parameter in listed if id(parameter) in place}
+        for key in keys:
+            if taken.setdefault(key, number) != number:
+                raise UnsupportedError(
+                    f"experts of one layer are in several optimizer groups: {key!r}; put them in one"
+                )
+        order = [parameter for parameter in model.parameters() if place.get(id(parameter)) in keys]
+        first = next((at for at, parameter in enumerate(listed) if id(parameter) in place), 0)
+        others = [
+            [parameter for parameter in part if id(parameter) not in place] for part in (listed[:first], listed[first:])
+        ]
+        listed[:] = [*others[0], *order, *others[1]]
 
 
 def _cuts(whole: nn.Module, size: int) -> dict[str, AxisCuts]:

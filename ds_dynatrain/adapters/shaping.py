@@ -6,7 +6,7 @@ these axes, gives the root module other children; the root itself, and with it w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,18 +89,20 @@ class Rigid:
         """Nothing to write."""
 
 
-def shaper_of(model: nn.Module, config: Mapping[str, Any], member: int = 0, listed: bool = False) -> Shaper:
+def shaper_of(
+    model: nn.Module, config: Mapping[str, Any], member: int = 0, lists: Sequence[list[nn.Parameter]] = ()
+) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
 
-    From then on the model has one parameter for each logical tensor. member: of the launch. listed: whether the caller
-    has lists of the model's parameters, in an optimizer say.
+    From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
+    parameters that the caller has, in an optimizer say.
     """
     if is_pipeline(model):
         return PipelineShaper(model, config)
     if experts.is_on(config):
-        return experts.AutoEPShaper(model, config, listed)
+        return experts.AutoEPShaper(model, config, listed=bool(lists))
     if layers_with_experts(model):
-        return moe.NativeShaper(model, member)
+        return moe.NativeShaper(model, member, lists)
     if present().has_autotp:
         from ds_dynatrain.adapters.tensor import TensorShaper
 

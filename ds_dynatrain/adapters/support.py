@@ -99,7 +99,7 @@ def _refuse_model(model: nn.Module) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise practice("element types").error(f"{name!r} is {parameter.dtype}")
     for name, part in model.named_modules():
-        if isinstance(part, MoE):
-            raise practice("mixture of experts").error(f"{name!r} is a layer of deepspeed.moe")
+        if isinstance(part, MoE) and is_pipeline(model):
+            raise practice("experts in a pipeline").error(f"{name!r} is a layer of deepspeed.moe in a PipelineModule")
         if isinstance(part, nn.Embedding) and part.sparse:
             raise practice("sparse gradients").error(f"{name!r} has sparse gradients")

@@ -9,7 +9,7 @@ import platform
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -142,8 +142,7 @@ def _build(
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
         features = features_of(arguments["model"], own, mpu)
-        listed = isinstance(arguments["model_parameters"], list) or hasattr(arguments["optimizer"], "param_groups")
-        shaper = shaper_of(arguments["model"], own, launch.member, listed)
+        shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments))
         incoming = Incoming.look(arguments["model"], launch, param_init_fn, first_owners(shaper))
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
@@ -152,6 +151,15 @@ def _build(
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise
+
+
+def _lists(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
+    """The lists of parameters that the caller has, of an optimizer's groups or in place of them."""
+    given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
+    if not isinstance(given, list):
+        return []
+    lists = [group["params"] for group in given if isinstance(group, dict)]
+    return [held for held in lists if isinstance(held, list)] if lists else [given]
 
 
 def _engine_of(

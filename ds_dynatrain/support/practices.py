@@ -58,7 +58,12 @@ PRACTICES = (
         "ulysses_of_transformers",
     ),
     _start("FPDT", "its layers were not tried", "use deepspeed.sequence.layer.DistributedAttention", "fpdt"),
-    _start("mixture of experts", "native layers cannot change places yet", f"use AutoEP, or {_NO_BLOCK}", "modules"),
+    _works(
+        "layers of deepspeed.moe",
+        "built with the ep_size of the start, or with 1; see [experts](experts.md)",
+        "tests/engine/test_moe.py::test_walk",
+    ),
+    _start("experts in a pipeline", "they were not tried there", _NO_BLOCK, "modules"),
     _start(
         "experts of your own",
         "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",

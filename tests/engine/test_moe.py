@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as td
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
 from ds_dynatrain.errors import ConfigError, SwitchRefused
@@ -30,13 +32,13 @@ def build(size: int) -> nn.Module:
 
 
 def walked(
-    pool: RankPool, path: list[dict[str, int]], dtype: str = "fp32", steps: int = walks.STEPS, **more: Any
+    pool: RankPool, path: list[dict[str, int]], dtype: str = "fp32", steps: int = walks.STEPS, size: int = 2
 ) -> list[float]:
-    """The losses of all steps."""
-    config = walks.settings(dtype, path[0], autoep=False, **more)
-    case = {"config": config, "path": path, "build": build, "arguments": {"size": path[0]["expert"]}, "steps": steps}
+    """The losses of all steps; size: that the model is built with."""
+    config = walks.settings(dtype, path[0], autoep=False)
+    case = {"config": config, "path": path, "build": build, "arguments": {"size": size}, "steps": steps}
     seen = pool.run(walks.walk, seconds=240, **case)
-    walks.check(seen, path)
+    walks.check(seen, path, exact=dtype == "fp32")
     return jobs.global_losses([each.record for each in seen if each is not None])
 
 
@@ -47,6 +49,11 @@ def test_walk(pool: RankPool, stage: int) -> None:
     losses = walked(pool, path)
     static = walked(pool, path[:1], steps=len(losses))
     assert jobs.furthest(losses, static) < 1e-6
+
+
+def test_a_model_that_is_built_whole(pool: RankPool) -> None:
+    """With `ep_size=1` it starts with any expert size that the block names."""
+    walked(pool, [WALK[1], WALK[0]], size=1)
 
 
 def test_bf16_accumulated_in_fp32(pool: RankPool) -> None:
@@ -63,19 +70,84 @@ def refused() -> None:
         iterator = iter(made.loader)
         batch = next(iterator)
         for layout, reason in (
-            (Layout(data=2, expert=2, zero_stage=3), "is a layer of deepspeed.moe, and this is ZeRO stage 3"),
+            (Layout(data=2, expert=2, zero_stage=3), "layers of deepspeed.moe in ZeRO stages 0 to 2 alone"),
             (Layout(data=3, expert=3, zero_stage=1), "expert=3 does not divide the 4 experts of 'first'"),
-            (Layout(data=4, expert=4, zero_stage=1, tensor=2), "needs 8 members"),
+            (Layout(data=2, expert=2, zero_stage=1, tensor=2), "tensor=2 with experts is not supported yet"),
         ):
             with pytest.raises(SwitchRefused) as refusal:
                 made.engine.switch(layout)
-            assert reason in str(refusal.value)
+            assert reason in str(refusal.value), refusal.value
         jobs.one_micro_batch(made.engine, batch, jobs.Record())
 
 
 def test_stage_3_is_refused(pool: RankPool) -> None:
     """And sizes that do not divide; the job goes on."""
     pool.run(refused)
+
+
+def uneven(drop_tokens: bool) -> str:
+    """Ten samples over four ranks."""
+    settings = {**walks.settings("fp32", WALK[0], autoep=False), "train_batch_size": 10}
+    model = build(2)
+    for layer in (model.first, model.second):
+        layer.deepspeed_moe.gate.drop_tokens = drop_tokens
+    with jobs.job(settings, model, Sequences(40), groups=False) as made:
+        iterator = iter(made.loader)
+        batch = next(iterator)
+        if made.engine.generation == 1:
+            jobs.one_micro_batch(made.engine, batch, jobs.Record())
+            try:
+                made.engine.switch(Layout(data=4, expert=2, zero_stage=1), at=1)
+            except SwitchRefused as refusal:
+                return str(refusal)
+            batch = next(iterator)
+        jobs.one_micro_batch(made.engine, batch, jobs.Record())
+    return ""
+
+
+def test_uneven_batches_need_layers_that_drop_nothing(pool: RankPool) -> None:
+    """DeepSpeed dies in the exchange of experts that drop tokens, where ranks have different numbers of them."""
+    said = pool.run(uneven, drop_tokens=True)[0]
+    assert "experts of 'first' drop tokens" in said and "drop_tokens=False" in said
+    assert pool.run(uneven, drop_tokens=False) == [""] * 4
+
+
+def listed(how: str) -> list[dict[str, Any]]:
+    """Two optimizer groups of the user, who lists the experts that this process has built."""
+    model = build(2)
+    vectors = [held for held in model.parameters() if held.dim() == 1]
+    matrices = [held for held in model.parameters() if held.dim() > 1]
+    groups = [
+        {"params": vectors, "name": "vectors", "weight_decay": 0.0},
+        {"params": matrices, "name": "matrices", "weight_decay": 0.1},
+    ]
+    arguments: dict[str, Any] = {"model_parameters": groups}
+    if how == "client":
+        arguments = {
+            "optimizer": torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer(groups), lr=2e-3)
+        }
+    with jobs.job(
+        walks.settings("fp32", WALK[0], autoep=False), model, Sequences(48), groups=False, **arguments
+    ) as made:
+        engine, iterator = made.engine, iter(made.loader)
+        batch = next(iterator)
+        if engine.generation == 1:
+            jobs.one_micro_batch(engine, batch, jobs.Record())
+            before = walks.fingerprint(engine)
+            engine.switch(Layout(data=4, expert=4, zero_stage=2), at=1)
+            next(iterator)
+            assert walks.fingerprint(engine) == before
+        else:
+            walks.fingerprint(engine)
+        groups = engine.basic_optimizer.param_groups
+        return [{key: group[key] for key in ("name", "weight_decay")} for group in groups]
+
+
+@pytest.mark.parametrize("how", ["groups", "client"])
+def test_lists_of_the_user(pool: RankPool, how: str) -> None:
+    """Each group has one behind all for its experts, those of all ranks."""
+    decays = [("vectors", 0.0), ("matrices", 0.1), ("ep_size_4", 0.0), ("ep_size_4", 0.1)]
+    assert pool.run(listed, how=how) == [[{"name": name, "weight_decay": decay} for name, decay in decays]] * 4
 
 
 def contradicting() -> str:
