@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters import experts
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import spread_layers
 from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES, Features
 
@@ -17,7 +17,7 @@ from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
     """Of a model that DeepSpeed has not altered yet."""
     found = {
-        PIPELINE: isinstance(model, PipelineModule),
+        PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),
         NATIVE_EXPERTS: any(isinstance(part, MoE) for part in model.modules()),
         ULYSSES: mpu is not None or any(True for _ in spread_layers(model)),

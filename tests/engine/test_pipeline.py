@@ -159,7 +159,6 @@ def test_walks(pool: RankPool, title: str) -> None:
     found = pool.run(walk, path=path, **given, seconds=120)
     expected = pool.run(walk, path=[layout(1, 1)], **given, steps=STEPS * len(path))
     losses = whole(found)
-    print(title, jobs.furthest(losses, whole(expected)))
     assert len(losses) == STEPS * len(path)
     assert jobs.furthest(losses, whole(expected)) < (5e-7 if dtype == "fp32" else 2e-3)
     assert {number for rank in found if rank for number in rank.compared} == set(range(1, len(path)))
