@@ -36,11 +36,13 @@ def fresh(switch: Transaction, kind: str) -> torch.Tensor:
 
 
 def permute_block(switch: Transaction) -> None:
-    """Two blocks of eight change places."""
+    """Two blocks of eight change places, the first of them where something is (rows of unused words are zero)."""
     buffer = fresh(switch, "exp_avg")
-    first = buffer[3:11].clone()
-    buffer[3:11] = buffer[20:28]
-    buffer[20:28] = first
+    at = int(torch.nonzero(buffer)[3])
+    one, other = buffer[at : at + 8], buffer[at + 17 : at + 25]
+    first = one.clone()
+    one.copy_(other)
+    other.copy_(first)
 
 
 def swap_parameters(switch: Transaction) -> None:
