@@ -115,6 +115,19 @@ def first_owners(shaper: Shaper) -> Mapping[int, int]:
     return shaper.owners if isinstance(shaper, moe.NativeShaper) else {}
 
 
+def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
+    """The tensor size to start with: `named` by `dynatrain.layout`, else DeepSpeed's own, else 1.
+
+    ConfigError if both are given and differ.
+    """
+    own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 is its word for none
+    if named is not None and own is not None and own != named:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}: leave one of them out"
+        )
+    return named or own or 1
+
+
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
     """The expert size to start with.
 

@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size
+from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.worlds import (
@@ -234,12 +234,15 @@ def _first_layout(model: nn.Module, own: dict[str, Any], settings: DynatrainConf
     named = set() if block is None else block.model_fields_set
     sequence = first_size(mpu, own.get("sequence_parallel_size"))
     expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
+    tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
     if block is None:
-        if processes % sequence:
-            raise ConfigError(f"sequence={sequence} does not divide the {processes} processes of this launch")
-        stage = (own.get("zero_optimization") or {}).get("stage", 0)
-        return Layout(data=processes // sequence, sequence=sequence, expert=expert, zero_stage=stage)
-    given = {**block.model_dump(), "expert": expert, "zero_stage": block.zero_stage or 0}
+        if processes % (sequence * tensor):
+            raise ConfigError(
+                f"sequence={sequence} x tensor={tensor} does not divide the {processes} processes of this launch"
+            )
+        stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // (sequence * tensor)
+        return Layout(data=data, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
+    given = {**block.model_dump(), "expert": expert, "tensor": tensor, "zero_stage": block.zero_stage or 0}
     try:
         layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
     except LayoutError as error:

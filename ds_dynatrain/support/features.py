@@ -8,7 +8,8 @@ _CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
 _DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
 _EXPERTS = "tests/engine/test_experts.py::test_walk"
 _PIPELINE = "tests/engine/test_pipeline.py"
-_AXIS = "only the data axis can change yet"
+_TENSOR = "tests/engine/test_tensor.py"
+_ORDER = "it orders ranks otherwise than a layout does"
 
 FEATURES = (
     *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only", _CHECKPOINTING),
@@ -65,7 +66,26 @@ PARALLELISM = (
         _PIPELINE,
         below=True,
     ),
-    *refused("", "tensor_parallel", _AXIS, switch=("autotp_size", 0), below=True),
+    *works("", "tensor_parallel", proof=_TENSOR),
+    *works(
+        "tensor_parallel",
+        "autotp_size",
+        "the tensor axis to start with, where dynatrain.layout names none; see [tensor](tensor.md)",
+        f"{_TENSOR}::test_a_start_from_the_size_of_deepspeed",
+    ),
+    *works(
+        "tensor_parallel",
+        "preset_model partition_config tp_overlap_comm vocab_parallel_lm_head",
+        "AutoTP's own, the same in every layout; some of these were tried",
+        "tests/adapters/test_tensor.py::test_rules_of_the_user_are_followed",
+    ),
+    *refused(
+        "tensor_parallel",
+        "dtype injection_policy_tuple keep_module_on_host kernel_inject replace_with_kernel_inject "
+        "vocab_parallel_ce_backend",
+        off=(None, False, "torch"),
+    ),
+    *refused("tensor_parallel", "tp tensor_parallel", off=(None, {}), below=True),
     *works("", "expert_parallel", proof=_EXPERTS, switch=("enabled", False)),
     *works("expert_parallel", "enabled", proof=_EXPERTS),
     *works(
@@ -114,5 +134,5 @@ PARALLELISM = (
         "leave it out and pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp",
         off=(None,),
     ),
-    *refused("", "use_data_before_expert_parallelism", _AXIS),
+    *refused("", "use_data_before_expert_parallelism", _ORDER),
 )

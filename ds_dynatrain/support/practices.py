@@ -5,7 +5,6 @@ from __future__ import annotations
 from ds_dynatrain.support.pipelines import PIPELINES
 from ds_dynatrain.support.row import Row, Verdict
 
-_AXIS = "only the data axis can change yet"
 _NO_BLOCK = "remove the dynatrain block"
 
 

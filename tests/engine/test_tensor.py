@@ -20,7 +20,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters.tensor import TensorShaper
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, faults, jobs, oracle
 from tests.engine.axis_walks import Subject
@@ -301,6 +301,33 @@ def refused(wanted: Layout, name: str, sub_group_size: int) -> tuple[str, str]:
 def test_what_cannot_be_is_refused(pool: RankPool, wanted: Layout, name: str, size: int, words: str) -> None:
     for said, planned in pool.run(refused, wanted=wanted, name=name, sub_group_size=size):
         assert re.search(words, said) and re.search(words, planned)
+
+
+def started_by_deepspeed(block: dict[str, Any], layout: dict[str, int]) -> str:
+    """The layout that a configuration with DeepSpeed's own size starts in, or what is said of it."""
+    settings = {**jobs.config("fp32", (2, 1)), "tensor_parallel": block}
+    settings["dynatrain"] = {"layout": layout, "timeout_seconds": 20} if layout else {"timeout_seconds": 20}
+    try:
+        with jobs.job(settings, MODELS["llama of 4 kv"](), Texts(24), groups=False) as job:
+            return str(job.engine.layout)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("block", "layout", "words"),
+    [
+        ({"autotp_size": 2}, {}, "data=2 tensor=2 zero_stage=1"),
+        ({"autotp_size": 2}, {"data": 1, "tensor": 2}, "data=1 tensor=2 zero_stage=1"),
+        ({"autotp_size": 4}, {"data": 1}, "data=1 tensor=4 zero_stage=1"),
+        ({"autotp_size": 2}, {"data": 1, "tensor": 4}, "autotp_size is 2 and dynatrain.layout.tensor is 4"),
+        ({"autotp_size": 3}, {}, "tensor=3 does not divide the 4 processes"),
+    ],
+)
+def test_a_start_from_the_size_of_deepspeed(
+    pool: RankPool, block: dict[str, Any], layout: dict[str, int], words: str
+) -> None:
+    assert all(words in said for said in pool.run(started_by_deepspeed, block=block, layout=layout))
 
 
 def saved(folder: str, path: list[Layout]) -> tuple[oracle.State, oracle.State] | None:
