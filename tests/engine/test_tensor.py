@@ -80,7 +80,7 @@ MIXED = [at(2, 2, 3), at(4, 1, 1), at(1, 4, 0), at(1, 3, 3), at(2, 2, 1), at(2, 
 MIXED += [at(1, 2, 3), at(2, 2, 0), at(1, 3, 2), at(1, 2, 0), at(1, 2, 0), at(3, 1, 3)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_tensor_sizes_with_data_at_every_stage(pool: RankPool, dtype: str) -> None:
     axis_walks.compare(pool, partial(subject, "llama of 4 kv"), [*ROUND, *MIXED], dtype)
 
