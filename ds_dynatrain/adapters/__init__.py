@@ -22,6 +22,8 @@
 | `hollow` | building an optimizer without memory or messages |
 | `stage0`, `stage0_fused`, `stage12`, `bf16`, `stage3` | one kind of DeepSpeed state each; four verbs (see `state`) |
 | `sequence` | Ulysses layers, and the sequence axis of an engine |
+| `kinds` | what a model has in it that decides its layouts |
+| `peers`, `process_groups`, `parallel_state` | who forms a group; groups by hand; what DeepSpeed keeps of a world |
 | `stages` | which of them an optimizer needs |
 | `flat` | what those over flat groups have in common |
 | `offload` | gradients that masters in host memory own; CPU optimizers |

@@ -35,15 +35,11 @@ and AutoTP says which has a tensor axis."""
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination: all of these features, all of these axes above 1, at one of these stages; and what is said of it.
-
-    single: axes that are 1 in it.
-    """
+    """A combination: all of these features, all of these axes above 1, one of these stages; and what is said of it."""
 
     features: tuple[str, ...]
     why: str
     axes: tuple[str, ...] = ()
-    single: tuple[str, ...] = ()
     stages: tuple[int, ...] = STAGES
 
     def holds(self, features: Features, layout: Layout) -> bool:
@@ -52,27 +48,28 @@ class Rule:
             features.issuperset(self.features)
             and layout.zero_stage in self.stages
             and all(getattr(layout, axis) > 1 for axis in self.axes)
-            and all(getattr(layout, axis) == 1 for axis in self.single)
         )
 
 
 RULES: tuple[Rule, ...] = (
     Rule((PIPELINE,), "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone", stages=(2, 3)),
     Rule((PIPELINE,), "DeepSpeed's PipelineEngine knows no tensor axis", ("tensor",)),
+    Rule((PIPELINE,), "DeepSpeed takes no mpu beside a PipelineModule", ("sequence",)),
     Rule((NATIVE_EXPERTS,), "DeepSpeed trains layers of deepspeed.moe in ZeRO stages 0 to 2 alone", stages=(3,)),
+    Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe gather tokens of tensor ranks as gloo cannot", ("tensor",)),
     Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe take sequence ranks for tensor ranks", ("sequence",)),
     Rule((ULYSSES,), "AutoTP takes the place of the mpu that knows the sequence ranks", ("tensor", "sequence")),
-    Rule(
-        (EXPERTS,),
-        "AutoEP's layers take a tensor axis only where experts are dealt out, too",
-        ("tensor",),
-        single=("expert",),
-    ),
-    Rule((PIPELINE,), "DeepSpeed takes no mpu beside a PipelineModule", ("sequence",)),
+)
+"""What DeepSpeed does not train."""
+
+NOT_FOLLOWED: tuple[Rule, ...] = (
+    Rule((EXPERTS,), "AutoEP deals experts out over tensor ranks, too, which is not followed here", ("tensor",)),
     Rule((EXPERTS,), "layers of AutoEP over sequence ranks were not tried", ("sequence",)),
     Rule((PIPELINE, EXPERTS), "layers of AutoEP in a PipelineModule were not tried", ("expert",)),
+    Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("expert",)),
+    Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("pipe",)),
 )
-"""What is refused."""
+"""What DeepSpeed may train, and a switch cannot go to."""
 
 CORRECTED: tuple[Rule, ...] = (
     Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
@@ -111,7 +108,7 @@ def _why(features: Features, layout: Layout) -> str | None:
     for axis, (needed, said) in AXES.items():
         if getattr(layout, axis) > 1 and features.isdisjoint(needed):
             return f"the model has no {axis} axis: {said}"
-    return next((rule.why for rule in RULES if rule.holds(features, layout)), None)
+    return next((rule.why for rule in RULES + NOT_FOLLOWED if rule.holds(features, layout)), None)
 
 
 def _layouts(ranks: int) -> Iterator[Layout]:

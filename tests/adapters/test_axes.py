@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, RULES, ULYSSES, nearest, refusal
+from ds_dynatrain.support.axes import (
+    EXPERTS,
+    NATIVE_EXPERTS,
+    NOT_FOLLOWED,
+    PIPELINE,
+    RULES,
+    ULYSSES,
+    nearest,
+    refusal,
+)
 
 
 def refused(layout: Layout, *features: str, processes: int = 4) -> tuple[str, str]:
@@ -47,8 +56,8 @@ def refused(layout: Layout, *features: str, processes: int = 4) -> tuple[str, st
         (
             Layout(data=2, tensor=2, zero_stage=1),
             (EXPERTS,),
-            "only where experts are dealt out",
-            "data=4 zero_stage=1 or data=2 expert=2 tensor=2 zero_stage=1",
+            "AutoEP deals experts out over tensor ranks, too",
+            "data=4 zero_stage=1",
         ),
     ],
 )
@@ -62,7 +71,7 @@ def test_refusals_name_the_reason_and_what_is_nearest(
 
 def test_what_is_nearest_can_be_trained() -> None:
     everything = frozenset({PIPELINE, NATIVE_EXPERTS, EXPERTS, ULYSSES})
-    for rule in RULES:
+    for rule in RULES + NOT_FOLLOWED:
         sizes = {axis: 2 for axis in rule.axes if axis != "expert"}
         layout = Layout(**{"data": 2, **sizes}, zero_stage=rule.stages[0])  # type: ignore[arg-type]
         for features in (frozenset(rule.features), everything):
