@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.children import adopt, with_memory
 from ds_dynatrain.adapters.expert_groups import check_size, enter_layers, expert_index, leave_groups, refuse_other_axes
-from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
 
@@ -39,7 +39,13 @@ def start_size(config: Mapping[str, Any]) -> int:
 class AutoEPShaper:
     """A model whose layers with experts are AutoEP's."""
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Any], listed: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        listed: bool = False,
+        factory: ModelFactory | None = None,
+    ) -> None:
         """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
 
         listed: whether the caller has lists of its parameters, in an optimizer say, that must be told of new ones.
@@ -54,7 +60,7 @@ class AutoEPShaper:
             validate_autoep_config(parse_autoep_config(self._block), world_size=size, pp_size=1, tp_size=1, sp_size=1)
         except ValueError as error:
             raise ConfigError(f"expert_parallel: {error}") from error
-        self._template = Template.of(model)
+        self._template = Template.of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self._replaced: Any = _convert(model, self._block, 1, 0, listed)
 

@@ -27,7 +27,7 @@ from ds_dynatrain.adapters.expert_groups import (
     leave_groups,
     refuse_other_axes,
 )
-from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, Pick
 
@@ -61,14 +61,20 @@ class NativeShaper:
     of each expert's parameter, by the parameter's id. Empty where every process has built all experts.
     """
 
-    def __init__(self, model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        member: int,
+        lists: Sequence[list[nn.Parameter]] = (),
+        factory: ModelFactory | None = None,
+    ) -> None:
         """Take a user's model over: it has all experts from now on, those of other ranks without memory.
 
         member: of the launch. lists: of parameters that the caller has, an optimizer's say; they get those of all
         experts. UnsupportedError for layers of several sizes, or with experts that are not alike.
         """
         self._size = start_size(model)
-        self._template = Template.of(model)
+        self._template = Template.of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self.owners: dict[int, int] = {}
         for path, layer in layers(model):

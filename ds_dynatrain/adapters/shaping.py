@@ -17,6 +17,7 @@ from ds_dynatrain.adapters.children import pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.errors import ConfigError, LayoutError
 from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
@@ -90,23 +91,27 @@ class Rigid:
 
 
 def shaper_of(
-    model: nn.Module, config: Mapping[str, Any], member: int = 0, lists: Sequence[list[nn.Parameter]] = ()
+    model: nn.Module,
+    config: Mapping[str, Any],
+    member: int = 0,
+    lists: Sequence[list[nn.Parameter]] = (),
+    factory: ModelFactory | None = None,
 ) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
 
     From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
-    parameters that the caller has, in an optimizer say.
+    parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
     """
     if is_pipeline(model):
         return PipelineShaper(model, config)
     if experts.is_on(config):
-        return experts.AutoEPShaper(model, config, listed=bool(lists))
+        return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):
-        return moe.NativeShaper(model, member, lists)
+        return moe.NativeShaper(model, member, lists, factory)
     if present().has_autotp:
         from ds_dynatrain.adapters.tensor import TensorShaper
 
-        return TensorShaper.of(model, config)
+        return TensorShaper.of(model, config, factory)
     return Rigid()
 
 

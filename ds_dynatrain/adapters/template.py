@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_dynatrain.errors import UnsupportedError
 
+ModelFactory = Callable[[], nn.Module]
 WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
 
 HOOKS = (
@@ -36,21 +37,33 @@ class Template:
     module: nn.Module
 
     @classmethod
-    def of(cls, module: nn.Module) -> Template:
+    def of(cls, module: nn.Module, factory: ModelFactory | None = None) -> Template:
         """The template of a module that DeepSpeed has not altered, other than by `zero.Init`.
 
-        UnsupportedError, naming the part, for a module that cannot be copied.
-        """
-        return cls(_copied(module))
+        factory: builds the module anew, for one that cannot be copied.
 
-    @classmethod
-    def built_by(cls, factory: Callable[[], nn.Module]) -> Template:
-        """The template of what a user's function builds, on the meta device where its modules allow that."""
-        return cls(_copied(factory()))
+        UnsupportedError, naming the part, for a module that cannot be copied or a factory of another one.
+        """
+        if factory is None:
+            return cls(_copied(module))
+        made = factory()
+        wanted, found = _shapes(module), _shapes(made)
+        different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        if different:
+            name = different[0]
+            raise UnsupportedError(
+                f"model_factory builds another model: {name!r} is {found.get(name)} in it and {wanted.get(name)} in "
+                "the one that initialize was given"
+            )
+        return cls(_copied(made))
 
     def copy(self) -> nn.Module:
         """A module of its own: parameters on the meta device, buffers real."""
         return _copied(self.module)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(held, "ds_shape", held.shape)) for name, held in module.named_parameters()}
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.autotp import Cuts, describe, partition, refuse_empty, refuse_model, settings
 from ds_dynatrain.adapters.children import adopt, with_memory
-from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, Layout
 
@@ -42,10 +42,10 @@ class TensorShaper:
         self._cuts: dict[int, Cuts] = {}
 
     @staticmethod
-    def of(model: nn.Module, config: Mapping[str, Any]) -> TensorShaper:
+    def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
         """The shaper of a user's model that DeepSpeed has not altered."""
         try:
-            return TensorShaper(Template.of(model), config)
+            return TensorShaper(Template.of(model, factory), config)
         except UnsupportedError as error:
             return TensorShaper(None, config, str(error))
 

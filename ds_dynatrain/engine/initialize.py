@@ -10,6 +10,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
+from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import (
     LaunchWorld,
     World,
@@ -73,6 +75,7 @@ def initialize(
     config_params: Config | None = None,
     on_idle: OnIdle | None = None,
     param_init_fn: ParamInit | None = None,
+    model_factory: ModelFactory | None = None,
 ) -> Results:
     """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
 
@@ -82,6 +85,7 @@ def initialize(
     on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
     param_init_fn: for a model on the meta device, called as `param_init_fn(module)` on each module with parameters of
     its own, in place of its `reset_parameters()`.
+    model_factory: builds the same model anew, for one that cannot be copied and whose layers are to be dealt out.
 
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
     that a switch would get wrong.
@@ -117,7 +121,7 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, on_idle, param_init_fn, mpu)
+    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory))
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -125,29 +129,34 @@ def initialize(
     return engine, forwarder, loader, engine.lr_scheduler
 
 
+@dataclass(frozen=True)
+class _Extras:
+    """What the caller gave that DeepSpeed's constructor is not told."""
+
+    on_idle: OnIdle | None
+    param_init_fn: ParamInit | None
+    mpu: Any
+    model_factory: ModelFactory | None
+
+
 def _build(
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    arguments: dict[str, Any],
-    on_idle: OnIdle | None,
-    param_init_fn: ParamInit | None,
-    mpu: Any,
+    own: dict[str, Any], settings: DynatrainConfig, arguments: dict[str, Any], extras: _Extras
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     launch = LaunchWorld.current()
-    layout = _first_layout(arguments["model"], own, settings, launch.size, mpu)
+    layout = _first_layout(arguments["model"], own, settings, launch.size, extras.mpu)
     own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
     batch_sizes = BatchSizes.of(own, layout.data)
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        features = features_of(arguments["model"], own, mpu)
-        shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments))
-        incoming = Incoming.look(arguments["model"], launch, param_init_fn, first_owners(shaper))
+        features = features_of(arguments["model"], own, extras.mpu)
+        shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments), extras.model_factory)
+        incoming = Incoming.look(arguments["model"], launch, extras.param_init_fn, first_owners(shaper))
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
-        return _engine_of(Job(*parts, features, on_idle), layout, arguments, incoming, shaper)
+        return _engine_of(Job(*parts, features, extras.on_idle), layout, arguments, incoming, shaper)
     except BaseException:
         claims.erase(f"open/{launch.member}")
         raise

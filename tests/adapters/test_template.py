@@ -84,6 +84,8 @@ def test_flags_of_parameters_are_kept() -> None:
     assert not hasattr(made.weight, "all_gather")
     assert not hasattr(made.weight, "ds_id")
     assert tuple(made.weight.shape) == (3, 2)
+    with pytest.raises(UnsupportedError, match=r"'bias' is \(4,\) in it and \(3,\) in the one"):
+        Template.of(nn.Linear(2, 3), lambda: nn.Linear(2, 4))
 
 
 def test_what_cannot_be_copied_is_named() -> None:
@@ -102,6 +104,6 @@ def test_parameters_of_other_classes_are_refused() -> None:
 
 def test_a_factory_takes_the_place_of_the_copy() -> None:
     """What the factory builds is the template."""
-    made = Template.built_by(lambda: nn.Linear(2, 3)).copy()
+    made = Template.of(nn.Linear(2, 3), lambda: nn.Linear(2, 3)).copy()
     assert made.weight.is_meta
     assert tuple(made.weight.shape) == (3, 2)

@@ -226,7 +226,6 @@ PRESENT = Layout(data=2, zero_stage=1)
         (None, {"date": 2}, "no 'date'"),
         (None, {}, "no layout was given"),
         (PRESENT, {"data": 2}, "both a layout and changes"),
-        (None, {"sequence": 2}, "sequence=2: this axis cannot change yet"),
     ],
 )
 def test_layouts_that_do_not_exist(layout: Layout | None, changes: dict[str, Any], words: str) -> None:
