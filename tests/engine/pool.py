@@ -29,6 +29,8 @@ CASE_SECONDS = 60.0
 GRACE_SECONDS = 3.0
 """How long the other ranks may go on after the first one has failed: their own messages are worth having."""
 LOG_CHARACTERS = 4000
+MOST_THREADS = 150
+"""Ranks with more threads start anew: stock DeepSpeed never lets go of its groups, and each of gloo's has three."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Rank:
     process: int
     pipe: Connection
     log: Path
+
+    def threads(self) -> int:
+        """Number of its threads, those of gloo too; 0 once it has ended."""
+        try:
+            return len(os.listdir(f"/proc/{self.process}/task"))
+        except FileNotFoundError:
+            return 0
 
     def tail(self, since: int) -> str:
         """What it printed from position `since` of its log, the last part."""
@@ -141,7 +150,7 @@ class RankPool:
         answers = self._ask(call, seconds, mortal)
         failed = any(isinstance(answer, str) for answer in answers)
         logs = [rank.tail(place) for rank, place in zip(self.ranks, places, strict=True)] if failed else []
-        if failed or mortal:
+        if failed or mortal or max(rank.threads() for rank in self.ranks) > MOST_THREADS:
             self._end_ranks()
         if failed:
             title = f"{function.__qualname__}: rank {self.first_failed} failed first"
