@@ -72,7 +72,10 @@ def refused() -> None:
         for layout, reason in (
             (Layout(data=2, expert=2, zero_stage=3), "layers of deepspeed.moe in ZeRO stages 0 to 2 alone"),
             (Layout(data=3, expert=3, zero_stage=1), "expert=3 does not divide the 4 experts of 'first'"),
-            (Layout(data=2, expert=2, zero_stage=1, tensor=2), "tensor=2 with experts is not supported yet"),
+            (
+                Layout(data=2, expert=2, zero_stage=1, tensor=2),
+                "layers of deepspeed.moe gather tokens of tensor ranks as gloo cannot",
+            ),
         ):
             with pytest.raises(SwitchRefused) as refusal:
                 made.engine.switch(layout)
