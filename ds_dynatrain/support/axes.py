@@ -74,7 +74,6 @@ NOT_FOLLOWED: tuple[Rule, ...] = (
 CORRECTED: tuple[Rule, ...] = (
     Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
     Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
-    Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
     Rule(
         (ULYSSES,),
         "gradients are the mean over sequence ranks, in the other stages the sum",
