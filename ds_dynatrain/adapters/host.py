@@ -339,7 +339,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.seq_dp_world_size = layout.data * layout.sequence
         self.mp_world_size = layout.pipe * layout.tensor
         self.global_rank = -1 if world.rank is None else world.rank
-        self.data_parallel_group, self.seq_data_parallel_group = world.data_only, world.data
+        self.data_parallel_group, self.seq_data_parallel_group = world.group("data_only"), world.data
         self.mpu = world.mpu
         self.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
         sequence.enter(self, world, layout)

@@ -60,11 +60,11 @@ def first_size(mpu: Any, wanted: int | None) -> int:
 def enter(engine: Any, world: World, layout: Layout) -> None:
     """Set what DeepSpeed's constructor sets for this axis, and give the layers their group."""
     for _, layer in spread_layers(engine.module):
-        layer.spg = world.sequence
+        layer.spg = world.group("sequence")
     engine.sequence_parallel_size = layout.sequence
     engine.__dict__.pop("seq_parallel_group", None)
     if layout.sequence > 1:
-        engine.seq_parallel_group = world.sequence
+        engine.seq_parallel_group = world.group("sequence")
         engine.communication_data_type = engine._config.seq_parallel_communication_data_type
 
 

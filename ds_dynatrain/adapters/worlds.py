@@ -66,7 +66,7 @@ class World:
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
         """The group of these stages in this rank's pipeline; RuntimeError as in `group`."""
-        return self.pipe if len(stages) == self.layout.pipe else self.group(tie(stages))
+        return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property
     def default(self) -> td.ProcessGroup:
@@ -77,36 +77,6 @@ class World:
     def data(self) -> td.ProcessGroup:
         """The ranks that ZeRO cuts and reduces over: data x sequence."""
         return self.group("data")
-
-    @property
-    def data_only(self) -> td.ProcessGroup:
-        """The ranks of the data axis; `data` itself without sequence parallelism."""
-        return self.group("data_only")
-
-    @property
-    def sequence(self) -> td.ProcessGroup:
-        """The ranks of the sequence axis."""
-        return self.group("sequence")
-
-    @property
-    def tensor(self) -> td.ProcessGroup:
-        """The ranks of the tensor axis."""
-        return self.group("tensor")
-
-    @property
-    def pipe(self) -> td.ProcessGroup:
-        """The ranks of the pipe axis."""
-        return self.group("pipe")
-
-    @property
-    def expert(self) -> td.ProcessGroup:
-        """The ranks that share one set of experts."""
-        return self.group("expert")
-
-    @property
-    def expert_data(self) -> td.ProcessGroup:
-        """The ranks that hold the same experts."""
-        return self.group("expert_data")
 
     @property
     def mpu(self) -> SimpleNamespace | None:

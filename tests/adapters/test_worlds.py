@@ -230,7 +230,7 @@ def join(generation: int) -> tuple[int | None, list[str]]:
         with pytest.raises(RuntimeError, match="holds no rank"):
             install(world)
         with pytest.raises(RuntimeError, match="no tensor group on this member"):
-            print(world.tensor)
+            print(world.group("tensor"))
     drop(world).join()
     return world.rank, kinds
 
