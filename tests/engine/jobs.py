@@ -188,3 +188,13 @@ def global_losses(records: Sequence[Record | None]) -> list[float]:
 def furthest(losses: Sequence[float], others: Sequence[float]) -> float:
     """The largest relative distance between two runs, step by step."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True))
+
+
+def means_by_place(ranks: Sequence[dict[int, list[float]] | None]) -> dict[int, list[float]]:
+    """Per place the mean over the ranks that worked there: their shares are equal."""
+    places = sorted({place for losses in ranks if losses for place in losses})
+    found = {}
+    for place in places:
+        held = [losses[place] for losses in ranks if losses and place in losses]
+        found[place] = [sum(values) / len(values) for values in zip(*held, strict=True)]
+    return found

@@ -87,13 +87,14 @@ def named_groups(model: nn.Module) -> list[dict[str, object]]:
 class Sequences(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """`length` pairs of token sequences; sample i is the same in every process."""
 
-    def __init__(self, length: int = 96) -> None:
+    def __init__(self, length: int = 96, tokens: int = LENGTH, words: int = WORDS) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randint(0, WORDS, (length, LENGTH), generator=generator)
+        self.inputs = torch.randint(0, words, (length, tokens), generator=generator)
+        self.words = words
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self.inputs[index]
-        return inputs, (inputs * 5 + torch.roll(inputs, 1)) % WORDS
+        return inputs, (inputs * 5 + torch.roll(inputs, 1)) % self.words

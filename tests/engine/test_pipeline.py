@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,22 +46,9 @@ def settings(start: Layout, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
     return {**made, "zero_optimization": {"stage": start.zero_stage}}
 
 
-@contextmanager
-def job(given: dict[str, Any], name: str, **arguments: Any) -> Iterator[jobs.Job]:
-    """A job of one of the models in `pipelines`, with two optimizer groups; as `jobs.job`."""
-    model = pipeline(name)
-    made = jobs.Job(
-        *ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=given, **arguments)
-    )
-    try:
-        made.loader = made.engine.loader(Sequences(), num_workers=0)
-        yield made
-    except SystemExit as end:
-        if end.code:
-            raise
-        made.let_go = True
-    finally:
-        made.engine.destroy()
+def job(given: dict[str, Any], name: str, **arguments: Any) -> AbstractContextManager[jobs.Job]:
+    """A job of one of the models in `pipelines`; see `jobs.job`."""
+    return jobs.job(given, pipeline(name), **arguments)
 
 
 @dataclass

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
+from tests.engine.models import Sequences
+
 WORDS = 19
 LENGTH = 12
 """Divided by 1, 2, 3 and 4 sequence ranks."""
@@ -66,19 +68,11 @@ def long_gpt(group: Any = None) -> LongGPT:
         return LongGPT(group)
 
 
-class Texts(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """`length` pairs of token sequences; sample i is the same in every process."""
+class Texts(Sequences):
+    """Sequences that 1, 2, 3 and 4 ranks can share."""
 
     def __init__(self, length: int = 96) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randint(0, WORDS, (length, LENGTH), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self.inputs[index]
-        return inputs, (inputs * 5 + torch.roll(inputs, 1)) % WORDS
+        super().__init__(length, LENGTH, WORDS)
 
 
 def own_part(engine: Any, batch: Any) -> list[torch.Tensor]:

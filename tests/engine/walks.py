@@ -59,8 +59,8 @@ def compare(
     state, position = pool.run(reference_case, **same)[0]
     layouts = sorted(set(path))
     same |= {"state": state, "position": position}
-    static = _means(pool.run(static_case, layouts=layouts, seconds=180, **same))
-    switched = _means(pool.run(walk_case, path=path, seconds=seconds, **same))
+    static = jobs.means_by_place(pool.run(static_case, layouts=layouts, seconds=180, **same))
+    switched = jobs.means_by_place(pool.run(walk_case, path=path, seconds=seconds, **same))
     assert list(switched) == list(range(1, len(path)))
     bitwise = 0
     for place, (source, target) in enumerate(pairwise(path), start=1):
@@ -168,13 +168,3 @@ def _check_event(engine: Any, source: jobs.Sizes, target: jobs.Sizes, least: int
     assert event.warnings == ()
     assert event.certificate is not None
     assert event.bytes_sent == event.bytes_minimum == least
-
-
-def _means(ranks: list[Losses | None]) -> dict[int, list[float]]:
-    """Per place the mean over the ranks that worked there: their shares are equal."""
-    places = sorted({place for losses in ranks if losses for place in losses})
-    found = {}
-    for place in places:
-        held = [losses[place] for losses in ranks if losses and place in losses]
-        found[place] = [sum(values) / len(values) for values in zip(*held, strict=True)]
-    return found
