@@ -60,3 +60,19 @@ class MemberMissing(TransferError):  # noqa: N818
         self.members = tuple(sorted(members))
         names = ", ".join(str(member) for member in self.members)
         super().__init__(f"{what}: no answer from member {names} within {seconds:g} s")
+
+
+class ElasticError(DynatrainError):
+    """Membership: a setting, a message or an answer that cannot be used; nothing was joined."""
+
+
+class MessageError(ElasticError):
+    """Bytes that are no message of the protocol; says which field and why."""
+
+
+class PeerRefused(ElasticError):  # noqa: N818
+    """The coordinator does not let this process in, or no longer; the message is its reason."""
+
+
+class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
+    """The scripts of the members that worked have ended: whoever waits for work can go."""

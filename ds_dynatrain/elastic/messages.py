@@ -1,0 +1,230 @@
+"""What travels between a coordinator and its peers.
+
+A message on the wire is four bytes of length (big-endian) and that many bytes of JSON, an object whose `kind` names one
+of the classes below. Nothing is guessed and nothing is unpickled: an unknown kind, an unknown field, a value of another
+type or a length above the limit is a `MessageError` that says which.
+
+A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
+After that a worker sends one `Announce`, then `Report` whenever something changed and as its heartbeat, and `Bye` at
+its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query`. The coordinator sends `Changed`,
+`Fence`, `Finished`, `Status` and `Refused`. Reports say all that a worker is, so a lost or a repeated one does no harm.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
+from ds_dynatrain.errors import MessageError
+
+PROTOCOL = 1
+"""Version of all this; both ends must have the same one."""
+LARGEST_GREETING = 4 * 1024
+"""Bytes of a message from a peer that has not proved anything yet."""
+LARGEST_MESSAGE = 16 * 1024 * 1024
+"""Bytes of any other message: a world of 65,536 members with ids of 128 characters stays below."""
+
+HEADER = struct.Struct(">I")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Proof = Annotated[str, Field(max_length=128)]
+Phase = Literal["warming", "waiting", "working", "leaving"]
+
+
+class Challenge(Record):
+    """The coordinator's first words: its version, and a number to prove the token with."""
+
+    kind: Literal["challenge"] = "challenge"
+    version: int
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Hello(Record):
+    """A peer's answer. The proof is empty where it has no token; the job where it only asks."""
+
+    kind: Literal["hello"] = "hello"
+    version: int
+    proof: Proof = ""
+    job: Text = ""
+
+
+class Welcome(Record):
+    """The peer is let in; what it has to know."""
+
+    kind: Literal["welcome"] = "welcome"
+    term: str
+    store_port: Port
+    """Where the store for process groups listens, on the coordinator's host."""
+    beat_seconds: Seconds
+    """How often the peer has to be heard of."""
+    min_nodes: Count
+    max_nodes: Count
+
+
+class Refused(Record):
+    """The peer is not let in, or no longer; the connection ends."""
+
+    kind: Literal["refused"] = "refused"
+    reason: Text
+
+
+class Announce(Record):
+    """Who a worker is. After the loss of a coordinator also what it knows: the newest world that it was told of."""
+
+    kind: Literal["announce"] = "announce"
+    node: NodeId
+    local_rank: Annotated[int, Field(ge=0, lt=1 << 16)]
+    local_size: Annotated[int, Field(ge=1, le=1 << 16)]
+    pid: Annotated[int, Field(ge=1)]
+    world: World | None = None
+
+
+class Report(Record):
+    """What a worker is now; also its heartbeat."""
+
+    kind: Literal["report"] = "report"
+    ready: bool = False
+    """It has imported and built everything and can join at once."""
+    leaving: bool = False
+    """It has been told to go."""
+    entered: Count = 0
+    """The last generation that it trains in; 0 before the first."""
+    step: Count = 0
+    layout: Text = ""
+    pause_ms: Seconds = 0.0
+    """How long its last change of world held up training."""
+
+
+class Bye(Record):
+    """A worker's script has ended, or an agent's workers have: the end of this connection is no loss."""
+
+    kind: Literal["bye"] = "bye"
+
+
+class Agent(Record):
+    """A node's agent, which can end a worker that hangs."""
+
+    kind: Literal["agent"] = "agent"
+    node: NodeId
+
+
+class Beat(Record):
+    """An agent's heartbeat."""
+
+    kind: Literal["beat"] = "beat"
+
+
+class Query(Record):
+    """Ask for the `Status`."""
+
+    kind: Literal["query"] = "query"
+
+
+class Changed(Record):
+    """A new generation."""
+
+    kind: Literal["changed"] = "changed"
+    world: World
+
+
+class Fence(Record):
+    """To an agent: this worker of yours is silent and the others go on without it; end it."""
+
+    kind: Literal["fence"] = "fence"
+    member: MemberId
+    pid: Annotated[int, Field(ge=1)]
+
+
+class Finished(Record):
+    """To members that wait: the scripts of those that worked have ended, nothing will come."""
+
+    kind: Literal["finished"] = "finished"
+
+
+class MemberStatus(Record):
+    """One line of the status."""
+
+    member: MemberId
+    phase: Phase
+    rank: int | None
+    pid: int
+    entered: Count
+    step: Count
+    layout: Text
+    pause_ms: Seconds
+    heard_seconds: Seconds
+    """How long ago something came from it."""
+
+
+class ChangeStatus(Record):
+    """One of the last changes."""
+
+    generation: Count
+    change: Text
+    size: Count
+    seconds_ago: Seconds
+    reason: Text
+
+
+class Status(Record):
+    """What the coordinator knows, to be shown to a person."""
+
+    kind: Literal["status"] = "status"
+    job: Text
+    term: str
+    min_nodes: Count
+    max_nodes: Count
+    generation: Count
+    paused: bool
+    finished: bool
+    ranks: Members
+    members: tuple[MemberStatus, ...]
+    changes: tuple[ChangeStatus, ...]
+
+
+FromPeer = Hello | Announce | Report | Bye | Agent | Beat | Query
+FromCoordinator = Challenge | Welcome | Refused | Changed | Fence | Finished | Status
+Message = FromPeer | FromCoordinator
+
+_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def encode(message: Message) -> bytes:
+    """A message as it goes over the wire; MessageError if it is longer than any peer would take."""
+    body = message.model_dump_json().encode()
+    if len(body) > LARGEST_MESSAGE:
+        raise MessageError(f"{message.kind}: {len(body)} bytes, at most {LARGEST_MESSAGE} are allowed")
+    return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes, limit: int) -> int:
+    """The length that a header announces; MessageError above `limit`."""
+    length: int = HEADER.unpack(header)[0]
+    if length > limit:
+        raise MessageError(f"a message of {length} bytes is announced, at most {limit} are taken here")
+    return length
+
+
+def decode(body: bytes) -> Message:
+    """The message of a body; MessageError that says what is wrong with it."""
+    try:
+        return _MESSAGES.validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "message"
+        raise MessageError(f"{where}: {first['msg']}, got {_short(first['input'])}") from None
+
+
+def clipped(text: str, limit: int) -> str:
+    """A text that fits into `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _short(value: Any) -> str:
+    """A value as a hostile peer may have sent it, for the log: printable and short."""
+    return clipped(repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__), LONGEST_NODE)

@@ -1,0 +1,128 @@
+"""Messages: they come back as they went, and nothing else is taken."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_dynatrain.elastic.messages import (
+    HEADER,
+    LARGEST_GREETING,
+    LARGEST_MESSAGE,
+    Announce,
+    Bye,
+    Changed,
+    Fence,
+    Hello,
+    Message,
+    Report,
+    body_length,
+    decode,
+    encode,
+)
+from ds_dynatrain.elastic.world import MOST_MEMBERS, World, member_id, node_of
+from ds_dynatrain.errors import MessageError
+
+WORLD = World(term="a1", generation=3, change="planned", members=("n1/0", "n2/0"), leaving=("n0/0",), reason="n2 came")
+SAMPLES: list[Message] = [
+    Hello(version=1, proof="0" * 64, job="run-7"),
+    Announce(node="host-1.example-42-0", local_rank=1, local_size=8, pid=17, world=WORLD),
+    Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5),
+    Changed(world=WORLD),
+    Fence(member="n1/0", pid=5),
+    Bye(),
+]
+
+
+def read(wire: bytes, limit: int = LARGEST_MESSAGE) -> Message:
+    length = body_length(wire[: HEADER.size], limit)
+    assert len(wire) == HEADER.size + length
+    return decode(wire[HEADER.size :])
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: message.kind)
+def test_round_trip(message: Message) -> None:
+    assert read(encode(message)) == message
+
+
+def test_rank_is_the_place_in_the_list() -> None:
+    assert [WORLD.rank(member) for member in ("n1/0", "n2/0", "n0/0")] == [0, 1, None]
+    assert node_of(member_id("a-1", 3)) == "a-1"
+
+
+REFUSED: list[tuple[str, bytes, str]] = [
+    ("no JSON", b"GET / HTTP/1.1", "Invalid JSON"),
+    ("no object", b"[1, 2]", "Input should be an object"),
+    ("no kind", b"{}", "Unable to extract tag"),
+    ("unknown kind", b'{"kind":"shutdown"}', "shutdown"),
+    ("unknown field", b'{"kind":"bye","now":true}', "bye.now"),
+    ("wrong type", b'{"kind":"fence","member":"n/0","pid":"7"}', "fence.pid"),
+    ("a truth for a number", b'{"kind":"hello","version":true}', "hello.version"),
+    ("a fraction", b'{"kind":"report","step":1.5}', "report.step"),
+    ("not finite", b'{"kind":"report","pause_ms":NaN}', "report.pause_ms"),
+    ("negative", b'{"kind":"report","entered":-1}', "report.entered"),
+    ("a path for a node", b'{"kind":"agent","node":"../../etc"}', "agent.node"),
+    ("a line break in an id", b'{"kind":"agent","node":"a\\n"}', "agent.node"),
+    ("deep nesting", b'{"kind":' + b"[" * 2000 + b"]" * 2000 + b"}", "message"),
+    (
+        "one member twice",
+        b'{"kind":"changed","world":{"term":"a","generation":1,"change":"planned","members":["n/0","n/0"]}}',
+        "stands twice",
+    ),
+    ("no UTF-8", b'{"kind":"\xff\xfe"}', "Invalid JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_is_wrong_is_said(body: bytes, says: str) -> None:
+    with pytest.raises(MessageError, match=says):
+        decode(body)
+
+
+def test_lengths_are_bounded() -> None:
+    header = HEADER.pack(LARGEST_GREETING + 1)
+    with pytest.raises(MessageError, match="at most 4096"):
+        body_length(header, LARGEST_GREETING)
+    assert body_length(header, LARGEST_MESSAGE) == LARGEST_GREETING + 1
+    with pytest.raises(MessageError, match="is announced"):  # what a web browser says first
+        body_length(b"GET ", LARGEST_MESSAGE)
+
+
+def test_the_largest_world_fits() -> None:
+    members = tuple(f"{'n' * 115}{place:08d}/{place % 8}" for place in range(MOST_MEMBERS))
+    world = World(term="f" * 32, generation=1, change="planned", members=members)
+    assert len(encode(Changed(world=world))) < LARGEST_MESSAGE
+
+
+def test_what_a_peer_sent_is_not_repeated_at_length() -> None:
+    with pytest.raises(MessageError) as caught:
+        decode(json.dumps({"kind": "agent", "node": "\x1b[2J" + "x" * 100_000}).encode())
+    assert len(str(caught.value)) < 500 and "\x1b" not in str(caught.value)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_an_error(body: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_a_changed_field_is_taken_or_refused(message: Message, data: st.DataObject) -> None:
+    fields: dict[str, Any] = json.loads(message.model_dump_json())
+    name = data.draw(st.sampled_from(sorted(fields)))
+    fields[name] = data.draw(JSON)
+    try:
+        decode(json.dumps(fields).encode())
+    except MessageError as error:
+        assert str(error)
