@@ -4,4 +4,9 @@
 |---|---|
 | `world` | the record of one generation: who trains together, in which order, and why |
 | `messages` | what travels between a coordinator and its peers: versioned, bounded, validated |
+| `settings` | how many nodes a job wants, and how long is waited for what |
+| `roster` | who is alive, and what each one last said of itself |
+| `membership` `effects` | the coordinator's decisions, without sockets and without a clock, and what they ask for |
+| `recovery` | what a coordinator that was started anew learns from the members |
+| `snapshot` | the status of a job |
 """

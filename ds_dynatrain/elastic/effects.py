@@ -1,0 +1,34 @@
+"""What the membership wants done; whoever holds the connections does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_dynatrain.elastic.world import World
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Tell these members of a generation."""
+
+    world: World
+    to: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the connection of a member, and its process if its agent can."""
+
+    member: str
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Tell these members that no work will come any more."""
+
+    to: tuple[str, ...]
+
+
+Effect = Publish | GiveUp | Finish

@@ -1,0 +1,263 @@
+"""The coordinator's decisions, without sockets and without a clock: events go in, effects come out.
+
+Every event has a method, with the time as an argument; `advance` then says what has to be done. What it decides:
+
+- A **generation** is published when something has changed, `debounce_seconds` after the first sign of it. Survivors
+  keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
+- A **planned** change (a node that comes, a member that leaves) waits until everybody has entered the present
+  generation. A **failure** (a member of the world is dead, or somebody who was still handing over) waits for nothing.
+- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait.
+- A member that was given up never comes back under its id.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.messages import Announce, Phase, Report, clipped
+from ds_dynatrain.elastic.recovery import Recovery
+from ds_dynatrain.elastic.roster import Entry, Roster
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, nodes_of
+from ds_dynatrain.errors import JobFinished, PeerRefused
+
+REMEMBERED_CHANGES = 20
+
+
+class Membership:
+    """Who is in the job. `now` is any clock that never goes back, in seconds, the same in all calls."""
+
+    def __init__(self, settings: Settings, term: str, now: float) -> None:
+        self.settings = settings
+        self.term = term
+        self.roster = Roster()
+        self.world: World | None = None
+        self.is_finished = False
+        self.changes: deque[tuple[World, float]] = deque(maxlen=REMEMBERED_CHANGES)
+        """The last generations, and when each was published."""
+        self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
+        self._gone: dict[str, str] = {}
+        self._done: set[str] = set()
+        self._entered = 0
+        self._handover_broken = False
+        self._decide_at: float | None = None
+        self._advanced = now
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def announce(self, said: Announce, now: float) -> str:
+        """A worker has come, or come back; its id. PeerRefused, or JobFinished, if it cannot be let in."""
+        member = member_id(said.node, said.local_rank)
+        if self.is_finished:
+            raise JobFinished("the job has finished; a new one needs a new coordinator")
+        if member in self._gone:
+            raise PeerRefused(f"{member} was given up ({self._gone[member]}); it can join again as a new process")
+        if said.world is not None and not self._may_recall:
+            raise PeerRefused(f"{member} comes from generation {said.world.generation}, which is over here")
+        self.roster.add(said, now)
+        if said.world is not None:
+            if self._recovery is None:
+                self._recovery = Recovery(now, self.settings.recovery_seconds)
+            self._recovery.hear(member, said.world, now)
+        return member
+
+    def report(self, member: str, said: Report, now: float) -> None:
+        """A worker says what it is. PeerRefused if that cannot be."""
+        newest = 0 if self.world is None else self.world.generation
+        if self._recovery is None and said.entered > newest:
+            raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
+        if self.roster.update(member, said, now):
+            self._entered = max(self._entered, said.entered)
+            self._note(now)
+
+    def bye(self, member: str, now: float) -> None:
+        """A worker's script has ended."""
+        entry = self.roster.remove(member)
+        if entry is None:
+            return
+        came_back = self._recovery is not None and self._recovery.heard_of(member)
+        if not self._works(member) and not came_back:
+            self._note(now)
+        elif entry.report.leaving:  # the others still count on it
+            self._is_gone(member, "ended before the others could let it go", now)
+        else:
+            self._done.add(member)
+            self._note(now)
+
+    def lost(self, member: str, why: str, now: float) -> None:
+        """A worker is dead, or must be taken for dead."""
+        if self.roster.remove(member) is not None:
+            self._is_gone(member, why, now)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float:
+        """When `advance` has to be called at the latest."""
+        times = [self._advanced + self.settings.beat_seconds]
+        if self._recovery is not None:
+            times.append(self._recovery.until)
+        elif self._decide_at is not None and not self.is_finished:
+            times.append(self._decide_at)
+        return min(times)
+
+    def advance(self, now: float) -> list[Effect]:
+        """What has to be done now."""
+        effects: list[Effect] = list(self._give_up_silent(now))
+        if self._recovery is not None:
+            if now < self._recovery.until:
+                return effects
+            effects += self._recall(now)
+        if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
+            self._decide_at = None
+            world = self._next_world()
+            if world is not None:
+                effects.append(self._publish(world, now))
+        effects += self._finish()
+        return effects
+
+    def _give_up_silent(self, now: float) -> list[GiveUp]:
+        """Members that have said nothing for too long; where nobody listened either, they get that time back."""
+        asleep = now - self._advanced - self.settings.beat_seconds
+        if asleep > self.settings.beat_seconds:
+            self.roster.forgive(asleep)
+        self._advanced = now
+        reason = f"no heartbeat for {self.settings.silent_seconds:g} s"
+        silent = self.roster.silent(now, self.settings.silent_seconds)
+        for entry in silent:
+            self.lost(entry.member, reason, now)
+        return [GiveUp(entry.member, entry.pid, reason) for entry in silent]
+
+    # -- after a restart ---------------------------------------------------------------------------------------------
+
+    @property
+    def _may_recall(self) -> bool:
+        """Whether there is still room for a world from before."""
+        return self._recovery is not None or self.world is None
+
+    def _recall(self, now: float) -> list[Effect]:
+        """End the recovery: take over the newest world, and part with members that it does not know."""
+        recovery, self._recovery = self._recovery, None
+        self.world = None if recovery is None else recovery.choose()
+        if self.world is None or recovery is None:
+            return []
+        self._note(now)
+        known = {*self.world.members, *self.world.leaving}
+        came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
+        strangers = [entry for entry in came_back if entry.member not in known]
+        reason = f"generation {self.world.generation} goes on without it"
+        effects: list[Effect] = [GiveUp(entry.member, entry.pid, reason) for entry in strangers]
+        for entry in strangers:
+            self.lost(entry.member, reason, now)
+        self.changes.append((self.world, now))
+        return [*effects, Publish(self.world, self._present(known))]
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def _next_world(self) -> World | None:
+        """The generation that follows from who is there; None if the present one stands, or is still being entered."""
+        old = self.world
+        members = () if old is None else old.members
+        dead = tuple(one for one in members if one not in self.roster and one not in self._done)
+        is_failure = bool(dead) or self._handover_broken
+        if not is_failure and not self._is_settled:
+            return None
+        stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
+        joined = self._newcomers(stay)
+        if not is_failure and (stay + joined == members or self._done):
+            return None
+        leaving = self._leaving((*members, *(old.leaving if old is not None else ())))
+        if old is None and not joined:
+            return None
+        return World(
+            term=self.term,
+            generation=1 if old is None else old.generation + 1,
+            change="failure" if is_failure else "planned",
+            members=stay + joined,
+            survivors=len(stay) if self._is_entered else len(set(stay) & set(self._survivors)),
+            leaving=leaving,
+            lost=dead,
+            paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
+            reason=self._reason(joined, set(members) & set(leaving), dead),
+        )
+
+    def _newcomers(self, stay: tuple[str, ...]) -> tuple[str, ...]:
+        """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody."""
+        if self._done:
+            return ()
+        nodes = self.roster.complete_nodes(apart=() if self.world is None else self.world.members)
+        nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
+        if not stay and len(nodes) < self.settings.min_nodes:
+            return ()
+        return tuple(member for node in nodes for member in node)
+
+    def _leaving(self, old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(one for one in old if one in self.roster and self.roster[one].report.leaving)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether everybody has entered the present generation."""
+        world = self.world
+        return world is None or all(
+            self.roster[one].report.entered == world.generation for one in world.members if one in self.roster
+        )
+
+    @property
+    def _is_entered(self) -> bool:
+        """Whether anybody has entered the present generation: then all its members hold its state."""
+        return self.world is not None and self._entered >= self.world.generation
+
+    @property
+    def _survivors(self) -> tuple[str, ...]:
+        return () if self.world is None else self.world.members[: self.world.survivors]
+
+    def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str]) -> str:
+        parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
+        parts += ["a hand-over was broken off"] if self._handover_broken else []
+        parts += [f"{node} joined" for node in sorted(nodes_of(joined))]
+        parts += [f"{one} leaves" for one in sorted(left)]
+        return clipped("; ".join(parts), LONGEST_TEXT)
+
+    def _publish(self, world: World, now: float) -> Publish:
+        self.world = world
+        self._handover_broken = False
+        self.changes.append((world, now))
+        return Publish(world, (*world.members, *world.leaving))
+
+    def _finish(self) -> list[Finish]:
+        """The job is over when some scripts have ended and nobody of the world is left to end."""
+        if self.is_finished or not self._done:
+            return []
+        if any(self._works(entry.member) and not entry.report.leaving for entry in self.roster):
+            return []
+        self.is_finished = True
+        return [Finish(tuple(entry.member for entry in self.roster))]
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def phase(self, entry: Entry) -> Phase:
+        """What a member is doing, in the words of the status."""
+        if entry.report.leaving:
+            return "leaving"
+        if self._works(entry.member):
+            return "working"
+        return "waiting" if entry.report.ready else "warming"
+
+    def _works(self, member: str) -> bool:
+        return self.world is not None and member in self.world.members
+
+    def _is_gone(self, member: str, why: str, now: float) -> None:
+        self._gone[member] = why
+        if self.world is not None and member in self.world.leaving and not self._is_settled:
+            self._handover_broken = True
+        self._note(now)
+
+    def _note(self, now: float) -> None:
+        """Something has changed: a decision is due soon."""
+        if self._decide_at is None:
+            self._decide_at = now + self.settings.debounce_seconds
+
+    def _present(self, members: Iterable[str]) -> tuple[str, ...]:
+        return tuple(one for one in members if one in self.roster)

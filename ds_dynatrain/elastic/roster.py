@@ -1,0 +1,111 @@
+"""Who is alive, and what each one last said of itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+
+from ds_dynatrain.elastic.messages import Announce, Report
+from ds_dynatrain.elastic.world import MOST_MEMBERS, member_id, node_of
+from ds_dynatrain.errors import PeerRefused
+
+
+@dataclass
+class Entry:
+    """One living worker. Times are the caller's clock, in seconds."""
+
+    member: str
+    local_rank: int
+    local_size: int
+    pid: int
+    heard: float
+    report: Report = field(default_factory=Report)
+    arrival: int = 0
+    """When it got ready, counted over all; 0 before."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it could join now."""
+        return self.report.ready and not self.report.leaving
+
+
+class Roster:
+    """The living workers by id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._arrivals = 0
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._entries
+
+    def __getitem__(self, member: str) -> Entry:
+        return self._entries[member]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids, in the order in which they came."""
+        return tuple(self._entries)
+
+    def add(self, said: Announce, now: float) -> Entry:
+        """Let a worker in; PeerRefused if what it says of itself cannot be."""
+        member = member_id(said.node, said.local_rank)
+        if said.local_rank >= said.local_size:
+            raise PeerRefused(f"{member}: local rank {said.local_rank} of {said.local_size} workers")
+        if member in self._entries:
+            raise PeerRefused(f"{member} is here already, with process {self._entries[member].pid}")
+        if len(self._entries) >= MOST_MEMBERS:
+            raise PeerRefused(f"{member}: there are {MOST_MEMBERS} members, and no room for more")
+        for other in self:
+            if node_of(other.member) == said.node and other.local_size != said.local_size:
+                raise PeerRefused(
+                    f"{member} says that its node has {said.local_size} workers, {other.member} says {other.local_size}"
+                )
+        entry = Entry(member, said.local_rank, said.local_size, said.pid, heard=now)
+        self._entries[member] = entry
+        return entry
+
+    def remove(self, member: str) -> Entry | None:
+        """Forget a worker; None if it is not there."""
+        return self._entries.pop(member, None)
+
+    def update(self, member: str, report: Report, now: float) -> bool:
+        """Take a report; whether it can matter for membership. PeerRefused if it takes back what was said before."""
+        entry = self._entries[member]
+        old = entry.report
+        if old.ready > report.ready or old.leaving > report.leaving or old.entered > report.entered:
+            raise PeerRefused(f"{member} takes back what it said: {old!r}, then {report!r}")
+        entry.report, entry.heard = report, now
+        if report.ready and not old.ready:
+            self._arrivals += 1
+            entry.arrival = self._arrivals
+        return (old.ready, old.leaving, old.entered) != (report.ready, report.leaving, report.entered)
+
+    def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
+        """The members of every node whose workers all wait, by local rank; the node that was ready first comes first.
+
+        apart: members that do not wait, because they work.
+        """
+        nodes: defaultdict[str, list[Entry]] = defaultdict(list)
+        for entry in self:
+            if entry.is_waiting and entry.member not in apart:
+                nodes[node_of(entry.member)].append(entry)
+        complete = [node for node in nodes.values() if len(node) == node[0].local_size]
+        complete.sort(key=lambda node: max(entry.arrival for entry in node))
+        return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
+
+    def silent(self, now: float, seconds: float) -> list[Entry]:
+        """Those that were not heard of for more than `seconds`."""
+        return [entry for entry in self if now - entry.heard > seconds]
+
+    def forgive(self, seconds: float) -> None:
+        """Count `seconds` less of silence: nobody was listening."""
+        for entry in self:
+            entry.heard += seconds

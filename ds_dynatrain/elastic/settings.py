@@ -1,0 +1,39 @@
+"""The numbers that a coordinator decides by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ds_dynatrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How many nodes a job wants, and how long the coordinator waits for what. ConfigError for senseless numbers."""
+
+    min_nodes: int
+    """Fewer nodes than this do not start a job; a job that has fallen below is paused."""
+    max_nodes: int
+    """More nodes than this do not train; they wait, warm, for one of the others to go."""
+    debounce_seconds: float = 0.05
+    """From the first sign of a change to the decision: what comes meanwhile is part of it."""
+    beat_seconds: float = 0.5
+    """How often everybody has to be heard of."""
+    silent_seconds: float = 5.0
+    """Whoever was not heard of for this long is given up."""
+    recovery_seconds: float = 3.0
+    """After its start a coordinator decides nothing for this long: members of a running job may be coming back."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigError(f"nodes {self.min_nodes}:{self.max_nodes}: 1 <= MIN <= MAX has to hold")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{field.name}: expected a number of at least 0, got {value!r}")
+        if self.beat_seconds <= 0 or self.silent_seconds < 3 * self.beat_seconds:
+            raise ConfigError(
+                f"silent_seconds: {self.silent_seconds:g} s hold fewer than three heartbeats of {self.beat_seconds:g} "
+                f"s, and a busy machine would lose members; give at least {3 * self.beat_seconds:g}"
+            )

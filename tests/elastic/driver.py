@@ -1,0 +1,106 @@
+"""A membership with a clock that a test turns, and the members' side of the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.messages import Announce, Report
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.world import World, member_id
+
+
+@dataclass
+class Driver:
+    """`told` is the newest world that each member was told of; it outlives the coordinator, as members do."""
+
+    settings: Settings
+    now: float = 1000.0
+    terms: int = 0
+    told: dict[str, World] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    worlds: list[World] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.membership = self._new()
+
+    @property
+    def world(self) -> World:
+        """The newest one."""
+        return self.worlds[-1]
+
+    def start(self, *nodes: str, size: int = 1, is_ready: bool = True) -> None:
+        """Workers of these nodes come, and get ready."""
+        for node in nodes:
+            for local_rank in range(size):
+                member = member_id(node, local_rank)
+                self.sizes[member] = size
+                self.announce(member)
+                if is_ready:
+                    self.say(member, ready=True)
+
+    def announce(self, member: str) -> None:
+        """A member says who it is and what it knows."""
+        node, local_rank = member.rsplit("/", 1)
+        world = self.told.get(member)
+        said = Announce(node=node, local_rank=int(local_rank), local_size=self.sizes[member], pid=7, world=world)
+        assert self.membership.announce(said, self.now) == member
+        self.reports.setdefault(member, Report())
+
+    def say(self, member: str, **changes: object) -> None:
+        """A member reports."""
+        self.reports[member] = self.reports[member].model_copy(update=changes)
+        self.membership.report(member, self.reports[member], self.now)
+
+    def enter(self, *members: str) -> None:
+        """Members (by default all) enter the newest world that they were told of."""
+        for member in members or [one for one in self.world.members if one in self.membership.roster]:
+            self.say(member, entered=self.told[member].generation)
+
+    def wait(self, seconds: float = 0.06) -> list[Effect]:
+        """Time goes on; all but the silent ones send their heartbeats."""
+        end, effects = self.now + seconds, list[Effect]()
+        while True:
+            self.now = min(end, max(self.now, self.membership.deadline))
+            for entry in list(self.membership.roster):
+                if entry.member not in self.silent:
+                    self.membership.report(entry.member, self.reports[entry.member], self.now)
+            effects += self._act(self.membership.advance(self.now))
+            if self.now >= end:
+                return effects
+
+    def restart(self) -> None:
+        """The coordinator dies, and another one is started; nobody has announced itself yet."""
+        self.membership = self._new()
+
+    def _new(self) -> Membership:
+        self.terms += 1
+        return Membership(self.settings, f"{self.terms:x}", self.now)
+
+    def _act(self, effects: list[Effect]) -> list[Effect]:
+        for effect in effects:
+            match effect:
+                case Publish(world, to):
+                    self.told.update(dict.fromkeys(to, world))
+                    if not self.worlds or world != self.worlds[-1]:
+                        self.worlds.append(world)
+                case GiveUp(member, _, _):
+                    self.fenced.append(member)
+                case Finish(to):
+                    self.finished += to
+        return effects
+
+
+def running(*nodes: str, most: int = 8, least: int = 1, size: int = 1) -> Driver:
+    """A job that trains on these nodes."""
+    driver = Driver(Settings(least, most))
+    driver.start(*nodes, size=size)
+    driver.wait(driver.settings.recovery_seconds + 0.1)
+    driver.enter()
+    driver.wait()
+    return driver

@@ -1,0 +1,317 @@
+"""The coordinator's decisions, one situation each."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_dynatrain.elastic.messages import Report
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.errors import ConfigError, JobFinished, PeerRefused
+from tests.elastic.driver import Driver, running
+
+
+def test_a_job_starts_with_min_nodes_and_not_before() -> None:
+    driver = Driver(Settings(2, 4))
+    driver.start("a")
+    driver.wait(10)
+    assert not driver.worlds
+    driver.start("b", size=2)
+    driver.wait()
+    assert driver.world.members == ("a/0", "b/0", "b/1")
+    assert (driver.world.generation, driver.world.change, driver.world.survivors) == (1, "planned", 0)
+
+
+def test_a_node_joins_as_a_whole() -> None:
+    driver = running("a")
+    driver.start("b", size=2, is_ready=False)
+    driver.say("b/1", ready=True)
+    driver.wait(1)
+    assert driver.world.members == ("a/0",)
+    driver.say("b/0", ready=True)
+    driver.wait()
+    assert driver.world.members == ("a/0", "b/0", "b/1")
+    assert driver.world.survivors == 1 and "b joined" in driver.world.reason
+
+
+def test_several_changes_at_once_are_one() -> None:
+    driver = running("a", "b", "c")
+    driver.start("d")
+    driver.say("a/0", leaving=True)
+    driver.start("e")
+    driver.wait()
+    assert len(driver.worlds) == 2
+    assert driver.world.members == ("b/0", "c/0", "d/0", "e/0")
+    assert driver.world.leaving == ("a/0",) and driver.world.survivors == 2 and driver.world.change == "planned"
+
+
+def test_all_ranks_of_a_dead_node_are_one_failure() -> None:
+    driver = running("a", "b", size=2)
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait(0.02)
+    driver.membership.lost("a/1", "the connection ended", driver.now)
+    driver.wait()
+    assert len(driver.worlds) == 2
+    assert (driver.world.change, driver.world.members, driver.world.lost) == (
+        "failure",
+        ("b/0", "b/1"),
+        ("a/0", "a/1"),
+    )
+
+
+def test_planned_changes_wait_until_everybody_has_entered() -> None:
+    driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.start("d")
+    driver.enter("a/0", "b/0")
+    driver.wait(1)
+    assert driver.world.generation == 2
+    driver.enter("c/0")
+    driver.wait()
+    assert driver.world.generation == 3 and driver.world.members[-1] == "d/0"
+
+
+def test_a_failure_does_not_wait() -> None:
+    driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.change == "failure" and driver.world.members == ("a/0", "c/0")
+    assert driver.world.survivors == 1, "c has got nothing yet"
+
+
+def test_who_died_after_the_switch_has_passed_on_the_state() -> None:
+    driver = running("a")
+    driver.start("b")
+    driver.wait()
+    driver.enter("a/0")
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("b/0",) and driver.world.survivors == 1
+
+
+def test_a_joiner_that_is_left_alone_holds_nothing() -> None:
+    driver = running("a")
+    driver.start("b")
+    driver.wait()
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("b/0",) and driver.world.survivors == 0
+
+
+def test_a_leaver_that_dies_while_it_hands_over_is_a_failure() -> None:
+    driver = running("a", "b")
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    assert driver.world.leaving == ("a/0",)
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait()
+    assert (driver.world.generation, driver.world.change, driver.world.members) == (3, "failure", ("b/0",))
+
+
+@pytest.mark.parametrize("ends", ["bye", "lost"])
+def test_a_leaver_that_has_handed_over_goes_unnoticed(ends: str) -> None:
+    driver = running("a", "b")
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    driver.enter("b/0")
+    if ends == "bye":
+        driver.membership.bye("a/0", driver.now)
+    else:
+        driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait(1)
+    assert len(driver.worlds) == 2
+
+
+def test_a_leaver_that_ends_too_early_is_a_failure() -> None:
+    driver = running("a", "b")
+    driver.say("b/0", leaving=True)
+    driver.membership.bye("b/0", driver.now)
+    driver.wait()
+    assert driver.world.change == "failure" and driver.world.lost == ("b/0",)
+
+
+def test_above_max_a_spare_waits_and_steps_in() -> None:
+    driver = running("a", "b", most=2)
+    driver.start("c", size=2)
+    driver.start("d")
+    driver.wait(1)
+    assert len(driver.worlds) == 1
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("b/0", "c/0", "c/1") and driver.world.change == "failure"
+
+
+def test_below_min_the_world_is_paused() -> None:
+    driver = running("a", "b", "c", least=2)
+    for node in ("a", "b"):
+        driver.membership.lost(f"{node}/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.paused and driver.world.members == ("c/0",)
+    driver.start("d")
+    driver.wait()
+    driver.enter()
+    driver.wait()
+    assert not driver.world.paused and driver.world.members == ("c/0", "d/0")
+
+
+def test_a_silent_member_is_fenced_and_stays_out() -> None:
+    driver = running("a", "b")
+    driver.silent.add("b/0")
+    driver.wait(6)
+    assert driver.fenced == ["b/0"] and driver.world.change == "failure" and driver.world.members == ("a/0",)
+    assert "no heartbeat for 5 s" in driver.world.reason
+    with pytest.raises(PeerRefused, match="was given up"):
+        driver.announce("b/0")
+
+
+def test_nobody_is_silent_while_the_coordinator_sleeps() -> None:
+    driver = running("a", "b")
+    driver.now += 60  # the process was stopped, or the machine was suspended
+    driver.membership.advance(driver.now)
+    driver.wait(1)
+    assert not driver.fenced and len(driver.worlds) == 1
+
+
+def test_scripts_that_end_make_no_change_and_spares_are_sent_home() -> None:
+    driver = running("a", "b", most=2)
+    driver.start("c")
+    driver.membership.bye("b/0", driver.now)
+    driver.wait(1)
+    assert len(driver.worlds) == 1 and not driver.finished
+    driver.membership.bye("a/0", driver.now)
+    driver.wait()
+    assert len(driver.worlds) == 1 and driver.finished == ["c/0"]
+    with pytest.raises(JobFinished):
+        driver.start("d")
+
+
+def test_the_last_member_can_leave() -> None:
+    driver = running("a")
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    assert driver.world.members == () and driver.world.leaving == ("a/0",) and driver.world.paused
+    driver.membership.bye("a/0", driver.now)
+    driver.start("b")
+    driver.wait()
+    assert (driver.world.generation, driver.world.members, driver.world.survivors) == (3, ("b/0",), 0)
+
+
+class TestRestart:
+    def test_members_come_back_and_nothing_changes(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        for member in ("b/0", "a/0"):
+            driver.announce(member)
+        driver.wait(10)
+        assert driver.world.generation == 1
+        driver.start("c")
+        driver.wait()
+        assert (driver.world.generation, driver.world.term, driver.world.members) == (2, "2", ("a/0", "b/0", "c/0"))
+
+    def test_who_does_not_come_back_is_lost(self) -> None:
+        driver = running("a", "b", "c")
+        driver.restart()
+        driver.announce("c/0")
+        driver.announce("a/0")
+        driver.wait(10)
+        assert (driver.world.change, driver.world.members, driver.world.lost) == ("failure", ("a/0", "c/0"), ("b/0",))
+        assert driver.world.survivors == 2
+
+    def test_a_newcomer_cannot_start_a_second_job(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        driver.start("c")
+        driver.wait(1)
+        driver.announce("a/0")
+        driver.announce("b/0")
+        driver.wait(10)
+        assert driver.world.members == ("a/0", "b/0", "c/0")
+
+    def test_the_newest_world_that_anybody_knows_counts(self) -> None:
+        driver = running("a", "b")
+        old = driver.world
+        driver.start("c")
+        driver.wait()
+        driver.told["b/0"] = old  # the coordinator died before it told b
+        driver.restart()
+        for member in ("b/0", "a/0", "c/0"):
+            driver.announce(member)
+        driver.wait(4)
+        assert driver.told["b/0"].generation == 2 and driver.told["b/0"].members == ("a/0", "b/0", "c/0")
+
+    def test_who_was_left_behind_is_given_up(self) -> None:
+        driver = running("a", "b", "c")
+        driver.membership.lost("c/0", "the connection ended", driver.now)
+        driver.wait()
+        driver.enter()
+        driver.restart()
+        for member in ("c/0", "a/0", "b/0"):
+            driver.announce(member)
+        driver.wait(4)
+        assert driver.fenced == ["c/0"] and driver.world.members == ("a/0", "b/0")
+
+    def test_a_leaver_may_still_hand_over(self) -> None:
+        driver = running("a", "b")
+        driver.say("a/0", leaving=True)
+        driver.wait()
+        driver.restart()
+        for member in ("a/0", "b/0"):
+            driver.announce(member)
+            driver.say(member)
+        driver.wait(4)
+        assert not driver.fenced and driver.world.generation == 2
+
+    def test_late_returns_are_refused(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        driver.announce("a/0")
+        driver.wait(10)
+        with pytest.raises(PeerRefused, match=r"given up|is over here"):
+            driver.announce("b/0")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    driver = running("a")
+    with pytest.raises(PeerRefused, match="is over here"):
+        driver.announce("a/0")
+    del driver.told["a/0"]
+    with pytest.raises(PeerRefused, match="is here already"):
+        driver.announce("a/0")
+    with pytest.raises(PeerRefused, match="takes back"):
+        driver.membership.report("a/0", Report(), driver.now)
+    with pytest.raises(PeerRefused, match="the newest is 1"):
+        driver.say("a/0", entered=2)
+    driver.sizes["b/3"] = 2
+    with pytest.raises(PeerRefused, match="local rank 3 of 2"):
+        driver.announce("b/3")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"min_nodes": 3, "max_nodes": 2}, "MIN <= MAX"),
+        ({"min_nodes": 1, "max_nodes": 2, "silent_seconds": 1.0}, "three heartbeats"),
+        ({"min_nodes": 1, "max_nodes": 2, "debounce_seconds": float("nan")}, "debounce_seconds"),
+    ],
+)
+def test_settings_without_sense_are_refused(values: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Settings(**values)  # type: ignore[arg-type]
+
+
+def test_the_status_has_ranks_first() -> None:
+    driver = running("b", "a", most=2)
+    driver.start("c")
+    driver.start("d", is_ready=False)
+    driver.say("a/0", step=7, layout="data=2")
+    status = snapshot(driver.membership, "job", driver.now)
+    assert [(one.member, one.rank, one.phase) for one in status.members] == [
+        ("b/0", 0, "working"),
+        ("a/0", 1, "working"),
+        ("c/0", None, "waiting"),
+        ("d/0", None, "warming"),
+    ]
+    assert status.members[1].step == 7 and status.generation == 1 and len(status.changes) == 1
