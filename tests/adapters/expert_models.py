@@ -18,10 +18,10 @@ COUNTS = (4, 8)
 """Experts of the two layers of `Routed`."""
 
 
-def autoep_model(kind: str, inner: int = 24) -> nn.Module:
+def autoep_model(kind: str, inner: int = 24, experts: int = 4) -> nn.Module:
     """A model of transformers', the same on every rank: "mixtral", "qwen3" (its first layer dense) or "qwen2".
 
-    inner: of an expert; torch's grouped product wants a multiple of 16 bytes.
+    inner: of an expert; torch's grouped product wants a multiple of 16 bytes. experts: of a layer.
     """
     import transformers
 
@@ -29,9 +29,14 @@ def autoep_model(kind: str, inner: int = 24) -> nn.Module:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "use_cache": False}
     sizes |= {"max_position_embeddings": 32, "tie_word_embeddings": kind != "mixtral"}
     if kind == "mixtral":
-        config = transformers.MixtralConfig(intermediate_size=inner, num_local_experts=4, **sizes)
+        config = transformers.MixtralConfig(intermediate_size=inner, num_local_experts=experts, **sizes)
     else:
-        sizes |= {"intermediate_size": 21, "moe_intermediate_size": inner, "num_experts": 4, "norm_topk_prob": True}
+        sizes |= {
+            "intermediate_size": 21,
+            "moe_intermediate_size": inner,
+            "num_experts": experts,
+            "norm_topk_prob": True,
+        }
         more = {"mlp_only_layers": [0], "head_dim": 4} if kind == "qwen3" else {"shared_expert_intermediate_size": 7}
         config = getattr(transformers, f"{kind.title()}MoeConfig")(**sizes, **more)
     with torch.random.fork_rng():

@@ -36,12 +36,20 @@ def one_step(engine: Any, batch: Any) -> float:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a model says to a probe: its output, and which experts tokens went to, layer by layer; both as digests."""
+
+    output: str
+    experts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Subject:
     """A model to walk with.
 
     build: the same weights on every rank. data: the samples of a position, without an end. places: see `oracle.Places`.
     settings: merged over the usual configuration, key by key at the top. step: one optimizer step on what the loader
-    deals. at: the reference layout, in which every rank that works holds the model whole.
+    deals. at: the reference layout. probe: asks the model something that no layout may change the answer to.
     """
 
     build: Callable[[], nn.Module]
@@ -51,6 +59,7 @@ class Subject:
     step: Callable[[Any, Any], float] = one_step
     at: Layout = field(default_factory=lambda: Layout(data=2, zero_stage=1))
     groups: Callable[[nn.Module], Any] | None = None
+    probe: Callable[[Any], Answer] | None = None
 
 
 def compare(
@@ -67,11 +76,11 @@ def compare(
     of a loss. Returns how many continuations are bitwise those of static runs.
     """
     same: dict[str, Any] = {"find": find, "dtype": dtype}
-    state, position = pool.run(reference_case, seconds=seconds, **same)[0]
+    state, position, answer = pool.run(reference_case, seconds=seconds, **same)[0]
     layouts = sorted(set(path), key=str)
     same |= {"state": state, "position": position}
     static = jobs.means_by_place(pool.run(static_case, layouts=layouts, seconds=seconds, **same))
-    switched = jobs.means_by_place(pool.run(walk_case, path=list(path), seconds=seconds, **same))
+    switched = jobs.means_by_place(pool.run(walk_case, path=list(path), answer=answer, seconds=seconds, **same))
     assert list(switched) == list(range(1, len(path)))
     bitwise = 0
     for place, (source, target) in enumerate(pairwise(path), start=1):
@@ -100,14 +109,17 @@ def started(subject: Subject, dtype: str, layout: Layout) -> Any:
     return jobs.job(configured(subject, dtype, layout), model, subject.data(count), groups=False, **arguments)
 
 
-def reference_case(find: Callable[[], Subject], dtype: str) -> tuple[oracle.State, dict[str, Any]] | None:
-    """A state after some steps, and the loader's position there."""
+def reference_case(
+    find: Callable[[], Subject], dtype: str
+) -> tuple[oracle.State, dict[str, Any], Answer | None] | None:
+    """A state after some steps, the loader's position there, and what the model says to the probe."""
     subject = find()
     with started(subject, dtype, subject.at) as made:
         batches = iter(made.loader)
         for _ in range(WARM_STEPS):
             subject.step(made.engine, next(batches))
-        return oracle.gather(made.engine, subject.places), made.loader.state_dict()
+        answer = subject.probe(made.engine) if subject.probe else None
+        return oracle.gather(made.engine, subject.places), made.loader.state_dict(), answer
     return None
 
 
@@ -126,10 +138,16 @@ def static_case(
 
 
 def walk_case(
-    find: Callable[[], Subject], dtype: str, path: list[Layout], state: oracle.State, position: dict[str, Any]
+    find: Callable[[], Subject],
+    dtype: str,
+    path: list[Layout],
+    state: oracle.State,
+    position: dict[str, Any],
+    answer: Answer | None,
 ) -> Losses:
     """Walk the path; per place on it the losses of the steps after arriving. Everything else is checked here."""
     subject, found = find(), dict[int, list[float]]()
+    answers = {_arithmetic(subject.at, dtype): answer} if answer else {}
     with started(subject, dtype, path[0]) as made:
         engine, batches = made.engine, iter(made.loader)
         batch = next(batches)  # a member that starts idle wakes in here
@@ -140,11 +158,13 @@ def walk_case(
             if number:
                 assert engine.layout == path[number]
                 assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
+                _check_answer(subject, engine, dtype, answers)
                 found[number] = some_steps(made, subject, batches, batch)
             if number + 1 == len(path):
                 return found
             set_back(made, subject, state, position)
             assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
+            _check_answer(subject, engine, dtype, answers)
             least = _least_bytes(engine, path[number + 1], state)
             engine.switch(path[number + 1], at=engine.global_steps)
             batch = next(batches)
@@ -166,6 +186,24 @@ def some_steps(made: jobs.Job, subject: Subject, batches: Iterator[Any], batch: 
         batch = next(batches) if number else batch
         losses.append(subject.step(made.engine, batch))
     return losses
+
+
+def _check_answer(subject: Subject, engine: Any, dtype: str, answers: dict[bool, Answer]) -> None:
+    """The reference state gives the same answer everywhere; in 16 bits products of other shapes are rounded otherwise.
+
+    answers: those that were given before, by `_arithmetic`; this one is added.
+    """
+    if subject.probe is None:
+        return
+    answer = subject.probe(engine)
+    expected = answers.setdefault(_arithmetic(engine.layout, dtype), answer)
+    assert answer.experts == expected.experts, f"{engine.layout}: tokens go to other experts"
+    assert answer.output == expected.output or dtype != "fp32", f"{engine.layout}: another output"
+
+
+def _arithmetic(layout: Layout, dtype: str) -> bool:
+    """Which of two: stage 3 has a `linear` of its own, which in 16 bits may send tokens elsewhere."""
+    return dtype != "fp32" and layout.zero_stage == 3
 
 
 def _least_bytes(engine: Any, target: Layout, state: oracle.State) -> int:

@@ -99,12 +99,17 @@ def gather(engine: Any, places: Places | None = None) -> State:
             assert all_steps.setdefault(name, step) == step, f"step of {name} differs on rank {rank}"
     for key, seen in filled.items():
         assert seen.all(), f"{key}: nobody holds {int((~seen).sum())} elements"
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in engine.basic_optimizer.param_groups
-    ]
+    groups = [_group(group) for group in engine.basic_optimizer.param_groups]
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     return State(tensors, all_steps, groups, counters, _scaling(engine))
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the parameters; DeepSpeed names groups of experts after the number of ranks that share them."""
+    kept = {name: value for name, value in group.items() if name != "params"}
+    if str(kept.get("name")).startswith("ep_size_"):
+        kept["name"] = "experts"
+    return kept
 
 
 def _where(engine: Any, places: Places | None) -> dict[str, Place]:

@@ -6,72 +6,71 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as td
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import nn
 
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_models as models
-from tests.engine import expert_walks as walks
-from tests.engine import jobs
+from tests.engine import axis_walks, jobs, oracle
+from tests.engine.mixtures import native, native_model, places, probe
 from tests.engine.models import Sequences
 from tests.engine.pool import RankPool
 
-WALK = [
-    {"data": 2, "expert": 2, "zero_stage": 1},
-    {"data": 4, "expert": 4, "zero_stage": 1},
-    {"data": 2, "expert": 1, "zero_stage": 1},
-    {"data": 4, "expert": 2, "zero_stage": 1},
-]
+
+def at(data: int, expert: int, stage: int) -> Layout:
+    """A layout."""
+    return Layout(data=data, expert=expert, zero_stage=stage)
 
 
-def build(size: int) -> nn.Module:
-    """What a user builds on this process: the experts of its own rank, which have values of their own."""
-    return models.native_model(size, td.get_rank() % size)
+def trained(size: int) -> list[float]:
+    """Losses around switches of a model that was built for so many ranks; its first weights are those of the model."""
+    losses, path = list[float](), [at(2, 2, 1), at(4, 4, 2), at(2, 1, 0), at(4, 2, 1)]
+    with axis_walks.started(native(size), "fp32", path[0]) as made:
+        engine, batches = made.engine, iter(made.loader)
+        batch, before = next(batches), None
+        if engine.generation == 1:
+            values = models.native_values()
+            before = oracle.gather(engine, places)
+            assert {name for name, _ in before.tensors} == values.keys()
+            assert all(torch.equal(before.tensors[name, "weight"], held.flatten()) for name, held in values.items())
+        while True:
+            number, arrived = engine.generation, oracle.gather(engine, places)
+            assert before is None or oracle.differences(before, arrived) == []
+            losses.append(axis_walks.one_step(engine, batch))
+            if number == len(path):
+                break
+            before = oracle.gather(engine, places)
+            engine.switch(path[number], at=engine.global_steps)
+            batch = next(batches)
+            before = before if engine.generation == number + 1 else None  # it was idle for a while
+    return losses
 
 
-def walked(
-    pool: RankPool, path: list[dict[str, int]], dtype: str = "fp32", steps: int = walks.STEPS, size: int = 2
-) -> list[float]:
-    """The losses of all steps; size: that the model is built with."""
-    config = walks.settings(dtype, path[0], autoep=False)
-    case = {"config": config, "path": path, "build": build, "arguments": {"size": size}, "steps": steps}
-    seen = pool.run(walks.walk, seconds=240, **case)
-    walks.check(seen, path, exact=dtype == "fp32")
-    return jobs.global_losses([each.record for each in seen if each is not None])
+def test_a_model_that_is_built_in_parts(pool: RankPool) -> None:
+    """Each process has given the experts of its own rank their first values; they go wherever any others go."""
+    for losses, others in zip(pool.run(trained, size=2), pool.run(trained, size=1), strict=True):
+        assert losses == others
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_walk(pool: RankPool, stage: int) -> None:
-    """From a model that was built for two ranks' experts; the losses are those of a job that never switched."""
-    path = [{**sizes, "zero_stage": stage} for sizes in WALK]
-    losses = walked(pool, path)
-    static = walked(pool, path[:1], steps=len(losses))
-    assert jobs.furthest(losses, static) < 1e-6
-
-
-def test_a_model_that_is_built_whole(pool: RankPool) -> None:
-    """With `ep_size=1` it starts with any expert size that the block names."""
-    walked(pool, [WALK[1], WALK[0]], size=1)
-
-
-def test_bf16_accumulated_in_fp32(pool: RankPool) -> None:
-    """BF16_Optimizer, and ZeRO's from stage to stage."""
-    path = [{**sizes, "zero_stage": stage} for sizes, stage in zip(WALK, (1, 2, 0, 1), strict=True)]
-    walked(pool, path[:2] + path[3:], "bf16 in fp32")
-    walked(pool, path, "bf16")
+@pytest.mark.parametrize(
+    ("dtype", "path"),
+    [
+        ("bf16", [at(2, 2, 1), at(4, 4, 2), at(2, 1, 0), at(4, 2, 1)]),
+        ("bf16 in fp32", [at(2, 2, 1), at(4, 4, 1), at(4, 2, 1)]),
+    ],
+)
+def test_bf16(pool: RankPool, dtype: str, path: list[Layout]) -> None:
+    """ZeRO's optimizers from stage to stage; BF16_Optimizer."""
+    axis_walks.compare(pool, native, path, dtype)
 
 
 def refused() -> None:
     """Ask for what cannot be, and go on."""
-    settings = walks.settings("fp32", WALK[0], autoep=False)
-    with jobs.job(settings, build(2), Sequences(24), groups=False) as made:
-        iterator = iter(made.loader)
-        batch = next(iterator)
+    with axis_walks.started(native(2), "fp32", at(2, 2, 1)) as made:
+        batch = next(iter(made.loader))
         for layout, reason in (
-            (Layout(data=2, expert=2, zero_stage=3), "layers of deepspeed.moe in ZeRO stages 0 to 2 alone"),
-            (Layout(data=3, expert=3, zero_stage=1), "expert=3 does not divide the 4 experts of 'first'"),
+            (at(2, 2, 3), "layers of deepspeed.moe in ZeRO stages 0 to 2 alone"),
+            (at(3, 3, 1), "expert=3 does not divide the 4 experts of 'first'"),
             (
                 Layout(data=2, expert=2, zero_stage=1, tensor=2),
                 "layers of deepspeed.moe gather tokens of tensor ranks as gloo cannot",
@@ -90,8 +89,8 @@ def test_stage_3_is_refused(pool: RankPool) -> None:
 
 def uneven(drop_tokens: bool) -> str:
     """Ten samples over four ranks."""
-    settings = {**walks.settings("fp32", WALK[0], autoep=False), "train_batch_size": 10}
-    model = build(2)
+    settings = {**axis_walks.configured(native(2), "fp32", at(2, 2, 1)), "train_batch_size": 10}
+    model = native_model(2)
     for layer in (model.first, model.second):
         layer.deepspeed_moe.gate.drop_tokens = drop_tokens
     with jobs.job(settings, model, Sequences(40), groups=False) as made:
@@ -100,7 +99,7 @@ def uneven(drop_tokens: bool) -> str:
         if made.engine.generation == 1:
             jobs.one_micro_batch(made.engine, batch, jobs.Record())
             try:
-                made.engine.switch(Layout(data=4, expert=2, zero_stage=1), at=1)
+                made.engine.switch(at(4, 2, 1), at=1)
             except SwitchRefused as refusal:
                 return str(refusal)
             batch = next(iterator)
@@ -117,7 +116,7 @@ def test_uneven_batches_need_layers_that_drop_nothing(pool: RankPool) -> None:
 
 def listed(how: str) -> list[dict[str, Any]]:
     """Two optimizer groups of the user, who lists the experts that this process has built."""
-    model = build(2)
+    model = native_model(2)
     vectors = [held for held in model.parameters() if held.dim() == 1]
     matrices = [held for held in model.parameters() if held.dim() > 1]
     groups = [
@@ -129,19 +128,18 @@ def listed(how: str) -> list[dict[str, Any]]:
         arguments = {
             "optimizer": torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer(groups), lr=2e-3)
         }
-    with jobs.job(
-        walks.settings("fp32", WALK[0], autoep=False), model, Sequences(48), groups=False, **arguments
-    ) as made:
+    settings = axis_walks.configured(native(2), "fp32", at(2, 2, 1))
+    with jobs.job(settings, model, Sequences(48), groups=False, **arguments) as made:
         engine, iterator = made.engine, iter(made.loader)
         batch = next(iterator)
         if engine.generation == 1:
             jobs.one_micro_batch(engine, batch, jobs.Record())
-            before = walks.fingerprint(engine)
-            engine.switch(Layout(data=4, expert=4, zero_stage=2), at=1)
+            before, answer = oracle.gather(engine, places), probe(engine)
+            engine.switch(at(4, 4, 2), at=1)
             next(iterator)
-            assert walks.fingerprint(engine) == before
+            assert oracle.differences(before, oracle.gather(engine, places)) == [] and probe(engine) == answer
         else:
-            walks.fingerprint(engine)
+            oracle.gather(engine, places), probe(engine)
         groups = engine.basic_optimizer.param_groups
         return [{key: group[key] for key in ("name", "weight_decay")} for group in groups]
 
@@ -154,8 +152,7 @@ def test_lists_of_the_user(pool: RankPool, how: str) -> None:
 
 
 def contradicting() -> str:
-    settings = walks.settings("fp32", {"data": 4, "expert": 4, "zero_stage": 1}, autoep=False)
-    with pytest.raises(ConfigError) as refusal, jobs.job(settings, build(2), groups=False):
+    with pytest.raises(ConfigError) as refusal, axis_walks.started(native(2), "fp32", at(4, 4, 1)):
         pass
     return str(refusal.value)
 
