@@ -35,6 +35,7 @@
 | `compiled` | what torch has compiled, and when it must be dropped |
 | `curriculum` | DeepSpeed's curriculum as an order of samples |
 | `pipeline`, `stage_module`, `grid` | stages of a `PipelineModule`: who has which layer, layers made anew, groups |
+| `staged` | a `PipelineModule` of which each process has built its own stage |
 | `template`, `children` | the user's model without memory; other children for a root that stays |
 | `autotp`, `tensor` | what AutoTP does and says, asked without memory or peers; its layers on a root that stays |
 | `host`, `pipeline_host` | DeepSpeed's engines with these openings |

@@ -33,6 +33,21 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
+def without_memory(module: nn.Module) -> nn.Module:
+    """Give every parameter its shape and one element: its values are elsewhere. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, held in part._parameters.items():
+            if held is None:
+                continue
+            if id(held) not in made:
+                one = torch.empty(1, dtype=held.dtype, device="cpu").expand(held.shape)
+                made[id(held)] = nn.Parameter(one, requires_grad=held.requires_grad)
+                made[id(held)].__dict__.update(held.__dict__)
+            part._parameters[name] = made[id(held)]
+    return module
+
+
 def adopt(root: nn.Module, made: nn.Module) -> None:
     """Give `root` the children and parameters of `made`, which must not be used afterwards; its buffers are its own."""
     for table in _TABLES:

@@ -83,7 +83,7 @@ def draw(
         for held, stand_in in stand_ins:
             value = torch.empty(stand_in.shape, dtype=types.get(id(held), stand_in.dtype), device=stand_in.device)
             held.data = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
-        with _seeded(seed), torch.no_grad():
+        with seeded(f"meta {seed}"), torch.no_grad():
             module.reset_parameters() if init is None else init(module)  # type: ignore[operator]
         titles = {id(held): key for key, held in module.named_parameters(recurse=False)}
         for held in own:
@@ -97,9 +97,9 @@ def draw(
 
 
 @contextmanager
-def _seeded(what: str) -> Iterator[None]:
+def seeded(what: str) -> Iterator[None]:
     """Torch's, numpy's and Python's default generators are seeded in the block, and as they were after it."""
-    seed = int.from_bytes(hashlib.blake2b(f"meta {what}".encode(), digest_size=8).digest(), "little") >> 1
+    seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_dynatrain.adapters.children import adopt, with_memory
+from ds_dynatrain.adapters.children import adopt, with_memory, without_memory
 from ds_dynatrain.adapters.expert_groups import (
     check_size,
     enter_layers,
@@ -115,7 +114,7 @@ class NativeShaper:
         pattern, mine, whole = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts), []
         for number in range(layer.num_experts):
             index, local = divmod(number, len(mine))
-            whole.append(mine[local] if index == member % self._size else _without_memory(pattern))
+            whole.append(mine[local] if index == member % self._size else without_memory(pattern.copy()))
             if self._size > 1:
                 self.owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
         held.deepspeed_experts = nn.ModuleList(whole)
@@ -212,15 +211,3 @@ def _pattern(path: str, experts: nn.ModuleList) -> Template:
             "could not change places; give all experts of a layer the same"
         )
     return Template.of(experts[0])
-
-
-def _without_memory(pattern: Template) -> nn.Module:
-    """An expert whose values are elsewhere: every parameter has its shape, and one element."""
-    made = pattern.copy()
-    for part in made.modules():
-        for name, held in part._parameters.items():
-            if held is not None:
-                stand_in = nn.Parameter(torch.empty(1, dtype=held.dtype).expand(held.shape), held.requires_grad)
-                stand_in.__dict__.update(held.__dict__)
-                part._parameters[name] = stand_in
-    return made

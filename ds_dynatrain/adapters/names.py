@@ -66,9 +66,13 @@ NAMES: Names = {
         "PipelineModule._partition_layers",
         "PipelineModule._precompute_checkpointable_values",
         "PipelineModule._set_bounds",
+        "PipelineModule.stage_owner",
     ),
     "deepspeed.runtime.pipe.p2p": ("_grid",),
-    "deepspeed.runtime.pipe.topology": ("PipeDataParallelTopology", "PipelineParallelGrid._build_p2p_groups"),
+    "deepspeed.runtime.pipe.topology": (
+        "PipeDataParallelTopology.filter_match",
+        "PipelineParallelGrid._build_p2p_groups",
+    ),
     "deepspeed.runtime.utils": (
         "check_internal_apis_for_count_used_parameters",
         "partition_balanced",

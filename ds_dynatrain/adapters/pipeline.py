@@ -37,7 +37,8 @@ class PipelineTemplate:
     """The layers of a `PipelineModule` before anything was cut, without memory.
 
     layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
-    tied: by key, the attributes whose gradients DeepSpeed adds up over stages.
+    tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts: the boundaries that the module
+    was built with: those of as many stages, whatever the method says.
     """
 
     layers: tuple[Template | None, ...]
@@ -45,14 +46,16 @@ class PipelineTemplate:
     names: tuple[str | None, ...]
     tied: Mapping[str, tuple[str, ...]]
     method: str = PARAMETERS
+    parts: tuple[int, ...] = ()
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS) -> PipelineTemplate:
-        """Read a module that was built with `num_stages=1`, and let it make its layers from the template from now on.
+        """Read a module that has all layers, and let it make its layers from the template from now on.
 
         UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
         """
         refuse_uncuttable(model)
+        refuse_shared(model)
         specs: Sequence[Any] = model._layer_specs
         built = [_built(model, number, spec) for number, spec in enumerate(specs)]
         kept = {id(module): Template.of(module) for module in built if module is not None}
@@ -62,6 +65,7 @@ class PipelineTemplate:
             tuple(map(_name, specs)),
             {key: tuple(attributes) for key, attributes in model.tied_weight_attrs.items()},
             method.lower(),
+            tuple(map(int, model.parts)),
         )
         model._layer_specs = [_spec(spec, layer) for spec, layer in zip(specs, template.layers, strict=True)]
         return template
@@ -123,6 +127,8 @@ class PipelineTemplate:
         return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
 
     def _partition(self, pipe: int) -> tuple[int, ...]:
+        if pipe == len(self.parts) - 1:
+            return self.parts
         if self.method == UNIFORM:
             parts = partition_uniform(num_items=len(self.layers), num_parts=pipe)
         else:
@@ -191,17 +197,16 @@ def refuse_uncuttable(model: PipelineModule) -> None:
     kind = type(model)
     if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
         raise UnsupportedError("DualPipeVModule: its stages hold layers of two places; take PipelineModule")
-    if model.num_stages != 1:
-        raise UnsupportedError(
-            f"PipelineModule with num_stages={model.num_stages}: build it with num_stages=1 on every process, and say "
-            "how many stages it gets by dynatrain.layout.pipe"
-        )
     axes = [axis for axis in model._topo.get_axis_names() if axis not in ("pipe", "data")]
     if axes:
         raise UnsupportedError(f"PipelineModule over a topology with {', '.join(axes)}: leave `topology` out")
     for method in ("_build", "_partition_layers", "_set_bounds"):
         if getattr(kind, method) is not getattr(PipelineModule, method):
             raise UnsupportedError(f"{kind.__name__} has a {method} of its own: leave it out, and give boundaries")
+
+
+def refuse_shared(model: PipelineModule) -> None:
+    """UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
     owners: dict[int, str] = {}
     for title, module in _parts(model):
         for name, parameter in module.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +67,18 @@ def reshape(
 
     Parameters are new ones over memory that nobody has written.
     """
-    parts = template.boundaries(layout)
+    build_layers(root, template.boundaries(layout), stage)
+    root.train(root.training)
+    with_memory(root, dtype)
+    if root.activation_checkpoint_interval > 0:
+        root._precompute_checkpointable_values()
+
+
+def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
+    """Let DeepSpeed build the layers of a stage, as its constructor does; the layers of before are gone."""
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
-    root.num_stages, root.stage_id, root.parts = layout.pipe, stage, list(parts)
+    root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
     root._set_bounds(start=parts[stage], stop=parts[stage + 1])
     root.forward_funcs, root.fwd_map, root.tied_weight_attrs = [], {}, {}
     root.is_checkpointable_results, root.is_checkpointable_results_interval = [], None
@@ -80,10 +88,6 @@ def reshape(
         root._build()
     finally:
         root.seed_layers = reseeds
-    root.train(root.training)
-    with_memory(root, dtype)
-    if root.activation_checkpoint_interval > 0:
-        root._precompute_checkpointable_values()
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:

@@ -24,6 +24,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size, start_tensor_size
+from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
@@ -117,7 +118,7 @@ def initialize(
         "args": args,
         "model": model,
         "optimizer": optimizer,
-        "model_parameters": model_parameters,
+        "model_parameters": list(model_parameters) if isinstance(model_parameters, tuple) else model_parameters,
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
@@ -151,8 +152,9 @@ def _build(
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
         features = features_of(arguments["model"], own, extras.mpu)
+        owners = put_together(arguments["model"], _lists(arguments), lambda record: _exchange(control, launch, record))
         shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments), extras.model_factory)
-        incoming = Incoming.look(arguments["model"], launch, extras.param_init_fn, first_owners(shaper))
+        incoming = Incoming.look(arguments["model"], launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
         records = _introduce(control, launch, incoming)
         nodes = {member: str(record["node"]) for member, record in records.items()}
         parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
@@ -167,8 +169,11 @@ def _lists(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
     given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
     if not isinstance(given, list):
         return []
-    lists = [group["params"] for group in given if isinstance(group, dict)]
-    return [held for held in lists if isinstance(held, list)] if lists else [given]
+    groups = [group for group in given if isinstance(group, dict)]
+    for group in groups:
+        if not isinstance(group["params"], torch.Tensor | list):
+            group["params"] = list(group["params"])
+    return [group["params"] for group in groups if isinstance(group["params"], list)] if groups else [given]
 
 
 def _engine_of(
@@ -244,14 +249,18 @@ def _first_layout(model: nn.Module, own: dict[str, Any], settings: DynatrainConf
     sequence = first_size(mpu, own.get("sequence_parallel_size"))
     expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
     tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
+    pipe = start_stages(model, block.pipe if block is not None and "pipe" in named else None)
     if block is None:
-        if processes % (sequence * tensor):
+        wide = pipe * sequence * tensor
+        if processes % wide:
             raise ConfigError(
-                f"sequence={sequence} x tensor={tensor} does not divide the {processes} processes of this launch"
+                f"pipe={pipe} x sequence={sequence} x tensor={tensor} does not divide the {processes} processes of "
+                "this launch"
             )
-        stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // (sequence * tensor)
-        return Layout(data=data, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
-    given = {**block.model_dump(), "expert": expert, "tensor": tensor, "zero_stage": block.zero_stage or 0}
+        stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
+        return Layout(data=data, pipe=pipe, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
+    sizes = {"pipe": pipe, "expert": expert, "tensor": tensor}
+    given = {**block.model_dump(), **sizes, "zero_stage": block.zero_stage or 0}
     try:
         layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
     except LayoutError as error:
@@ -313,6 +322,13 @@ def _introduce(control: Control, launch: LaunchWorld, incoming: Incoming) -> dic
         if other["model"] != records[0]["model"]:
             raise ConfigError(_difference(records[0]["parameters"], other["parameters"], member))
     return records
+
+
+def _exchange(control: Control, launch: LaunchWorld, record: Any) -> Mapping[int, Any]:
+    """What each process knows of the stage that it has built."""
+    control.post(f"stages/{control.member}", record)
+    deadline = time.monotonic() + START_SECONDS
+    return control.gather("stages", range(launch.size), "initialize on every process of the launch", deadline)
 
 
 def _difference(first: list[Any], other: list[Any], member: int) -> str:

@@ -10,9 +10,8 @@ PIPELINES = (
     Row(
         "PipelineModule",
         Verdict.NOTE,
-        "built with num_stages=1 on every process; dynatrain.layout.pipe says how many stages it gets: "
-        "see [pipelines](pipeline.md)",
-        proof=f"{_TESTS}walks",
+        "built in stages, or with num_stages=1 and dynatrain.layout.pipe: see [pipelines](pipeline.md)",
+        proof="tests/engine/test_pipeline_start.py::test_only_the_call_is_another_one",
     ),
     Row(
         "a pipeline in bf16 without ZeRO",

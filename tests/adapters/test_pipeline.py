@@ -95,7 +95,6 @@ def _errors_of_modules() -> None:
     strayed = _of(shared)
     strayed.temperature = nn.Parameter(torch.ones(1))
     refused = [
-        (pipeline("tied", 2), r"num_stages=2: build it with num_stages=1.*dynatrain\.layout\.pipe"),
         (_of(shared, nn.Tanh(), shared), "'weight' of layer 2 is that of layer 0, too.*use TiedLayerSpec"),
         (strayed, "'temperature' is in no layer"),
         (Own([shared], num_stages=1), "Own has a _partition_layers of its own"),

@@ -7,10 +7,6 @@ import os
 import pathlib
 import re
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -20,92 +16,14 @@ import torch.distributed as td
 from deepspeed.utils import RepeatingLoader, groups
 from torch.distributed import distributed_c10d as c10d
 
-import ds_dynatrain
 from ds_dynatrain.data import Cursor
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused, UnsupportedError
-from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
-from tests.engine import faults, jobs, oracle
+from tests.engine import faults, jobs
 from tests.engine.models import Sequences, decay_groups
+from tests.engine.pipeline_walks import STEPS, Path, job, layout, micro_batches, settings, walk, whole
 from tests.engine.pipelines import pipeline
 from tests.engine.pool import RankPool
-
-STEPS = 3
-Path = Sequence[Layout]
-
-
-def layout(pipe: int, data: int, stage: int = 1, boundaries: tuple[int, ...] | None = None) -> Layout:
-    """A layout of pipelines."""
-    return Layout(pipe=pipe, data=data, zero_stage=stage, boundaries=boundaries)
-
-
-def settings(start: Layout, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
-    """12 samples in micro-batches of 3, which 1, 2 and 4 pipelines share evenly."""
-    made = jobs.config(dtype, train_micro_batch_size_per_gpu=3, **more)
-    made["dynatrain"] = {**made["dynatrain"], "layout": start.to_dict()}
-    return {**made, "zero_optimization": {"stage": start.zero_stage}}
-
-
-def job(given: dict[str, Any], name: str, **arguments: Any) -> AbstractContextManager[jobs.Job]:
-    """A job of one of the models in `pipelines`; see `jobs.job`."""
-    return jobs.job(given, pipeline(name), **arguments)
-
-
-@dataclass
-class Walked:
-    """What a rank saw on a path: the losses after each arrival, and what came of each switch that it was in."""
-
-    losses: dict[int, list[float]] = field(default_factory=dict)
-    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
-    compared: list[int] = field(default_factory=list)
-
-
-def walk(path: Path, name: str, dtype: str = "fp32", steps: int = STEPS) -> Walked:
-    """Go the path, `steps` optimizer steps at each place; the state after a switch is that before it."""
-    found = Walked()
-    with job(settings(path[0], dtype), name) as made:
-        engine = made.engine
-        engine.boundary()  # members that start idle wait here
-        state = None
-        while True:
-            number = engine.generation - 1
-            assert engine.layout == path[number]
-            arrived = oracle.gather(engine)
-            if state is not None:
-                assert oracle.differences(state, arrived) == [], f"{path[number - 1]} -> {path[number]}"
-                event = engine.last_switch
-                assert event.outcome == "committed", event.reason
-                assert event.warnings == () and event.certificate is not None
-                found.sent[number] = (event.bytes_sent, event.bytes_minimum)
-                found.compared.append(number)
-            before = [weakref.ref(held) for held in engine.module.parameters()]
-            found.losses[number] = [engine.train_batch().item() for _ in range(steps)]
-            if number + 1 == len(path):
-                return found
-            state = oracle.gather(engine)
-            target = path[number + 1]
-            kinds = sorted({kind for _, kind in state.tensors})
-            least = bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
-            engine.switch(target, at=engine.global_steps)
-            engine.boundary()
-            if engine.generation != number + 2:
-                state = None  # it was idle for a while
-            elif (path[number].pipe, path[number].boundaries) != (target.pipe, target.boundaries):
-                gc.collect()
-                assert not any(held() is not None for held in before), "an old parameter is held"
-            if state is not None:
-                assert engine.last_switch.bytes_sent == least
-    return found
-
-
-def whole(ranks: Sequence[Walked | None]) -> list[float]:
-    """The losses of all places, in order; every rank that was at a place saw the same."""
-    losses: dict[int, list[float]] = {}
-    for rank in ranks:
-        for number, seen in (rank.losses if rank else {}).items():
-            assert losses.setdefault(number, seen) == seen
-    return [loss for number in sorted(losses) for loss in losses[number]]
-
 
 WALKS: dict[str, tuple[str, str, Path]] = {
     "up and down": ("tied", "fp32", [layout(1, 4), layout(2, 2), layout(4, 1), layout(2, 2), layout(1, 4)]),
@@ -171,9 +89,6 @@ def refused_at_start() -> None:
     for given, words in cannot:
         with pytest.raises(ConfigError, match=words), job(given, "tied"):
             pass
-    model = pipeline("tied", 2)
-    with pytest.raises(UnsupportedError, match="num_stages=2: build it with num_stages=1"):
-        ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=settings(two))
 
 
 def refused_later() -> None:
@@ -241,15 +156,6 @@ def test_a_change_that_goes_wrong_is_rolled_back(pool: RankPool, source: Layout,
 
 
 # ---- data, and the rest of the loop ---------------------------------------------------------------------------------
-
-
-def micro_batches(step: int, data: int, index: int) -> Iterator[Any]:
-    """The micro-batches of a step for one place on the data axis, from an iterator of the user's own."""
-    samples = Sequences()
-    mine = range(step * 12 + index, (step + 1) * 12, data)
-    for start in range(0, len(mine), 3):
-        rows = [samples[at % len(samples)] for at in mine[start : start + 3]]
-        yield torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
 
 
 def stock(stage: int, steps: int) -> list[float]:
