@@ -30,6 +30,7 @@ from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
+from ds_dynatrain.adapters.rules import parts_without_zero
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape, Shaper
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
@@ -324,7 +325,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             if parameter.shape != tensor.shape:
                 parameter.data = torch.empty(tensor.shape, dtype=self.model_map.dtype, device=parameter.device)
         reset_counters()
-        if layout.zero_stage > 0:
+        if layout.zero_stage > 0 or parts_without_zero(self):
             names = {held: name for held, name in self.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)}
             self.param_names = {**names, **fill_hollow_groups(self.basic_optimizer, self.model_map)}
         with hollow(self.basic_optimizer):

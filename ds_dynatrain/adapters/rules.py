@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.optimizers import holds_flat_groups
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.versions import aligns_parameters
 from ds_dynatrain.space import ZeroRules
 
@@ -24,12 +25,18 @@ def rules_of(engine: Any) -> ZeroRules:
     flat = _stages_with_options(engine)
     return ZeroRules(
         flat_without_zero=holds_flat_groups(engine.basic_optimizer, engine.element_types),
+        parts_without_zero=parts_without_zero(engine),
         sub_group_size=int(engine.zero_sub_group_size()),
         persistence_threshold=0,
         round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),
         aligned_stages=flat if aligns_parameters(engine) else frozenset(),
         weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
     )
+
+
+def parts_without_zero(engine: Any) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer at stage 0: for a pipeline in bf16."""
+    return is_pipeline(engine.module) and engine.model_map.dtype == torch.bfloat16
 
 
 def _stages_with_options(engine: Any) -> frozenset[int]:

@@ -48,8 +48,10 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
     refuse_axes(layout)
     if is_pipeline(model):
         low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
-        if low and layout.zero_stage == 0:
-            raise practice("a pipeline in bf16 without ZeRO").refused(f"a PipelineModule in bf16 in {layout}")
+        zero = config.get("zero_optimization") or {}
+        named = [key for key in ("round_robin_gradients", "parameter_alignment", "offload_optimizer") if zero.get(key)]
+        if low and layout.zero_stage == 0 and named:
+            raise practice("options of ZeRO for a pipeline in bf16 without it").refused(f"{named[0]} in {layout}")
     wrapped = compiled_by_wrapping(model)
     if wrapped and layout.zero_stage == 3:
         raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")

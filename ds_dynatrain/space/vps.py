@@ -141,13 +141,14 @@ class VirtualParameterSpace:
 
     def local(self, layout: Layout, rank: int) -> LocalSpace:
         """What a rank holds, in terms of its own local tensors."""
-        mesh = self.mesh(layout)
+        mesh, layout = self.mesh(layout), zero.as_cut(self.rules, layout)
         if mesh is None:
             return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
         return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, mesh.zero_rank(rank))
 
     def sharding(self, layout: Layout, kind: str, copies: bool = False) -> AnySharding:
         """How a layout holds a kind (or its second, whole copies); computed once."""
+        layout = zero.as_cut(self.rules, layout)
         key = (layout, kind, copies)
         if key not in self._shardings:
             mesh, held = self.mesh(layout), self.kind(kind)
@@ -169,7 +170,8 @@ class VirtualParameterSpace:
         if layout not in self._tables:
             mesh = self.mesh(layout)
             lines = [self.line] if mesh is None else [deck.line for deck in mesh.decks]
-            tables = [zero.buffer_table(line, self.rules, layout) for line in lines]
+            cut = zero.as_cut(self.rules, layout)
+            tables = [zero.buffer_table(line, self.rules, cut) for line in lines]
             self._tables[layout] = tuple(dict.fromkeys(name for table in tables for name in table))
         return self._tables[layout]
 
@@ -187,7 +189,7 @@ class VirtualParameterSpace:
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
         """Whether every rank holds the whole of its tensors' kind, as far as ZeRO is concerned."""
-        return zero.is_replicated(layout, kind)
+        return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
 
     def owners(self, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
         """Cut runs by the one owner of each element: (start, stop, rank); see `zero.owners`."""

@@ -45,6 +45,7 @@ class ZeroRules:
     round_robin_stages: those of stages 1 and 2 whose flat groups deal their tensors to the ranks in turn.
     aligned_stages: those of stages 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
     flat_without_zero: stage 0 holds flat groups too, whole and without padding (DeepSpeed's FP16_Optimizer).
+    parts_without_zero: stage 0 is cut as stage 1 is (BF16_Optimizer, which DeepSpeed takes there for pipelines).
     sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
     persistence_threshold: tensors up to this size stay whole on every rank under ZeRO-3, in addition to their parts.
     model_persistence_threshold: the most elements that may be persistent together.
@@ -57,10 +58,16 @@ class ZeroRules:
     aligned_stages: frozenset[int] = frozenset()
     weight_alignment: int = 1
     flat_without_zero: bool = False
+    parts_without_zero: bool = False
     sub_group_size: int = 10**9
     persistence_threshold: int = 100_000
     model_persistence_threshold: int = sys.maxsize
     module_order: tuple[int, ...] | None = None
+
+
+def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
+    """The layout whose stage says how a layout is cut: itself, but for `parts_without_zero`."""
+    return layout.replace(zero_stage=1) if rules.parts_without_zero and layout.zero_stage == 0 else layout
 
 
 def is_held(layout: Layout, kind: str) -> bool:

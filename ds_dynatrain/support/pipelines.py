@@ -15,10 +15,16 @@ PIPELINES = (
     ),
     Row(
         "a pipeline in bf16 without ZeRO",
+        Verdict.NOTE,
+        "DeepSpeed's stage 0 is then BF16_Optimizer: cut as stage 1, gradients accumulated in bf16",
+        proof="tests/engine/test_pipeline_precision.py::test_walks",
+    ),
+    Row(
+        "options of ZeRO for a pipeline in bf16 without it",
         Verdict.AT_SWITCH,
-        "DeepSpeed's stage 0 is then a stage 1 that accumulates in fp32",
-        "take zero_stage=1, with data_types.grad_accum_dtype fp32 if need be",
-        proof=f"{_TESTS}what_cannot_be_is_refused",
+        "BF16_Optimizer, which DeepSpeed takes there, knows no round_robin_gradients, parameter_alignment or offload",
+        "leave the key out, or take zero_stage=1",
+        proof="tests/engine/test_pipeline_precision.py::test_what_does_not_go_together",
     ),
     Row(
         "beside a pipeline",

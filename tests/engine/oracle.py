@@ -173,7 +173,7 @@ def _scaling(engine: Any) -> dict[str, float]:
 
 def _views(engine: Any) -> Iterator[View]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    stage = engine.zero_optimization_stage()
+    stage = _stage(engine)
     if stage == 3:
         yield from _weights_in_parts(engine, names)
         yield from _stage3(engine, names)
@@ -215,6 +215,11 @@ def _views(engine: Any) -> Iterator[View]:
         yield from _with_moments(engine, master, runs)
         if _keeps_matrices(engine) and "momentum_buffer" in engine.basic_optimizer.state.get(master, {}):
             yield from _whole_momentum(engine, master, [name for name, *_ in runs])
+
+
+def _stage(engine: Any) -> int:
+    """The stage whose arithmetic counts: BF16_Optimizer cuts as stage 1 does, in a pipeline without ZeRO too."""
+    return 1 if isinstance(engine.optimizer, BF16_Optimizer) else int(engine.zero_optimization_stage())
 
 
 def _whole_momentum(engine: Any, master: torch.Tensor, touched: list[str]) -> Iterator[View]:
@@ -292,7 +297,7 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
 def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
     """(tensor that the basic optimizer keeps a state for, names of the parameters in it)."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    zero, stage = engine.optimizer, _stage(engine)
     if isinstance(zero, FP16_Optimizer):
         pairs = _flat_masters_of_stage0(engine)
     elif stage == 0:

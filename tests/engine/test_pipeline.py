@@ -78,7 +78,6 @@ def refused_at_start() -> None:
     offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     cannot = [
         (settings(layout(2, 1, 2)), "pipelines in ZeRO stages 0 and 1 alone; nearest: data=1 pipe=2 zero_stage=1"),
-        (settings(layout(2, 1, 0), "bf16"), "a PipelineModule in bf16 in .*zero_stage=0: .*grad_accum_dtype"),
         ({**settings(two), "fp16": {"enabled": True}}, "^fp16: .* not tried with a PipelineModule"),
         ({**settings(two), **offload}, "offload_optimizer: .* not tried with a PipelineModule"),
         (settings(layout(1, 4), train_batch_size=10), "train_batch_size 10 over data=4.*use a train_batch_size of 8"),
