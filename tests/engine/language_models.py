@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint.affine import ParamAffineMap
 from torch import nn
+
+from tests.engine.oracle import Place
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -65,3 +68,17 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 def tokens(step: int, samples: int = 4, length: int = 8) -> torch.Tensor:
     """A batch of token ids that only the step decides."""
     return torch.randint(0, WORDS, (samples, length), generator=torch.Generator().manual_seed(step))
+
+
+def places(engine: Any) -> dict[str, Place]:
+    """Where local parameters lie by DeepSpeed's own maps: what of a row of numbers they would hold."""
+    found = {}
+    size = engine.layout.tensor
+    for name, held in engine.module.named_parameters():
+        written = getattr(held, "ds_autotp_universal_checkpoint_meta", None)
+        described = written and written["conversion"].get("affine_map")
+        if described is not None:
+            whole = ParamAffineMap.from_dict(described)
+            numbers = torch.arange(whole.numel).view(whole.logical_shape)
+            found[name] = Place(name, whole.extract(numbers, engine.rank % size).flatten(), whole.numel)
+    return found

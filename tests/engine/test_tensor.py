@@ -14,8 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from deepspeed.checkpoint.affine import ParamAffineMap
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch.distributed import distributed_c10d as c10d
 
@@ -23,66 +21,15 @@ from ds_dynatrain.adapters.tensor import TensorShaper
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, faults, jobs, oracle
-from tests.engine.axis_walks import Subject
-from tests.engine.language_models import MODELS, WORDS, tokens
-from tests.engine.oracle import Place
+from tests.engine.language_models import MODELS, WORDS, places
 from tests.engine.pool import RankPool
-
-
-class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Token sequences as keyword arguments of a language model."""
-
-    def __init__(self, length: int) -> None:
-        self.texts = tokens(3, length)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.texts[index], "labels": self.texts[index]}
-
-
-def step(engine: Any, batch: Mapping[str, torch.Tensor]) -> float:
-    """One optimizer step on keyword arguments; the loss on this rank."""
-    loss = engine(**batch).loss
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
-
-
-def places(engine: Any) -> dict[str, Place]:
-    """Where local parameters lie by DeepSpeed's own maps: what of a row of numbers they would hold."""
-    found = {}
-    size = engine.layout.tensor
-    for name, held in engine.module.named_parameters():
-        written = getattr(held, "ds_autotp_universal_checkpoint_meta", None)
-        described = written and written["conversion"].get("affine_map")
-        if described is not None:
-            whole = ParamAffineMap.from_dict(described)
-            numbers = torch.arange(whole.numel).view(whole.logical_shape)
-            found[name] = Place(name, whole.extract(numbers, engine.rank % size).flatten(), whole.numel)
-    return found
-
-
-def subject(name: str, sub_group_size: int = 1 << 20, **settings: Any) -> Subject:
-    """A language model by name; ranks count the tensor axis fastest."""
-    zero = {"stage3_param_persistence_threshold": 40, "sub_group_size": sub_group_size}
-    return Subject(MODELS[name], Texts, places, {"zero_optimization": zero, **settings}, step)
+from tests.engine.subjects import SUBJECTS, Texts, language_model, named_step
+from tests.engine.transitions import TABLE, pairs, path
 
 
 def at(data: int, tensor: int, stage: int) -> Layout:
     """A layout."""
     return Layout(data=data, tensor=tensor, zero_stage=stage)
-
-
-ROUND = [at(1, size, 1) for size in (1, 2, 4, 3, 1)]
-MIXED = [at(2, 2, 3), at(4, 1, 1), at(1, 4, 0), at(1, 3, 3), at(2, 2, 1), at(2, 2, 2), at(2, 1, 0), at(1, 4, 3)]
-MIXED += [at(1, 2, 3), at(2, 2, 0), at(1, 3, 2), at(1, 2, 0), at(1, 2, 0), at(3, 1, 3)]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_tensor_sizes_with_data_at_every_stage(pool: RankPool, dtype: str) -> None:
-    axis_walks.compare(pool, partial(subject, "llama of 4 kv"), [*ROUND, *MIXED], dtype)
 
 
 WALKS = {
@@ -96,19 +43,23 @@ WALKS = {
 @pytest.mark.parametrize("name", WALKS)
 def test_models(pool: RankPool, name: str) -> None:
     """Tied to a vocabulary in parts and a loss of its own; norms of heads; fewer heads than ranks; fused QKV."""
-    axis_walks.compare(pool, partial(subject, name), WALKS[name])
+    axis_walks.compare(pool, partial(language_model, name), WALKS[name])
 
 
 def test_sub_groups_of_stage_3(pool: RankPool) -> None:
-    path = [at(2, 2, 3), at(1, 4, 3), at(2, 1, 3), at(1, 2, 3), at(2, 2, 1)]
-    axis_walks.compare(pool, partial(subject, "llama of 4 kv", 700), path)
+    walk = [at(2, 2, 3), at(1, 4, 3), at(2, 1, 3), at(1, 2, 3), at(2, 2, 1)]
+    axis_walks.compare(pool, partial(language_model, "llama of 4 kv", 700), walk)
+
+
+STAGE_1 = ("d2t2z1 > t4z1 > d2z1 > t3z1 > d2t2z1",)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["fp16", "bf16 in fp32"])
-def test_precisions(pool: RankPool, dtype: str) -> None:
-    path = [at(2, 2, 1), at(1, 4, 1), at(2, 1, 1), at(1, 3, 1), at(2, 2, 1)]
-    axis_walks.compare(pool, partial(subject, "llama of 4 kv"), path, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("bf16", TABLE["AutoTP"].first), ("fp16", STAGE_1), ("bf16 in fp32", STAGE_1)]
+)
+def test_precisions(pool: RankPool, dtype: str, rows: tuple[str, ...]) -> None:
+    axis_walks.compare(pool, SUBJECTS["AutoTP"], path(pairs(rows)), dtype)
 
 
 # ---- one run --------------------------------------------------------------------------------------------------------
@@ -130,7 +81,7 @@ def told(
     name: str, start: Layout, schedule: Mapping[int, Layout], steps: int, each: Each | None = None, dtype: str = "fp32"
 ) -> Story:
     """A run that switches by schedule. each: called after every optimizer step."""
-    made = subject(name)
+    made = language_model(name)
     story, asked = Story(), set[int]()
     with axis_walks.started(made, dtype, start) as job:
         engine = job.engine
@@ -138,7 +89,7 @@ def told(
         while engine.idle or engine.global_steps < steps:
             for batch in job.loader:
                 number = engine.global_steps
-                story.losses[number] = step(engine, batch)
+                story.losses[number] = named_step(engine, batch)
                 if each is not None:
                     each(engine, story)
                 done = engine.global_steps
@@ -199,13 +150,13 @@ def test_nothing_of_an_old_shape_is_left(pool: RankPool) -> None:
 
 def other_samples() -> list[str]:
     """What DeepSpeed says of other samples than those of the tensor peers, in the first step after a switch."""
-    with axis_walks.started(subject("llama"), "fp32", at(2, 1, 1)) as job:
+    with axis_walks.started(language_model("llama"), "fp32", at(2, 1, 1)) as job:
         engine, batches = job.engine, iter(job.loader)
-        step(engine, next(batches))
+        named_step(engine, next(batches))
         engine.switch(at(1, 2, 1), at=engine.global_steps)
         batch = next(batches)
         try:
-            step(engine, {name: (part + engine.rank) % WORDS for name, part in batch.items()})
+            named_step(engine, {name: (part + engine.rank) % WORDS for name, part in batch.items()})
         except AssertionError as error:
             return [str(error)]
     return []
@@ -281,8 +232,8 @@ def test_a_member_that_fails_inside_of_the_rebuild(pool: RankPool, method: str) 
 
 def refused(wanted: Layout, name: str, sub_group_size: int) -> tuple[str, str]:
     """What is said of a layout that is asked for, by `switch` and by `plan`."""
-    with axis_walks.started(subject(name, sub_group_size), "fp32", at(4, 1, 1)) as job:
-        step(job.engine, next(iter(job.loader)))
+    with axis_walks.started(language_model(name, sub_group_size), "fp32", at(4, 1, 1)) as job:
+        named_step(job.engine, next(iter(job.loader)))
         with pytest.raises(SwitchRefused) as caught:
             job.engine.switch(wanted)
         return str(caught.value), str(job.engine.plan(wanted).refusal)
@@ -330,24 +281,24 @@ def test_a_start_from_the_size_of_deepspeed(
     assert all(words in said for said in pool.run(started_by_deepspeed, block=block, layout=layout))
 
 
-def saved(folder: str, path: list[Layout]) -> tuple[oracle.State, oracle.State] | None:
+def saved(folder: str, sides: list[Layout]) -> tuple[oracle.State, oracle.State] | None:
     """The state that a checkpoint was saved of after a switch, and the one that a new engine has loaded."""
-    with axis_walks.started(subject("llama tied"), "fp32", path[0]) as job:
+    with axis_walks.started(language_model("llama tied"), "fp32", sides[0]) as job:
         batches = iter(job.loader)
         for number in range(3):
             batch = next(batches)
-            step(job.engine, batch)
+            named_step(job.engine, batch)
             if number == 1:
-                job.engine.switch(path[1], at=job.engine.global_steps)
+                job.engine.switch(sides[1], at=job.engine.global_steps)
         job.engine.save_checkpoint(folder)
         before = oracle.gather(job.engine, places)
-    with axis_walks.started(subject("llama tied"), "fp32", path[1]) as job:
+    with axis_walks.started(language_model("llama tied"), "fp32", sides[1]) as job:
         assert job.engine.load_checkpoint(folder)[0] is not None
         return before, oracle.gather(job.engine, places)
     return None
 
 
-@pytest.mark.parametrize("path", [[at(4, 1, 1), at(2, 2, 1)], [at(4, 1, 3), at(2, 2, 3)], [at(1, 4, 1), at(4, 1, 0)]])
-def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, path: list[Layout]) -> None:
-    for before, loaded in pool.run(saved, folder=str(tmp_path), path=path):
+@pytest.mark.parametrize("sides", [[at(4, 1, 1), at(2, 2, 1)], [at(4, 1, 3), at(2, 2, 3)], [at(1, 4, 1), at(4, 1, 0)]])
+def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, sides: list[Layout]) -> None:
+    for before, loaded in pool.run(saved, folder=str(tmp_path), sides=sides):
         assert oracle.differences(before, loaded) == []

@@ -9,12 +9,16 @@ import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
+from tests.engine.axis_walks import Subject
 from tests.engine.models import Sequences
 
 WORDS = 19
 LENGTH = 12
 """Divided by 1, 2, 3 and 4 sequence ranks."""
 WIDTH, HEADS = 24, 6
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
+"""An optimizer that shows a gradient of the wrong size, which Adam does not."""
+CLIPPED = {**SGD, "gradient_clipping": 0.2}
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -86,3 +90,13 @@ def one_step(engine: Any, batch: Any) -> float:
     engine.backward(loss / engine.sequence)
     engine.step()
     return float(loss.item())
+
+
+def sgd() -> Subject:
+    """The model, whose losses tell the size of its gradients."""
+    return Subject(long_gpt, Texts, step=one_step, settings=CLIPPED)
+
+
+def adam() -> Subject:
+    """The model with the usual moments."""
+    return Subject(long_gpt, Texts, step=one_step)
