@@ -9,4 +9,8 @@
 | `membership` `effects` | the coordinator's decisions, without sockets and without a clock, and what they ask for |
 | `recovery` | what a coordinator that was started anew learns from the members |
 | `snapshot` | the status of a job |
+| `coordinator` `peer` | the membership behind a socket; its end of one connection |
+| `connection` `query` | the other end; the question for the status |
+| `address` `token` | where to listen, and to whom; the secret of a job |
+| `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 """

@@ -1,0 +1,214 @@
+"""The coordinator: the membership behind a socket.
+
+Each peer has a task of its own that reads what it sends. Whatever is wrong with a peer (slow, malformed, too long,
+silent, unknown) ends that connection and nothing else. One task keeps the time and does what the membership wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+
+from ds_dynatrain.elastic.address import tune
+from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.messages import (
+    LARGEST_MESSAGE,
+    Agent,
+    Announce,
+    Beat,
+    Bye,
+    Changed,
+    Fence,
+    Finished,
+    Query,
+    Report,
+    Welcome,
+    encode,
+)
+from ds_dynatrain.elastic.peer import Peer
+from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.world import node_of
+from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
+
+GREETING_SECONDS = 5.0
+"""From the opening of a connection until the peer has said who it is."""
+MOST_STRANGERS = 256
+"""Connections at one time that have not said it yet; more are closed at once."""
+LINGER_SECONDS = 30.0
+"""How long a coordinator whose job has finished waits for the others to go."""
+
+logger = logging.getLogger("ds_dynatrain.elastic")
+
+
+class Coordinator:
+    """Serves one job on a listening socket until the job has finished."""
+
+    def __init__(self, membership: Membership, store_port: int, token: str | None = None, job: str = "") -> None:
+        self.membership = membership
+        self._store_port = store_port
+        self._token = token
+        self._job = job
+        self._workers: dict[str, Peer] = {}
+        self._agents: dict[str, Peer] = {}
+        self._strangers = 0
+        self._peers: dict[Peer, asyncio.Task[None]] = {}
+        self._stirred = asyncio.Event()
+        self._wakes_at = 0.0
+
+    async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
+        """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
+        server = await asyncio.start_server(self._take, sock=listener)
+        keeper = asyncio.create_task(self._keep_time())
+        stopper = asyncio.create_task((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait([keeper, stopper], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            server.close()
+            keeper.cancel()
+            stopper.cancel()
+            for peer in list(self._peers):
+                peer.abort()
+            await asyncio.gather(keeper, stopper, *self._peers.values(), return_exceptions=True)
+        if not keeper.cancelled():
+            keeper.result()  # raises what it ended with, if it did
+
+    # -- one peer ----------------------------------------------------------------------------------------------------
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = Peer(reader, writer)
+        task = asyncio.current_task()
+        if task is None or self._strangers >= MOST_STRANGERS:
+            peer.close()
+            return
+        self._peers[peer] = task
+        try:
+            await self._attend(peer, writer)
+        except (PeerRefused, MessageError) as error:
+            logger.warning("%s: refused: %s", peer.name, error)
+            peer.refuse(str(error))
+        except JobFinished:
+            peer.send(Finished())
+        except (EOFError, OSError, asyncio.TimeoutError):
+            pass
+        finally:
+            del self._peers[peer]
+            peer.close()
+
+    async def _attend(self, peer: Peer, writer: asyncio.StreamWriter) -> None:
+        """From the first word of a peer to its last."""
+        tune(writer.get_extra_info("socket"))
+        self._strangers += 1
+        try:
+            said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
+        finally:
+            self._strangers -= 1
+        match said:
+            case Announce():
+                await self._attend_worker(peer, said)
+            case Agent():
+                await self._attend_agent(peer, said.node)
+            case Query():
+                peer.send(snapshot(self.membership, self._job, time.monotonic()))
+
+    async def _introduction(self, peer: Peer) -> Announce | Agent | Query:
+        hello = await peer.greet(self._token, self._job)
+        self._job = self._job or hello.job
+        settings = self.membership.settings
+        peer.send(
+            Welcome(
+                term=self.membership.term,
+                store_port=self._store_port,
+                beat_seconds=settings.beat_seconds,
+                min_nodes=settings.min_nodes,
+                max_nodes=settings.max_nodes,
+            )
+        )
+        said = await peer.receive(LARGEST_MESSAGE)
+        if not isinstance(said, Announce | Agent | Query):
+            raise MessageError(f"{said.kind}: announce, agent or query comes after hello")
+        return said
+
+    async def _attend_worker(self, peer: Peer, said: Announce) -> None:
+        member = self.membership.announce(said, time.monotonic())
+        peer.name = member
+        self._workers[member] = peer
+        why = "its connection ended"
+        try:
+            while True:
+                message = await peer.receive()
+                if isinstance(message, Bye):
+                    self.membership.bye(member, time.monotonic())
+                    return
+                if not isinstance(message, Report):
+                    raise MessageError(f"{message.kind}: a worker sends report or bye")
+                self.membership.report(member, message, time.monotonic())
+                if self.membership.deadline < self._wakes_at:
+                    self._stirred.set()
+        except (PeerRefused, MessageError) as error:
+            why = str(error)
+            raise
+        finally:
+            if self._workers.get(member) is peer:
+                del self._workers[member]
+                self.membership.lost(member, why, time.monotonic())
+            self._stirred.set()
+
+    async def _attend_agent(self, peer: Peer, node: str) -> None:
+        if self.membership.is_finished:
+            raise JobFinished
+        peer.name = f"agent of {node}"
+        self._agents[node] = peer
+        try:
+            while True:
+                message = await asyncio.wait_for(peer.receive(), self.membership.settings.silent_seconds)
+                if isinstance(message, Bye):
+                    return
+                if not isinstance(message, Beat):
+                    raise MessageError(f"{message.kind}: an agent sends beat or bye")
+        finally:
+            if self._agents.get(node) is peer:
+                del self._agents[node]
+            self._stirred.set()
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    async def _keep_time(self) -> None:
+        """Do what the membership wants, when it wants it, until the job has finished and all have gone."""
+        end: float | None = None
+        while True:
+            self._stirred.clear()
+            now = time.monotonic()
+            for effect in self.membership.advance(now):
+                self._act(effect)
+            if self.membership.is_finished:
+                end = now + LINGER_SECONDS if end is None else end
+                if (not self._workers and not self._agents) or now > end:
+                    return
+            self._wakes_at = self.membership.deadline
+            timer = asyncio.get_running_loop().call_later(self._wakes_at - time.monotonic(), self._stirred.set)
+            await self._stirred.wait()
+            timer.cancel()
+
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case Publish(world, to):
+                logger.info("generation %d: %d members; %s", world.generation, len(world.members), world.reason)
+                self._send_all(encode(Changed(world=world)), to)
+            case GiveUp(member, pid, reason):
+                logger.warning("%s: given up: %s", member, reason)
+                agent, peer = self._agents.get(node_of(member)), self._workers.pop(member, None)
+                if agent is not None:
+                    agent.send(Fence(member=member, pid=pid))
+                if peer is not None:
+                    peer.refuse(reason)
+            case Finish(to):
+                logger.info("the job has finished")
+                self._send_all(encode(Finished()), to)
+
+    def _send_all(self, wire: bytes, to: tuple[str, ...]) -> None:
+        for member in to:
+            if member in self._workers:
+                self._workers[member].send_bytes(wire)

@@ -1,0 +1,30 @@
+"""Key-value stores for process groups: the coordinator's for worlds, an agent's for what is its node's own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.world import World
+
+
+def serve_store(host: str, port: int = 0, *, is_guarded: bool = False) -> TCPStore:
+    """A store that others can reach at `host`; without a port at a free one. It ends with the returned object.
+
+    torch's stores know no token, so a store is as open as its address; `is_guarded` says that the job has a token.
+    """
+    listener = listen(Address(host, port), is_guarded=is_guarded)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def world_store(host: str, port: int, world: World, seconds: float) -> Store:
+    """The store of one generation, over a connection of its own: no key in it was ever used before.
+
+    seconds: how long its calls wait. torch's DistError if nobody is there.
+    """
+    wait = timedelta(seconds=seconds)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    return PrefixStore(world.prefix, store)

@@ -1,0 +1,93 @@
+"""A coordinator on a real socket, in a thread, and peers that speak to it by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.coordinator import Coordinator
+from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
+from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.world import World
+
+SECONDS = 5.0
+QUICK = {"debounce_seconds": 0.02, "beat_seconds": 0.05, "silent_seconds": 30.0, "recovery_seconds": 0.05}
+
+
+@dataclass
+class Served:
+    """A coordinator without a store."""
+
+    settings: Settings
+    token: str | None = None
+    job: str = ""
+    listener: socket.socket = field(default_factory=lambda: listen(Address("127.0.0.1", 0), is_guarded=False))
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    def start(self) -> None:
+        self._address = Address("127.0.0.1", self.listener.getsockname()[1])
+        self._is_up = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.thread.start()
+        self._is_up.wait()
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self.thread.join()
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        membership = Membership(self.settings, "abc", time.monotonic())
+        self._is_up.set()
+        await Coordinator(membership, 1, self.token, self.job).serve(self.listener, self._stop)
+
+    def connect(self, token: str | None = None, job: str = "") -> Connection:
+        return Connection.open(self.address, token or self.token, job)
+
+    def status(self) -> Status:
+        return ask_status(self.address, self.token, SECONDS)
+
+    def join(self, node: str, local_rank: int = 0, size: int = 1, pid: int = 1) -> Connection:
+        """A worker that is ready at once."""
+        connection = self.connect()
+        connection.send(Announce(node=node, local_rank=local_rank, local_size=size, pid=pid))
+        connection.send(Report(ready=True))
+        return connection
+
+
+def told(connection: Connection) -> World:
+    """The next world that a worker is told of."""
+    message = connection.expect(SECONDS)
+    assert isinstance(message, Changed), message
+    return message.world
+
+
+def enter(connection: Connection, generation: int) -> None:
+    """Say that the worker trains in this generation."""
+    connection.send(Report(ready=True, entered=generation))
+
+
+@contextmanager
+def serving(
+    least: int = 1, most: int = 4, token: str | None = None, job: str = "", **values: float
+) -> Iterator[Served]:
+    """A coordinator with short times."""
+    served = Served(Settings(least, most, **{**QUICK, **values}), token, job)
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()

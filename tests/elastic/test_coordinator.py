@@ -1,0 +1,301 @@
+"""The coordinator on a real socket: what peers are told, and that no peer disturbs another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_dynatrain.elastic import address as address_module
+from ds_dynatrain.elastic import coordinator as coordinator_module
+from ds_dynatrain.elastic import peer as peer_module
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.messages import (
+    HEADER,
+    LARGEST_MESSAGE,
+    PROTOCOL,
+    Agent,
+    Announce,
+    Beat,
+    Bye,
+    Fence,
+    Hello,
+    Report,
+    encode,
+)
+from ds_dynatrain.elastic.peer import Peer
+from ds_dynatrain.elastic.token import is_proved, prove, read_token
+from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, PeerRefused
+from tests.elastic.served import SECONDS, enter, serving, told
+
+TOKEN = "not a very good secret"
+
+
+def test_join_leave_kill_and_end() -> None:
+    with serving(least=2) as served:
+        a, b = served.join("a"), served.join("b")
+        assert told(a) == told(b)
+        for one in (a, b):
+            enter(one, 1)
+        c = served.join("c")
+        assert told(a).members == told(b).members == told(c).members == ("a/0", "b/0", "c/0")
+        for one in (a, b, c):
+            enter(one, 2)
+        b.close()
+        world = told(a)
+        assert (world.change, world.members, world.lost) == ("failure", ("a/0", "c/0"), ("b/0",))
+        assert told(c) == world
+        for one in (a, c):
+            enter(one, 3)
+        c.send(Report(ready=True, leaving=True, entered=3))
+        assert told(c).leaving == ("c/0",) and told(a).members == ("a/0",)
+        c.send(Bye())
+        enter(a, 4)
+        status = served.status()
+        assert [(one.member, one.rank, one.phase) for one in status.members] == [("a/0", 0, "working")]
+        assert status.generation == 4 and status.paused and len(status.changes) == 4
+        a.send(Bye())
+        served.thread.join(SECONDS)
+        assert not served.thread.is_alive(), "a coordinator ends with its job"
+
+
+def test_death_is_told_at_once() -> None:
+    with serving() as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        b = served.join("b")
+        told(a), told(b)
+        b.close()
+        begin = time.monotonic()
+        assert told(a).change == "failure"
+        assert time.monotonic() - begin < 1
+
+
+def test_a_silent_worker_is_fenced_through_its_agent() -> None:
+    with serving(silent_seconds=0.4) as served:
+        agent = served.connect()
+        agent.send(Agent(node="a"))
+        a = served.join("a", pid=4711)
+        begin = time.monotonic()
+        while time.monotonic() - begin < SECONDS:
+            agent.send(Beat())
+            try:
+                assert agent.expect(0.1) == Fence(member="a/0", pid=4711)
+                break
+            except TimeoutError:
+                continue
+        assert 0.3 < time.monotonic() - begin < 2
+        told(a)
+        with pytest.raises(PeerRefused, match="no heartbeat"):
+            a.expect(SECONDS)
+        again = served.connect()
+        again.send(Announce(node="a", local_rank=0, local_size=1, pid=4711))
+        with pytest.raises(PeerRefused, match="was given up"):
+            again.expect(SECONDS)
+
+
+def test_waiting_members_are_sent_home() -> None:
+    with serving(most=1) as served:
+        a, spare = served.join("a"), served.join("b")
+        told(a)
+        a.send(Bye())
+        with pytest.raises(JobFinished):
+            spare.expect(SECONDS)
+        late = served.connect()
+        late.send(Announce(node="c", local_rank=0, local_size=1, pid=1))
+        with pytest.raises(JobFinished):
+            late.expect(SECONDS)
+
+
+class TestToken:
+    @pytest.mark.parametrize("token", [None, "some other secret text"])
+    def test_without_it_nobody_comes_in(self, token: str | None) -> None:
+        with serving(token=TOKEN) as served:
+            with pytest.raises(PeerRefused, match="token"):
+                Connection.open(served.address, token)
+            assert told(served.join("a")).generation == 1
+
+    def test_it_does_not_travel(self) -> None:
+        nonce = "0" * 32
+        assert TOKEN not in prove(TOKEN, nonce) and is_proved(TOKEN, nonce, prove(TOKEN, nonce))
+        assert not is_proved(TOKEN, "1" * 32, prove(TOKEN, nonce)), "what was heard once is worth nothing"
+        assert not is_proved(TOKEN, nonce, "é"), "any text can come over the wire"
+
+    def test_files(self, tmp_path: Path) -> None:
+        file = tmp_path / "token"
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_token(file)
+        file.write_text("short\n")
+        with pytest.raises(ConfigError, match="at least 16") as caught:
+            read_token(file)
+        assert "short" not in str(caught.value)
+        file.write_text(f"  {TOKEN}\n")
+        assert read_token(file) == TOKEN
+
+
+def test_without_a_token_only_this_machine_is_listened_to() -> None:
+    with pytest.raises(ElasticError, match="DYNATRAIN_TOKEN_FILE"):
+        listen(Address("0.0.0.0", 0), is_guarded=False)
+    listen(Address("0.0.0.0", 0), is_guarded=True).close()
+    listen(Address("localhost", 0), is_guarded=False).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("node-1:29500", Address("node-1", 29500)),
+        ("node-1", Address("node-1", address_module.DEFAULT_PORT)),
+        ("[::1]:80", Address("::1", 80)),
+        ("[fe80::1]", Address("fe80::1", address_module.DEFAULT_PORT)),
+    ],
+)
+def test_addresses(text: str, address: Address) -> None:
+    assert Address.parse(text) == address
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["", ":80", "a:b", "a:70000", "a:-1", "[::1", "::1", "a:٣"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        Address.parse(text)
+
+
+def test_another_job_and_another_version_are_refused() -> None:
+    with serving(job="one") as served:
+        with pytest.raises(PeerRefused, match=r"'one', not of 'two'"):
+            served.connect(job="two")
+        with raw(served.address) as peer:
+            peer.sendall(encode(Hello(version=PROTOCOL + 1)))
+            assert b"all nodes need the same" in rest(peer)
+
+
+HOSTILE: dict[str, bytes] = {
+    "nothing": b"",
+    "a browser": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a length without end": HEADER.pack(0xFFFFFFFF),
+    "more than a greeting": HEADER.pack(5000) + b"x" * 5000,
+    "an empty message": HEADER.pack(0),
+    "half a message": encode(Hello(version=PROTOCOL))[:9],
+    "no greeting": encode(Report(ready=True)),
+    "a greeting twice": encode(Hello(version=PROTOCOL)) * 2,
+    "a report before an announcement": encode(Hello(version=PROTOCOL)) + encode(Report()),
+    "an announcement that lies": encode(Hello(version=PROTOCOL))
+    + encode(Announce(node="x", local_rank=5, local_size=2, pid=1)),
+    "the id of another": encode(Hello(version=PROTOCOL))
+    + encode(Announce(node="a", local_rank=0, local_size=1, pid=1)),
+    "a world from nowhere": encode(Hello(version=PROTOCOL))
+    + encode(Announce(node="y", local_rank=0, local_size=1, pid=1))
+    + encode(Report(entered=99)),
+    "a huge message that never ends": encode(Hello(version=PROTOCOL)) + HEADER.pack(LARGEST_MESSAGE) + b"x" * 4096,
+}
+
+
+def test_hostile_peers_disturb_nobody() -> None:
+    with serving(least=2) as served:
+        a, b = served.join("a"), served.join("b")
+        for one in (a, b):
+            enter(one, told(one).generation)
+        for wire in HOSTILE.values():
+            with raw(served.address) as peer:
+                peer.sendall(wire)
+                peer.shutdown(socket.SHUT_WR)
+                rest(peer)
+        status = served.status()
+        assert status.generation == 1 and [one.member for one in status.members] == ["a/0", "b/0"]
+        c = served.join("c")
+        assert told(a) == told(b) == told(c)
+
+
+def test_random_bytes_disturb_nobody() -> None:
+    chance = random.Random(7)
+    with serving() as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        for _ in range(200):
+            wire = bytearray(chance.choice(list(HOSTILE.values())) + chance.randbytes(chance.randrange(40)))
+            for _ in range(chance.randrange(4)):
+                if wire:
+                    wire[chance.randrange(len(wire))] = chance.randrange(256)
+            with raw(served.address) as peer:
+                peer.sendall(wire)
+                if chance.random() < 0.5:
+                    peer.shutdown(socket.SHUT_WR)
+        status = served.status()
+        assert "a/0" in {one.member for one in status.members}
+        assert served.status().members[0].phase == "working"
+
+
+def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 0.2)
+    with serving() as served, raw(served.address) as peer:
+        begin = time.monotonic()
+        rest(peer)
+        assert time.monotonic() - begin < 2
+
+
+def test_many_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(coordinator_module, "MOST_STRANGERS", 8)
+    with serving() as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        strangers = [raw(served.address) for _ in range(30)]
+        a.send(Report(ready=True, entered=1, step=5))
+        time.sleep(1)
+        assert served.status().members[0].step == 5
+        for one in strangers:
+            one.close()
+
+
+def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "MOST_UNREAD", 1 << 20)
+
+    async def case() -> None:
+        here, there = socket.socketpair()
+        with there:
+            reader, writer = await asyncio.open_connection(sock=here)
+            peer = Peer(reader, writer)
+            for _ in range(8):
+                peer.send_bytes(b"x" * (1 << 18))
+                if writer.is_closing():
+                    return
+        raise AssertionError("2 MB lie there unread, and the connection is still open")
+
+    asyncio.run(case())
+
+
+def test_no_descriptor_is_left() -> None:
+    with serving() as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        served.status()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            served.status()
+            with raw(served.address) as peer:
+                peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        served.status()
+        time.sleep(0.1)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def raw(address: Address) -> socket.socket:
+    """A connection without any manners."""
+    return socket.create_connection((address.host, address.port), timeout=SECONDS)
+
+
+def rest(peer: socket.socket) -> bytes:
+    """All that the coordinator says until it closes the connection."""
+    said = b""
+    try:
+        while part := peer.recv(1 << 16):
+            said += part
+    except ConnectionError:
+        pass
+    return said
