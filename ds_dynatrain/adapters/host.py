@@ -44,8 +44,8 @@ from ds_dynatrain.support import practice
 
 
 @dataclass(frozen=True, eq=False)
-class Outfit:
-    """A module's shape, and what the engine knew of it."""
+class Replaced:
+    """What a reshape has replaced: the shape, the children that had it, and the parameters that the engine spoke of."""
 
     shape: Shape
     children: Children
@@ -252,26 +252,26 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
-    def reshape(self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor]) -> Outfit | None:
+    def reshape(self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor]) -> Replaced | None:
         """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
 
-        tensors: the local ones of that rank. Returns what `put_on` takes to go back, None if nothing had to change.
+        tensors: the local ones of that rank. Returns what `undo_reshape` takes, None if nothing had to change.
         """
         shape = Shape.of(layout, rank)
         if shape == self.shape:
             return None
-        before = Outfit(self.shape, Children.of(self.module), self.model_map, self.param_names)
+        before = Replaced(self.shape, Children.of(self.module), self.model_map, self.param_names)
         try:
             self.shaper.reshape(self.module, layout)
             before.children.pass_on(self.module)
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))
         except BaseException:
-            self.put_on(before)
+            self.undo_reshape(before)
             raise
         return before
 
-    def put_on(self, before: Outfit) -> None:
+    def undo_reshape(self, before: Replaced) -> None:
         """Go back to what `reshape` replaced; nothing may be attached."""
         before.children.put_back(self.module)
         self._take(before.shape, before.model)

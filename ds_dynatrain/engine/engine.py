@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.host import HostEngine, Outfit
+from ds_dynatrain.adapters.host import HostEngine, Replaced
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.sequence import enter as enter_sequence
@@ -492,7 +492,7 @@ class DynatrainEngine(HostEngine):
         self.take_shape(space, self.layout, self.rank)
         self.attach_first(self.layout, self.world, self.config_for(self.layout), buffers)
 
-    def take_shape(self, space: VirtualParameterSpace, layout: Layout, rank: int) -> Outfit | None:
+    def take_shape(self, space: VirtualParameterSpace, layout: Layout, rank: int) -> Replaced | None:
         """`reshape` to a rank of a layout, whose world must be installed."""
         return self.reshape(layout, rank, space.local(layout, rank).tensors)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_dynatrain.adapters.host import Outfit
+from ds_dynatrain.adapters.host import Replaced
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
@@ -96,7 +96,7 @@ class Transaction:
         self.kept_share: dict[str, Digests] = {}
         self.old_world: World | None = engine.world
         self.old_config = engine.present_config
-        self.before_reshape: Outfit | None = None
+        self.before_reshape: Replaced | None = None
         self.own_buffers: set[str] = set()
         self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
 
@@ -409,7 +409,7 @@ class Transaction:
         if self.is_attached:
             engine.detach()
         if self.before_reshape is not None:
-            engine.put_on(self.before_reshape)
+            engine.undo_reshape(self.before_reshape)
         if self.is_detached and world is not None:
             install(world)
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
