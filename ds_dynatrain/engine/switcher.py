@@ -32,7 +32,8 @@ from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
-from ds_dynatrain.space import Layout, is_partitioned
+from ds_dynatrain.space import Layout, LocalSpace, is_partitioned
+from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.support import Target, refuse_layout
 
 if TYPE_CHECKING:
@@ -168,16 +169,24 @@ class Switcher:
 
     def _needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
-        types, budget = self.types(target), self.engine.settings.memory_budget_bytes
-        accumulates = self.engine.batch_for(target).accumulation > 1
-        needs = {}
+        vps, budget = self.engine.vps, self.engine.settings.memory_budget_bytes
+        differ = any(is_widened(kind, target) for kind in vps.kinds)
+        needs: dict[int, int] = {}
+        known: dict[tuple[int, int], int] = {}
         for rank, member in enumerate(members):
-            local = self.engine.vps.local(target, rank)
-            state = sum(size * types[kind].itemsize for (kind, _), size in sizes(local).items())
-            if self.engine.zero_use_cpu_optimizer():
-                state += working_bytes(local, types["weight"], accumulates)
-            needs[member] = state + min(budget, state)
+            local = vps.local(target, rank)
+            alike = id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
+            if alike not in known:
+                known[alike] = self._state_bytes(local)
+            needs[member] = known[alike] + min(budget, known[alike])
         return needs
+
+    def _state_bytes(self, local: LocalSpace) -> int:
+        """Bytes of all buffers of a rank."""
+        types, accumulates = self.types(local.layout), self.engine.batch_for(local.layout).accumulation > 1
+        state = sum(size * types[kind].itemsize for (kind, _), size in sizes(local).items())
+        offloads = self.engine.zero_use_cpu_optimizer()
+        return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)
 
     def types(self, layout: Layout) -> dict[str, torch.dtype]:
         """Element type of each state kind under a layout."""
