@@ -102,6 +102,58 @@ def pipeline_step(engine: Any, batches: Iterator[Any]) -> None:
     engine.train_batch(batches)
 
 
+class SpreadBlock(nn.Module):
+    """A block whose attention goes over the sequence ranks."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = DistributedAttention(_attend, None, 2, 1)
+        self.feed = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, part of the length, width) to the same shape."""
+        query, key, value = (part.unflatten(2, (self.heads, -1)) for part in self.qkv(self.norm(x)).chunk(3, 2))
+        x = x + self.out(self.attention(query, key, value, 0).flatten(2))
+        fed: Tensor = self.feed(x)
+        return x + fed
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Causal attention over (batch, length, heads, size)."""
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+class SpreadGPT(nn.Module):
+    """The mean loss of a part of (batch, length) tokens and their targets; positions are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(SpreadBlock(WIDTH, HEADS) for _ in range(LAYERS)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy."""
+        logits = F.linear(self.blocks(self.tokens(tokens)), self.tokens.weight).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def spread_step(engine: Any, batches: Iterator[Tensor]) -> None:
+    """One optimizer step on this rank's part of each sequence."""
+    tokens = next(batches)
+    inputs, targets = (
+        whole.chunk(engine.sequence, 1)[engine.sequence_rank] for whole in (tokens[:, :-1], tokens[:, 1:])
+    )
+    engine.backward(engine(inputs, targets) / engine.sequence)
+    engine.step()
+
+
 def _lap(*changes: tuple[str, dict[str, int]]) -> tuple[Change, ...]:
     return changes
 
@@ -156,6 +208,21 @@ AXES: dict[str, Variant] = {
             ("pipe 2→pipe 2 data 2", {"data": 2, "pipe": 2, "zero_stage": 1}),
             ("pipe 2 data 2→pipe 4", {"data": 1, "pipe": 4, "zero_stage": 1}),
             ("pipe 4→1", {"data": 1, "pipe": 1, "zero_stage": 1}),
+        ),
+    ),
+    "sequence": Variant(
+        "bf16, Ulysses attention",
+        "bf16",
+        build=SpreadGPT,
+        step=spread_step,
+        start={"data": 1, "sequence": 1, "zero_stage": 1},
+        lap=_lap(
+            ("sequence 1→2", {"data": 1, "sequence": 2, "zero_stage": 1}),
+            ("sequence 2→data 2", {"data": 2, "sequence": 1, "zero_stage": 1}),
+            ("data 2→data 2 sequence 2", {"data": 2, "sequence": 2, "zero_stage": 1}),
+            ("data 2 sequence 2→sequence 4 stage 3", {"data": 1, "sequence": 4, "zero_stage": 3}),
+            ("sequence 4 stage 3→sequence 2 stage 1", {"data": 1, "sequence": 2, "zero_stage": 1}),
+            ("sequence 2→1", {"data": 1, "sequence": 1, "zero_stage": 1}),
         ),
     ),
 }

@@ -4,7 +4,7 @@ python tools/bench_switch.py                          # the whole table: about t
 python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
-python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert and pipe sizes change
+python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
