@@ -5,6 +5,7 @@ python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
 python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
 python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
+python tools/bench_switch.py --sizes 25M --variants axes --write docs/figures.md --costs docs/axes.md
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -189,6 +190,26 @@ def document(rows: list[Record], laps: int, immediate: int) -> str:
     return "\n\n".join(text)
 
 
+def costs(rows: list[Record]) -> str:
+    """One short table: what each change of an axis costs."""
+    head = ("model", "change", "sent MB", "÷ minimum", "raw ms", "pause ms", "rebuild ms", "certificate ms")
+    return table(
+        head,
+        (
+            [
+                row["title"].removeprefix("bf16, "),
+                row["change"],
+                f"{row['bytes_sent'] / 1e6:.1f}",
+                f"{row['bytes_sent'] / max(row['bytes_minimum'], 1) if row['bytes_sent'] else 1.0:.2f}",
+                *(f"{row[name]:.0f}" for name in ("raw_ms", "pause_apart_ms")),
+                f"{row['phases_ms']['rebuild']:.0f}",
+                f"{row['certificate_ms']:.0f}",
+            ]
+            for row in rows
+        ),
+    )
+
+
 def _pause_row(row: Record) -> list[object]:
     ratio = row["bytes_sent"] / max(row["bytes_best_slots"], 1) if row["bytes_best_slots"] else 1.0
     low, high = row["pause_apart_range_ms"]
@@ -237,6 +258,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    parser.add_argument("--costs", type=Path, help="a document to put one short table into, such as docs/axes.md")
     args = parser.parse_args()
     known = {**VARIANTS, **AXES}
     variants = {"all": list(VARIANTS), "axes": list(AXES)}.get(" ".join(args.variants), args.variants)
@@ -253,6 +275,8 @@ def main() -> None:
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
                 keep(args.write, section, text)
+            if args.costs is not None:
+                keep(args.costs, f"{section}_costs", costs(rows))
     print(text)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine import streams
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, Box, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.transfer import digest_pieces
@@ -134,23 +134,56 @@ def whole_digests(
             kinds = sorted(set(other.of) ^ set(first.of))
             raise CertificateError(f"{side}: only one of members {members[0]} and {member} holds {', '.join(kinds)}")
     mesh = vps.mesh(layout)
+    whole: dict[str, Digests] = {}
+    for kind in first.of:
+        what = f"{side}: {kind}"
+        found = _of_decks(vps, layout, members, {member: held.of[kind] for member, held in sides.items()}, kind, what)
+        for number, one, two in drifted(mesh, found) if mesh is not None else ():
+            raise CertificateError(_replica_text(vps.tensors[number].name, (members[one], members[two]), what))
+        whole[kind] = found[0] if mesh is None else _joined(mesh, found)
+    return whole
+
+
+def drifts(
+    vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], records: Mapping[int, Mapping[str, str]]
+) -> dict[str, list[int]]:
+    """Kind -> numbers of the tensors whose replicas at several places of the pipe and tensor axes are not equal.
+
+    records: digests of the source by member. CertificateError for replicas of the data axis that are not.
+    """
+    mesh, found = vps.mesh(layout), dict[str, list[int]]()
+    sides = {member: SideDigests.from_json(record) for member, record in records.items()}
+    for kind in sides[members[0]].of:
+        held = {member: side.of[kind] for member, side in sides.items()}
+        of_decks = _of_decks(vps, layout, members, held, kind, f"source: {kind}")
+        found[kind] = sorted({number for number, _, _ in drifted(mesh, of_decks)}) if mesh is not None else []
+    return {kind: numbers for kind, numbers in found.items() if numbers}
+
+
+def _of_decks(
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    members: tuple[int, ...],
+    digests: Mapping[int, Digests],
+    kind: str,
+    what: str,
+) -> list[Digests]:
+    """The digests of one kind for each deck of the mesh, or of the one group that there is without a mesh."""
+    mesh = vps.mesh(layout)
     routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
     decks = [(np.arange(len(members)), np.ones(len(routed), dtype=bool))]
     if mesh is not None:
         decks = [(deck.ranks, routed == deck.experts) for deck in mesh.decks]
-    whole: dict[str, Digests] = {}
-    for kind in first.of:
-        replicated, widened = vps.is_replicated(layout, kind), is_widened(vps.kind(kind), layout)
-        found = []
-        for ranks, rows in decks:
-            held = {members[rank]: np.where(rows, sides[members[rank]].of[kind], 0) for rank in ranks.tolist()}
-            if widened:
-                whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
-                found.append(_widened_digest(vps, held, whose, f"{side}: {kind}"))
-            else:
-                found.append(_deck_digest(vps, held, replicated, f"{side}: {kind}"))
-        whole[kind] = found[0] if mesh is None else _joined(vps, mesh, members, found, f"{side}: {kind}")
-    return whole
+    replicated, widened = vps.is_replicated(layout, kind), is_widened(vps.kind(kind), layout)
+    found = []
+    for ranks, rows in decks:
+        held = {members[rank]: np.where(rows, digests[members[rank]], 0) for rank in ranks.tolist()}
+        if widened:
+            whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
+            found.append(_widened_digest(vps, held, whose, what))
+        else:
+            found.append(_deck_digest(vps, held, replicated, what))
+    return found
 
 
 def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str) -> Digests:
@@ -179,23 +212,21 @@ def _widened_digest(
     return found
 
 
-def _joined(
-    vps: VirtualParameterSpace, mesh: Mesh, members: tuple[int, ...], found: list[Digests], what: str
-) -> Digests:
-    """Digests of whole tensors out of those of decks: places that hold the same part agree, parts add up."""
-    total = np.zeros(len(vps.tensors), np.uint64)
-    for number, tensor in enumerate(vps.tensors):
-        parts: dict[tuple[Box, ...], int] = {}
-        for index, deck in enumerate(mesh.decks):
-            boxes = tuple(piece.box for piece in mesh.shard(int(deck.ranks[0]), number).pieces)
-            if deck.experts != tensor.expert or not boxes:
-                continue
-            before = parts.setdefault(boxes, index)
-            if found[before][number] != found[index][number]:
-                pair = (members[int(mesh.decks[before].ranks[0])], members[int(deck.ranks[0])])
-                raise CertificateError(_replica_text(tensor.name, pair, what))
-        for index in parts.values():
-            total[number] += found[index][number]
+def drifted(mesh: Mesh, found: list[Digests]) -> Iterator[tuple[int, int, int]]:
+    """(tensor, rank, rank) where two decks hold the same part of a tensor and their digests differ."""
+    for number, parts in enumerate(mesh.parts):
+        for first, *others in parts:
+            for other in others:
+                if found[first][number] != found[other][number]:
+                    yield number, int(mesh.decks[first].ranks[0]), int(mesh.decks[other].ranks[0])
+
+
+def _joined(mesh: Mesh, found: list[Digests]) -> Digests:
+    """Digests of whole tensors out of those of decks: parts add up, and one deck speaks for each."""
+    total = np.zeros(len(found[0]), np.uint64)
+    for number, parts in enumerate(mesh.parts):
+        for deck, *_ in parts:
+            total[number] += found[deck][number]
     return total
 
 

@@ -34,10 +34,12 @@ from ds_dynatrain.engine.carry import (
     unpack,
 )
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests, verdict
+from ds_dynatrain.engine.certificate import Digests, SideDigests, drifts, side_digests, verdict
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.replicas import Settlement, settle
+from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
@@ -97,6 +99,7 @@ class Transaction:
         self.old_world: World | None = engine.world
         self.old_config = engine.present_config
         self.before_reshape: Replaced | None = None
+        self.settlement = Settlement()
         self.own_buffers: set[str] = set()
         self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
 
@@ -113,6 +116,7 @@ class Transaction:
                 self._receive_carry()
             with self._phase("digest"):
                 self._digest_source()
+                self._settle_replicas()
             with self._phase("rebuild"):
                 self._rebuild()
             with self._phase("move"):
@@ -240,6 +244,27 @@ class Transaction:
                 self.preparation.kept,
             )
 
+    def _settle_replicas(self) -> None:
+        """Before anything is read: tensors that several stages or tensor ranks hold are those of their owners."""
+        layout, members = self.proposal.source_layout, self.proposal.source_members
+        if layout.pipe * layout.tensor == 1 or self.source_rank is None or self.source_digests is None:
+            return
+        generation, vps, mine = self.proposal.generation, self.engine.vps, self.control.member
+        self.control.post(f"digests/{generation}/{mine}", self.source_digests.to_json())
+        drifting = drifts(vps, layout, members, self._await(f"digests/{generation}", members, "the source's digests"))
+        if not drifting:
+            return
+        seconds = self.control.timeout_seconds
+        self.settlement = settle(vps, self.source_rank, self.source, drifting, self._transport(), seconds)
+        self.control.post(f"settled/{generation}/{mine}", self.settlement.distances)
+        distances = self._await(f"settled/{generation}", members, "the values of replicas").values()
+        types = self.engine.element_types
+        said = judge_replicas(
+            distances, self.engine.settings.replica_tolerance, {kind: types.of(kind) for kind in drifting}
+        )
+        self.outcome.warnings.append(said)
+        self._digest_source()
+
     def _settle_target(self) -> None:
         """The prepared buffers, anew where the live ones are no longer those that were to be kept."""
         preparation = self.preparation
@@ -273,13 +298,15 @@ class Transaction:
             self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
 
     def _move(self) -> None:
+        plan, transport = self._plans()[1], self._transport()
+        self.outcome.stats = self._execute(plan, transport)
+        self._send_rest(transport)
+
+    def _transport(self) -> GroupTransport:
         world = self.preparation.world
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
-        plan = self._plans()[1]
-        transport = GroupTransport(world.transfer, world.transfer_members)
-        self.outcome.stats = self._execute(plan, transport)
-        self._send_rest(transport)
+        return GroupTransport(world.transfer, world.transfer_members)
 
     def _execute(self, plan: MemberPlan, transport: GroupTransport) -> TransferStats:
         engine = self.engine
@@ -410,6 +437,7 @@ class Transaction:
             engine.detach()
         if self.before_reshape is not None:
             engine.undo_reshape(self.before_reshape)
+        self.settlement.undo()
         if self.is_detached and world is not None:
             install(world)
             engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)

@@ -9,12 +9,13 @@ logical tensors it is. Expert tensors are apart: ranks with one place on the exp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from ds_dynatrain.space import interval, zero
 from ds_dynatrain.space.axes import Partition, check_partition
-from ds_dynatrain.space.box import row_major
+from ds_dynatrain.space.box import Box, row_major
 from ds_dynatrain.space.cut import Placed, Shard
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
@@ -97,6 +98,19 @@ class Mesh:
             taken = interval.union(np.append(taken[0], atlas.start), np.append(taken[1], atlas.stop))
             decks.append(Deck(self._ranks(place, experts), self._local_line(place), experts, atlas, primary))
         object.__setattr__(self, "decks", tuple(decks))
+
+    @cached_property
+    def parts(self) -> list[list[list[int]]]:
+        """For each tensor and each of the parts that it is dealt out in, the numbers of the decks that hold it."""
+        found = []
+        for number, tensor in enumerate(self.line.tensors):
+            parts: dict[tuple[Box, ...], list[int]] = {}
+            for index, deck in enumerate(self.decks):
+                boxes = tuple(piece.box for piece in self.shard(int(deck.ranks[0]), number).pieces)
+                if deck.experts == tensor.expert and boxes:
+                    parts.setdefault(boxes, []).append(index)
+            found.append(list(parts.values()))
+        return found
 
     def local_line(self, rank: int) -> Line:
         """The local tensors of a rank: numbered as the logical ones, an empty one where it holds nothing."""

@@ -1,0 +1,154 @@
+"""Replicas that drifted: tensors that pipeline stages or tensor ranks hold whole, and compute each for itself.
+
+Norms under tensor parallelism and tied weights are equal by arithmetic, not by a message: on an accelerator their last
+digits may part. Where digests differ before the moves, every holder gets its owner's values and compares them with its
+own. Within the tolerance the owner's are taken by all, before anything is read; beyond it the switch fails. Copies
+that the data axis makes are equal by a reduction, and are not spoken of here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.space import VirtualParameterSpace
+from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.transfer import Transport
+
+TAG = 3
+NAMED = 3
+"""Tensors that a message names; the others it counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Runs [start[i], stop[i]) of tensors tensor[i], which the rank `holder` has and the rank `owner` owns."""
+
+    kind: str
+    holder: int
+    owner: int
+    tensor: Ints
+    start: Ints
+    stop: Ints
+
+
+@dataclass
+class Settlement:
+    """What was done on one rank.
+
+    before: (memory, the values that were in it). distances: by kind and tensor, as `weight of 'norm.weight'`, how far
+    this rank's values were from the owners' at most, as a share of the owner's largest value.
+    """
+
+    before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    distances: dict[str, float] = field(default_factory=dict)
+
+    def take(self, what: str, held: torch.Tensor, values: torch.Tensor) -> None:
+        """Write an owner's values over this rank's, and keep these."""
+        own = held.clone()
+        self.before.append((held, own))
+        self.distances[what] = max(self.distances.get(what, 0.0), distance(own, values))
+        held.copy_(values)
+
+    def undo(self) -> None:
+        """Put this rank's own values back; the last ones first, as memory of two kinds may be the same."""
+        while self.before:
+            held, own = self.before.pop()
+            held.copy_(own)
+
+
+def settle(
+    vps: VirtualParameterSpace,
+    rank: int,
+    buffers: Buffers,
+    drifting: Mapping[str, list[int]],
+    transport: Transport,
+    seconds: float,
+) -> Settlement:
+    """Give every holder the owner's values of the tensors that drifted; each rank of the present layout calls it.
+
+    buffers: this rank's, which are written to. drifting: kind -> tensor numbers, the same on all ranks. Raises as the
+    transport does when `seconds` have passed.
+    """
+    deadline, made = time.monotonic() + seconds, Settlement()
+    sends, receives = [], []
+    for parts in (part for kind, tensors in sorted(drifting.items()) for part in _exchanged(vps, kind, tensors)):
+        if rank == parts.owner:
+            _, views = _views(vps, parts, rank, buffers)
+            sends.append(transport.send(torch.cat(views), vps.members[parts.holder], TAG))
+        elif rank == parts.holder:
+            numbers, views = _views(vps, parts, rank, buffers)
+            names = [f"{parts.kind} of {vps.tensors[number].name!r}" for number in numbers]
+            room = torch.empty_like(torch.cat(views))
+            receives.append((names, views, room, transport.receive(room, vps.members[parts.owner], TAG)))
+    for handle in sends:
+        handle.wait(deadline)
+    for names, views, room, handle in receives:
+        handle.wait(deadline)
+        for name, held, values in zip(names, views, room.split([len(view) for view in views]), strict=True):
+            made.take(name, held, values)
+    return made
+
+
+def judge(distances: Iterable[Mapping[str, float]], tolerance: float, types: Mapping[str, torch.dtype]) -> str:
+    """What to say of replicas that were set to their owners' values; CertificateError if one was too far from it.
+
+    distances: of all ranks. types: of each kind; a kind of few bits may be off by one of its own steps, as a cast of
+    masters within the tolerance may.
+    """
+    furthest: dict[str, float] = {}
+    for each in distances:
+        for what, far in each.items():
+            furthest[what] = max(furthest.get(what, 0.0), far)
+    for what, far in furthest.items():
+        allowed = max(tolerance, torch.finfo(types[what.split(" of ")[0]]).eps)
+        if not far <= allowed:
+            raise CertificateError(
+                f"replicas of the {what} on several pipeline stages or tensor ranks differ by {far:.1e} of its largest "
+                f"value, and {allowed:.1e} is allowed: train on from a checkpoint, or, if that much is harmless, raise "
+                "dynatrain.replica_tolerance"
+            )
+    named = sorted(furthest)
+    more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+    return (
+        f"replicas of the {', '.join(named[:NAMED])}{more} had drifted apart by up to {max(furthest.values()):.1e} of "
+        "their largest value: those of one rank were taken for all"
+    )
+
+
+def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
+    """The largest difference, as a share of the owner's largest value; infinite where one is not finite or all 0."""
+    if torch.equal(own, owners):
+        return 0.0
+    far = float((own.double() - owners.double()).abs().max()) / max(float(owners.double().abs().max()), 1e-300)
+    return far if math.isfinite(far) else math.inf
+
+
+def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Iterator[Parts]:
+    """All parts of replicas that a rank holds and another one owns, in one order on all ranks."""
+    for holder in range(vps.layout.world_size):
+        number, held = vps.split_by_tensor(vps.holding(vps.layout, holder, kind))
+        wanted = np.flatnonzero(np.isin(number, tensors))
+        row, start, stop, owner = vps.sharding(vps.layout, kind).owners(held.start[wanted], held.stop[wanted])
+        for other in sorted(set(owner.tolist()) - {holder}):
+            mine = owner == other
+            yield Parts(kind, holder, other, number[wanted][row[mine]], start[mine], stop[mine])
+
+
+def _views(
+    vps: VirtualParameterSpace, parts: Parts, rank: int, buffers: Buffers
+) -> tuple[list[int], list[torch.Tensor]]:
+    """(tensor, memory on a rank) of each piece of the parts, in their order."""
+    sharding = vps.sharding(vps.layout, parts.kind)
+    places = sharding.place(parts.start, parts.stop, np.full(len(parts.start), rank))
+    row, low, high, buffer, offset = (column.tolist() for column in places)
+    held = [buffers[parts.kind, sharding.buffers[index]].detach() for index in buffer]
+    views = [each[at : at + stop - start] for each, at, start, stop in zip(held, offset, low, high, strict=True)]
+    return parts.tensor[row].tolist(), views
