@@ -13,4 +13,6 @@
 | `connection` `query` | the other end; the question for the status |
 | `address` `token` | where to listen, and to whom; the secret of a job |
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
+| `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |
+| `environment` | every environment variable: what is read, what is handed to workers |
 """

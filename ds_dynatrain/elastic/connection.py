@@ -5,6 +5,7 @@ Sending is safe from several threads; receiving is one thread's business.
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
@@ -32,6 +33,10 @@ from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 READ_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """How long the coordinator may leave bytes unread before the connection counts as broken."""
+RETRY_SECONDS = 0.2
+"""Between two tries to reach a coordinator that is not there."""
+
+logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Connection:
@@ -122,3 +127,20 @@ class Connection:
     def close(self) -> None:
         """End it; harmless twice."""
         self._socket.close()
+
+
+def connect(address: Address, token: str | None, job: str, seconds: float) -> Connection:
+    """A connection as soon as there is a coordinator. TimeoutError after `seconds`, PeerRefused or MessageError at once
+    if there is one that does not let us in."""
+    end = time.monotonic() + seconds
+    warned = False
+    while True:
+        try:
+            return Connection.open(address, token, job)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise TimeoutError(f"no coordinator answers at {address} within {seconds:g} s ({error})") from error
+            if not warned:
+                logger.warning("waiting for the coordinator at %s (%s)", address, error)
+            warned = True
+        time.sleep(RETRY_SECONDS)

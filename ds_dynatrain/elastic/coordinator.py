@@ -75,6 +75,11 @@ class Coordinator:
         if not keeper.cancelled():
             keeper.result()  # raises what it ended with, if it did
 
+    @property
+    def connected(self) -> int:
+        """Number of workers and agents that are connected."""
+        return len(self._workers) + len(self._agents)
+
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -14,6 +14,8 @@ from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 
+POLL_SECONDS = 0.05
+
 
 class Host:
     """Holds the listening socket and the store of a coordinator. OSError if the address is taken or not ours,
@@ -35,6 +37,7 @@ class Host:
         self._thread = threading.Thread(target=self.run, name="dynatrain-coordinator", daemon=True)
         self._stop: Callable[[], object] = lambda: None
         self._is_up = threading.Event()
+        self._coordinator: Coordinator | None = None
 
     def run(self) -> None:
         """Serve until the job has finished; once."""
@@ -45,19 +48,24 @@ class Host:
         self._thread.start()
         self._is_up.wait()
 
-    def stop(self, seconds: float = 0.0) -> None:
-        """After `start`: give the job `seconds` to finish, then end the thread."""
-        self._thread.join(seconds)
+    def outlive(self) -> None:
+        """After `start`: wait until the job has finished or nobody is connected any more, then `stop`."""
+        while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
+            self._thread.join(POLL_SECONDS)
+        self.stop()
+
+    def stop(self) -> None:
+        """After `start`: end the thread, and with it all connections."""
         if self._thread.is_alive():
             self._stop()
-            self._thread.join()
+        self._thread.join()
 
     async def _serve(self) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        self._stop = lambda: loop.call_soon_threadsafe(stop.set)
-        self._is_up.set()
         membership = Membership(self._settings, secrets.token_hex(4), time.monotonic())
-        coordinator = Coordinator(membership, self._store.port, self._token, self._job)
+        self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+        self._coordinator = Coordinator(membership, self._store.port, self._token, self._job)
+        self._is_up.set()
         settings = self._settings
         logger.info("coordinator at %s, for %d to %d nodes", self.address, settings.min_nodes, settings.max_nodes)
-        await coordinator.serve(self._listener, stop)
+        await self._coordinator.serve(self._listener, stop)

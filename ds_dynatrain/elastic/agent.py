@@ -1,0 +1,110 @@
+"""What an agent does besides starting workers: it is known to the coordinator, and ends workers that hang.
+
+A thread keeps the connection, as well as it can: an agent goes on without a coordinator as long as its workers do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection
+from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
+from ds_dynatrain.errors import MessageError, PeerRefused
+
+logger = logging.getLogger("ds_dynatrain.elastic")
+
+
+class AgentLine:
+    """The agent's connection to the coordinator, for one start of its workers."""
+
+    def __init__(self, connection: Connection, node: str, address: Address, token: str | None, job: str) -> None:
+        self._connection = connection
+        self._node = node
+        self._address = address
+        self._token = token
+        self._job = job
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynatrain-agent", daemon=True)
+
+    def start(self) -> None:
+        """Announce the node, and listen."""
+        self._connection.send(Agent(node=self._node))
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say good-bye; the workers have ended."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._connection.send(Bye())
+        except OSError:
+            pass
+        self._connection.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._listen()
+            except (OSError, MessageError):
+                self._connection.close()
+            if not self._ended.is_set() and not self._reconnect():
+                return
+
+    def _listen(self) -> None:
+        """Send heartbeats and end workers until the connection breaks or `close` is called."""
+        beat = self._connection.welcome.beat_seconds
+        while not self._ended.is_set():
+            self._connection.send(Beat())
+            try:
+                message = self._connection.receive(min(beat, RETRY_SECONDS))
+            except TimeoutError:
+                continue
+            match message:
+                case Fence():
+                    self._end_worker(message)
+                case Finished() | Refused():
+                    raise ConnectionError(message.kind)
+
+    def _reconnect(self) -> bool:
+        """Whether there is a coordinator again."""
+        while not self._ended.wait(RETRY_SECONDS):
+            try:
+                self._connection = Connection.open(self._address, self._token, self._job)
+                self._connection.send(Agent(node=self._node))
+                return True
+            except OSError:
+                continue
+            except (PeerRefused, MessageError) as error:
+                logger.warning("the coordinator at %s does not take this agent back: %s", self._address, error)
+                return False
+        return False
+
+    def _end_worker(self, order: Fence) -> None:
+        """Kill a worker that the others go on without, if it is a child of this agent."""
+        if not is_child(order.pid):
+            logger.warning("process %d of %s is no worker of this agent; left alone", order.pid, order.member)
+            return
+        logger.warning(
+            "%s does not answer and is replaced by the others: its process %d is ended", order.member, order.pid
+        )
+        os.kill(order.pid, signal.SIGKILL)
+
+
+def is_child(process: int) -> bool:
+    """Whether a process was started by this one, directly or by a wrapper in between."""
+    for _ in range(8):
+        if process == os.getpid():
+            return True
+        try:
+            status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        process = int(next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:")))
+        if process <= 1:
+            return process == os.getpid()
+    return False

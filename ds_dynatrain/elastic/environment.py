@@ -1,0 +1,91 @@
+"""The environment variables of membership: all names, and everything that is read from them or handed on in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.token import checked_token, read_token
+from ds_dynatrain.errors import ConfigError
+
+TOKEN = "DYNATRAIN_TOKEN"
+TOKEN_FILE = "DYNATRAIN_TOKEN_FILE"
+REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
+"""1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
+
+NODE = "DYNATRAIN_NODE"
+COORDINATOR = "DYNATRAIN_COORDINATOR"
+JOB = "DYNATRAIN_JOB"
+AGENT = "DYNATRAIN_AGENT"
+"""What an agent hands to its workers: their node, where the coordinator is, the job, and its own process id."""
+LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+RANK, SIZE = "RANK", "WORLD_SIZE"
+"""What torchrun hands to them: the latter two are the node's own world, until a worker has joined."""
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker stands when it starts."""
+
+    node: str
+    local_rank: int
+    local_size: int
+    coordinator: Address
+    job: str = ""
+    agent: int | None = None
+    """The process that has started it, if that is an agent of ours."""
+
+
+def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
+    """The job's token: of a file that is named here or in the environment, else the environment's own, else None.
+
+    ConfigError if the file cannot be read or the token is too short.
+    """
+    file = file or variables.get(TOKEN_FILE)
+    if file:
+        return read_token(file)
+    token = variables.get(TOKEN, "").strip()
+    return checked_token(token, TOKEN) if token else None
+
+
+def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether `--rdzv-backend=c10d` is to mean this backend."""
+    return variables.get(REPLACE_C10D, "") == "1"
+
+
+def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers."""
+    variables[NODE] = place.node
+    variables[COORDINATOR] = str(place.coordinator)
+    variables[JOB] = place.job
+    variables[AGENT] = "" if place.agent is None else str(place.agent)
+
+
+def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
+    """Where this process stands; None if it was not started for a job of ours. ConfigError for broken variables."""
+    if COORDINATOR not in variables or NODE not in variables:
+        return None
+    return WorkerPlace(
+        node=variables[NODE],
+        local_rank=_number(variables, LOCAL_RANK, 0),
+        local_size=_number(variables, LOCAL_SIZE, 1),
+        coordinator=Address.parse(variables[COORDINATOR]),
+        job=variables.get(JOB, ""),
+        agent=_number(variables, AGENT, 0) or None,
+    )
+
+
+def rewrite_rank(rank: int, size: int, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Let RANK and WORLD_SIZE speak of the present world."""
+    variables[RANK], variables[SIZE] = str(rank), str(size)
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name}: expected a whole number, got {text!r}")
+    return int(text)

@@ -1,0 +1,41 @@
+"""`torchrun --rdzv-backend=dynatrain`: stock torchrun, whose agents never restart a worker because of another node.
+
+Each agent gets a rendezvous of its own at once: a world of one node, in which its workers start and end. Who trains
+with whom is settled between the workers and the coordinator. The coordinator runs in the agent on whose host the
+endpoint is, unless one is there already (`ds-dynatrain coordinator`, or another agent's).
+
+Settings, `--rdzv-conf key=value,...`: `is_host` (0: never host the coordinator, 1: always), `join_timeout` (seconds to
+wait for the coordinator, 600), `token_file`, `store_port` (of the store for process groups, 0: any), and of the
+coordinator, where this agent hosts it, `debounce_seconds`, `beat_seconds`, `silent_seconds`, `recovery_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.elastic.environment import replaces_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+NAME = "dynatrain"
+
+
+def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torch's entry point group `torchrun.handlers` asks for, in every process that imports its rendezvous.
+
+    With `DYNATRAIN_REPLACE_C10D=1` it also takes the place of torch's own `c10d`.
+    """
+    if replaces_c10d():
+        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+        rendezvous_handler_registry._registry["c10d"] = create  # `register` refuses a name that is taken
+    return create
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler of one agent."""
+    from ds_dynatrain.elastic.rendezvous import NodeRendezvous
+
+    return NodeRendezvous(parameters)

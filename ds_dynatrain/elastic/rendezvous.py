@@ -1,0 +1,144 @@
+"""The rendezvous of one agent: a world of one node, and the agent's line to the coordinator."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import socket
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.agent import AgentLine
+from ds_dynatrain.elastic.connection import connect, logger
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, token_from
+from ds_dynatrain.elastic.hosting import Host
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.store import serve_store
+from ds_dynatrain.errors import ElasticError, JobFinished, MessageError, PeerRefused
+
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 600.0
+LONGEST_HOST = 64
+TIMES = ("debounce_seconds", "beat_seconds", "silent_seconds", "recovery_seconds")
+FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Never waits for another node, and never says that one waits."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._parameters = parameters
+        self._endpoint = Address.parse(parameters.endpoint)
+        self._token = token_from(file=parameters.get("token_file"))
+        self._host = self._hosted()
+        self._line: AgentLine | None = None
+        self._store: TCPStore | None = None
+        self._starts = 0
+
+    # -- the coordinator ---------------------------------------------------------------------------------------------
+
+    def _hosted(self) -> Host | None:
+        """The coordinator, if it is this agent's to host: its address is this machine's, and still free."""
+        is_host = self._parameters.get_as_bool("is_host")
+        if is_host is False:
+            return None
+        store_port = self._parameters.get_as_int("store_port", 0) or 0
+        job = self._parameters.run_id
+        try:
+            host = Host(self._endpoint, self._settings(), self._token, job, store_port)
+        except OSError as error:
+            is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
+            if is_host or not is_elsewhere:
+                raise ElasticError(f"the coordinator cannot listen at {self._endpoint}: {error}") from error
+            return None
+        host.start()
+        return host
+
+    def _settings(self) -> Settings:
+        times = {name: float(self._parameters.get(name)) for name in TIMES if self._parameters.get(name) is not None}
+        return Settings(self._parameters.min_nodes, self._parameters.max_nodes, **times)
+
+    # -- what the agent asks -----------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """The name under which it was asked for."""
+        return str(self._parameters.backend)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers may use the node's store for what they do before they join."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """A world of this node alone, new at every start of its workers.
+
+        RendezvousConnectionError if there is no coordinator in time or it does not let us in, RendezvousClosedError if
+        the job has finished.
+        """
+        self._end_line()
+        node = self._new_node()
+        seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
+        job = str(self._parameters.run_id)
+        try:
+            connection = connect(self._endpoint, self._token, job, seconds)
+        except JobFinished as error:
+            raise RendezvousClosedError(str(error)) from error
+        except (TimeoutError, PeerRefused, MessageError) as error:
+            raise RendezvousConnectionError(f"{self._endpoint}: {error}") from error
+        self._compare(connection.welcome.min_nodes, connection.welcome.max_nodes)
+        self._line = AgentLine(connection, node, self._endpoint, self._token, job)
+        self._line.start()
+        hand_over(WorkerPlace(node, 0, 1, self._endpoint, job, os.getpid()))
+        self._store = serve_store(LOOPBACK)
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+    def is_closed(self) -> bool:
+        """Never: a node that ends closes nothing for the others."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing: see `is_closed`."""
+
+    def num_nodes_waiting(self) -> int:
+        """None, ever: a node that comes is no reason to restart workers."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return str(self._parameters.run_id)
+
+    def shutdown(self) -> bool:
+        """The workers have ended. A coordinator that is hosted here goes on until those of the others have, too."""
+        self._end_line()
+        if self._host is not None:
+            self._host.outlive()
+        return True
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _end_line(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _new_node(self) -> str:
+        """An id that no node has had: the host's name for people, the rest to tell starts apart."""
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", self._parameters.local_addr or socket.gethostname())[:LONGEST_HOST]
+        self._starts += 1
+        return f"{host}-{os.getpid()}-{secrets.token_hex(2)}-{self._starts}"
+
+    def _compare(self, least: int, most: int) -> None:
+        mine = (self._parameters.min_nodes, self._parameters.max_nodes)
+        if mine != (least, most):
+            logger.warning("--nnodes=%d:%d here, the coordinator's %d:%d count", *mine, least, most)

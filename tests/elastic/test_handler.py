@@ -1,0 +1,166 @@
+"""What an agent gets from `--rdzv-backend=dynatrain`, without torchrun around it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic import rendezvous as torch_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from ds_dynatrain.elastic import environment
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.agent import AgentLine, is_child
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, rewrite_rank, token_from, worker_place
+from ds_dynatrain.elastic.handler import NAME, create, get_handler
+from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.rendezvous import NodeRendezvous
+from ds_dynatrain.errors import ConfigError, ElasticError
+from tests.elastic.served import SECONDS, serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def variables() -> Iterator[None]:
+    """The environment is put back."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def parameters(port: int, **settings: str) -> RendezvousParameters:
+    return RendezvousParameters(NAME, f"127.0.0.1:{port}", "job", 1, 4, local_addr="node 1", **settings)
+
+
+def made(port: int, **settings: str) -> NodeRendezvous:
+    rendezvous = create(parameters(port, **settings))
+    assert isinstance(rendezvous, NodeRendezvous)
+    return rendezvous
+
+
+def test_two_agents_and_one_coordinator() -> None:
+    port = free_port()
+    first, second = made(port), made(port)
+    worlds = [one.next_rendezvous() for one in (first, second)]
+    for world in worlds:
+        assert (world.rank, world.world_size) == (0, 1)
+    worlds[0].store.set("key", "1")
+    assert not worlds[1].store.check(["key"]), "what agents say in their own world is heard nowhere else"
+    place = worker_place()
+    assert place is not None and place.node.startswith("node-1-") and place.agent == os.getpid() and place.job == "job"
+    assert place.coordinator == Address("127.0.0.1", port)
+    assert second.num_nodes_waiting() == 0 and not second.is_closed() and second.get_backend() == NAME
+    second.next_rendezvous()  # its workers crashed, and are started again
+    again = worker_place()
+    assert again is not None and again.node != place.node
+    assert ask_status(place.coordinator).max_nodes == 4
+    second.shutdown()
+    first.shutdown()
+    with pytest.raises(OSError):
+        ask_status(place.coordinator)
+
+
+def test_an_agent_can_be_kept_from_hosting() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match="no coordinator answers"):
+        made(free_port(), is_host="0", join_timeout="1").next_rendezvous()
+    assert time.monotonic() - begin < 5
+
+
+def test_the_token_has_to_be_the_same(tmp_path: Path) -> None:
+    port, file = free_port(), tmp_path / "token"
+    file.write_text("a token of some length")
+    host = made(port, token_file=str(file))
+    host.next_rendezvous()
+    with pytest.raises(RendezvousConnectionError, match="token"):
+        made(port).next_rendezvous()
+    host.shutdown()
+
+
+def test_an_open_address_needs_a_token() -> None:
+    with pytest.raises(ElasticError, match="DYNATRAIN_TOKEN_FILE"):
+        create(RendezvousParameters(NAME, f"0.0.0.0:{free_port()}", "job", 1, 4))
+
+
+def test_c10d_is_replaced_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = torch_rendezvous.rendezvous_handler_registry
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    stock = registry._registry["c10d"]
+    assert get_handler() is create and registry._registry["c10d"] is stock
+    monkeypatch.setenv(environment.REPLACE_C10D, "1")
+    assert get_handler() is create and registry._registry["c10d"] is create
+
+
+def test_the_entry_point_costs_little() -> None:
+    """Every process that imports torch's rendezvous loads it."""
+    code = "import ds_dynatrain.elastic.handler as h, sys; h.get_handler(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", f"{code} and 'pydantic' not in sys.modules"], check=True, cwd=ROOT)
+
+
+def test_a_worker_that_hangs_is_ended() -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker, serving(silent_seconds=0.4) as served:
+        line = AgentLine(served.connect(), "a", served.address, None, "")
+        line.start()
+        connection = served.join("a", pid=worker.pid)
+        assert worker.wait(SECONDS) == -9
+        connection.close()
+        line.close()
+
+
+def test_only_workers_of_this_agent_are_ended() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as wrapper:
+        assert wrapper.stdout is not None
+        worker = int(wrapper.stdout.readline())
+        assert is_child(wrapper.pid) and is_child(worker)
+        assert not is_child(os.getppid()) and not is_child(1)
+        os.kill(worker, 9)
+
+
+def test_an_agent_outlives_a_coordinator() -> None:
+    with serving() as served:
+        line = AgentLine(served.connect(), "a", served.address, None, "")
+        line.start()
+    time.sleep(0.3)
+    line.close()
+
+
+class TestEnvironment:
+    def test_a_place_comes_through(self) -> None:
+        place = WorkerPlace("n-1", 3, 8, Address("host", 1234), "job", 99)
+        variables: dict[str, str] = {environment.LOCAL_RANK: "3", environment.LOCAL_SIZE: "8"}
+        hand_over(place, variables)
+        assert worker_place(variables) == place
+        rewrite_rank(5, 7, variables)
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == ("5", "7")
+
+    def test_without_a_launch_there_is_none(self) -> None:
+        assert worker_place({"LOCAL_RANK": "0"}) is None
+
+    def test_broken_numbers_are_named(self) -> None:
+        variables = {environment.COORDINATOR: "a:1", environment.NODE: "n", environment.LOCAL_RANK: "x"}
+        with pytest.raises(ConfigError, match="LOCAL_RANK"):
+            worker_place(variables)
+
+    def test_tokens(self, tmp_path: Path) -> None:
+        assert token_from({}) is None
+        assert token_from({environment.TOKEN: "0123456789abcdef"}) == "0123456789abcdef"
+        with pytest.raises(ConfigError, match=r"DYNATRAIN_TOKEN: 3 characters"):
+            token_from({environment.TOKEN: "abc"})
+        file = tmp_path / "token"
+        file.write_text("fedcba9876543210\n")
+        both = {environment.TOKEN: "0123456789abcdef", environment.TOKEN_FILE: str(file)}
+        assert token_from(both) == "fedcba9876543210", "a file counts more"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
