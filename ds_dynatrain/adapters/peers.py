@@ -1,8 +1,9 @@
 """Which ranks of a layout form a group with a rank, for every kind of group that DeepSpeed asks for.
 
 Ranks count slowest first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank are the ranks with its
-pipe and tensor index, data x sequence of them; experts divide that line: those of consecutive places share one set of
-experts, and those with equal place modulo `expert` hold the same ones.
+pipe and tensor index, data x sequence of them. Experts divide a whole pipeline stage, tensor ranks included: neighbours
+share one set of experts, and those with equal index (`Layout.expert_place`) hold the same ones. With one index and
+several tensor ranks DeepSpeed trains no experts, and the group that nobody asks for is ZeRO's line.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ beside what is sent in the other."""
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     """The ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the world."""
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
-    line = found["data"]
-    place = line.index(rank)
-    start = place - place % layout.expert
-    found["expert"] = line[start : start + layout.expert]
-    found["expert_data"] = line[place % layout.expert :: layout.expert]
+    index, _ = layout.expert_place(rank)
+    start = rank - rank % layout.ranks_per_stage
+    same = range(start + index, start + layout.ranks_per_stage, layout.expert)
+    found["expert"] = tuple(range(rank - index, rank - index + layout.expert))
+    found["expert_data"] = tuple(same) if layout.expert > 1 else found["data"]
     return found
 
 

@@ -173,8 +173,7 @@ class Shape:
     def of(layout: Layout, rank: int) -> Shape:
         """The shape of a rank of a layout."""
         at = layout.coordinate(rank)
-        index = (at["data"] * layout.sequence + at["sequence"]) % layout.expert
-        place = (at["pipe"], index, at["tensor"])
+        place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.cut import Cut, Shard, compose
 from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.tensor import LogicalTensor
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class AxisCuts:
     """One logical tensor under one layout.
 
     stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts
-    it, None if it belongs to no expert. tensor: how the tensor axis cuts what is left of it, None if all ranks of that
-    axis hold the same.
+    it, None if it belongs to no expert. tensor: how the tensor axis cuts it, None if all ranks of that axis hold the
+    same, as they do of an expert: whatever places on the tensor axis the ranks of an expert index have.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -49,12 +50,15 @@ def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({each.stages for each in cuts if len(each.stages) > 1}))
 
 
-def check_partition(partition: Partition, names: Iterable[str], layout: Layout) -> None:
+def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layout: Layout) -> None:
     """LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
-    for name, cuts in zip(names, partition, strict=True):
+    for tensor, cuts in zip(tensors, partition, strict=True):
+        name = tensor.name
         if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):
             raise LayoutError(f"{name!r} lies on stages {cuts.stages}, and {layout} has {layout.pipe}")
         for axis in ("expert", "tensor"):
             cut, size = getattr(cuts, axis), getattr(layout, axis)
             if cut is not None and cut.count != size:
                 raise LayoutError(f"{name!r} is dealt out in {cut.count} by the {axis} axis, and {layout} has {size}")
+        if tensor.expert and cuts.tensor is not None and layout.tensor > 1:
+            raise LayoutError(f"{name!r} belongs to experts and is cut by the tensor axis, too; {layout} has it whole")

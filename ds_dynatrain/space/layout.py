@@ -21,9 +21,9 @@ NO_AXES = ("zero_stage", "boundaries")
 class Layout:
     """A complete layout: every axis has a size (1 if not named) and the ZeRO stage has no default.
 
-    world size = pipe x data x sequence x tensor. `expert` divides data x sequence and adds no ranks; `data` never
-    includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1, a
-    stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
+    world size = pipe x data x sequence x tensor. `expert` divides data x sequence x tensor and adds no ranks; `data`
+    never includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1,
+    a stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
 
     boundaries: the layer with which each pipeline stage begins, and behind them the number of layers, such as (0, 3, 7)
     for layers 0 to 2 and 3 to 6. None leaves it to the model's partition method. LayoutError unless they are `pipe`
@@ -48,11 +48,11 @@ class Layout:
         for name, size in self.axes().items():
             if size < 1:
                 raise LayoutError(f"{name}={size} is below 1; leave an axis out to give it the size 1")
-        width = self.data * self.sequence
+        width = self.ranks_per_stage
         if width % self.expert:
             raise LayoutError(
-                f"expert={self.expert} does not divide data x sequence = {self.data} x {self.sequence} = {width} "
-                f"(remainder {width % self.expert})"
+                f"expert={self.expert} does not divide data x sequence x tensor = {self.data} x {self.sequence} x "
+                f"{self.tensor} = {width} (remainder {width % self.expert})"
             )
         if self.boundaries is not None:
             _check_boundaries(self.boundaries, self.pipe)
@@ -66,6 +66,19 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks: pipe x data x sequence x tensor."""
         return math.prod(getattr(self, axis) for axis in RANK_ORDER)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of a pipeline stage, which are neighbours: data x sequence x tensor."""
+        return self.data * self.sequence * self.tensor
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """(index on the expert axis, place among the ranks of its pipeline stage that have this index) of a rank.
+
+        Neighbours in a stage share one set of experts, whatever their places on the other axes are.
+        """
+        place, index = divmod(rank % self.ranks_per_stage, self.expert)
+        return index, place
 
     def replace(self, **changes: Any) -> Layout:
         """A layout with some sizes changed; LayoutError for a name that is no axis.

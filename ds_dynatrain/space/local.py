@@ -20,7 +20,7 @@ def cut_kind(
 ) -> ZeroSharding:
     """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `zero.sharding`."""
     if copies:
-        cut = zero.copies_sharding(line, rules, layout, kind.name)
+        cut = zero.copies_sharding(line, rules, layout, kind.name, experts=experts)
     else:
         cut = zero.sharding(line, rules, layout, kind.name, experts=experts)
     if kind.groups is not None:
@@ -32,7 +32,8 @@ def cut_kind(
 class LocalSpace:
     """What one rank holds. Coordinates are those of its own line, on which a tensor has its local shape.
 
-    layout: the whole one. zero_rank: place among the data x sequence ranks of ZeRO's group.
+    layout: the whole one. zero_rank: place among the data x sequence ranks of ZeRO's group. expert_rank: among those
+    that hold the same experts.
     """
 
     line: Line
@@ -40,6 +41,7 @@ class LocalSpace:
     kinds: tuple[Kind, ...]
     layout: Layout
     zero_rank: int
+    expert_rank: int = 0
 
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]:
@@ -67,7 +69,7 @@ class LocalSpace:
         found = [cut_kind(self.line, self.rules, self.layout, self.kind(kind)).holding(self.zero_rank)]
         if self.line.experts.any():
             cut = cut_kind(self.line, self.rules, self.layout, self.kind(kind), experts=True)
-            found.append(cut.holding(self.zero_rank // self.layout.expert))
+            found.append(cut.holding(self.expert_rank))
         return found
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:

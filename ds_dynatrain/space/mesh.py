@@ -3,7 +3,8 @@
 Ranks with one place on the pipe and tensor axes form a ZeRO group, and hold the same *local* tensors: what the axes
 left of the logical ones, under the same numbers, some of them empty. ZeRO cuts a line of these local tensors as it
 would cut any model (`zero`). An *atlas* says, for every element of such a local line, which coordinate of the line of
-logical tensors it is. Expert tensors are apart: ranks with one place on the expert axis, too, form their group.
+logical tensors it is. Expert tensors are apart: the ranks of a pipeline stage with one place on the expert axis form
+their group, whatever their places on the tensor axis are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.space import interval, zero
+from ds_dynatrain.space import interval
 from ds_dynatrain.space.axes import Partition, check_partition
 from ds_dynatrain.space.box import Box, row_major
 from ds_dynatrain.space.cut import Placed, Shard
@@ -63,8 +64,9 @@ class Atlas:
 class Deck:
     """Ranks that ZeRO deals the same local tensors to.
 
-    ranks: in their order in the group. line: of the local tensors of one rank; those that are not of this deck are on
-    it, too. atlas: of this deck's tensors. primary: the part of it that no deck before this one holds.
+    ranks: in their order in the group. line: of the local tensors of the first of them; those that are not of this
+    deck are on it, too, and may be others on the next rank. atlas: of this deck's tensors. primary: the part of it that
+    no deck before this one holds.
     """
 
     ranks: Ints
@@ -87,16 +89,17 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Build the decks; LayoutError for cuts that do not fit the layout or a tensor."""
-        check_partition(self.partition, [tensor.name for tensor in self.line.tensors], self.layout)
+        check_partition(self.partition, self.line.tensors, self.layout)
         object.__setattr__(self, "_lines", {})
         object.__setattr__(self, "_shards", {})
         decks: list[Deck] = []
         taken: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
-        for place, experts in self._places():
+        for ranks, experts in self._groups():
+            place = self.place(int(ranks[0]))
             atlas = self._atlas(place, experts)
             primary = atlas.without(*taken)
             taken = interval.union(np.append(taken[0], atlas.start), np.append(taken[1], atlas.stop))
-            decks.append(Deck(self._ranks(place, experts), self._local_line(place), experts, atlas, primary))
+            decks.append(Deck(ranks, self._local_line(place), experts, atlas, primary))
         object.__setattr__(self, "decks", tuple(decks))
 
     @cached_property
@@ -123,30 +126,20 @@ class Mesh:
     def place(self, rank: int) -> tuple[int, int, int]:
         """Indexes of a rank on the pipe, expert and tensor axes."""
         at = self.layout.coordinate(rank)
-        return at["pipe"], self.zero_rank(rank) % self.layout.expert, at["tensor"]
+        return at["pipe"], self.layout.expert_place(rank)[0], at["tensor"]
 
     def zero_rank(self, rank: int) -> int:
         """Place of a rank among the data x sequence ranks that ZeRO deals to."""
         at = self.layout.coordinate(rank)
         return at["data"] * self.layout.sequence + at["sequence"]
 
-    def _places(self) -> list[tuple[tuple[int, int, int], bool]]:
-        """((pipe, expert, tensor) index, whether of expert tensors) of every deck."""
-        grid = [(pipe, tensor) for pipe in range(self.layout.pipe) for tensor in range(self.layout.tensor)]
-        decks = [((pipe, 0, tensor), False) for pipe, tensor in grid]
+    def _groups(self) -> list[tuple[Ints, bool]]:
+        """(ranks, whether ZeRO deals them experts' tensors) of every deck, those of experts last."""
+        kinds = [(False, self.layout.tensor)]
         if self.line.experts.any():
-            decks += [((pipe, e, tensor), True) for pipe, tensor in grid for e in range(self.layout.expert)]
-        return decks
-
-    def _ranks(self, place: tuple[int, int, int], experts: bool) -> Ints:
-        pipe, expert, tensor = place
-        every = self.layout.expert if experts else 1
-        width = zero.group_size(self.layout)
-        found = []
-        for index in range(expert if experts else 0, width, every):
-            data, sequence = divmod(index, self.layout.sequence)
-            found.append(self.layout.rank(pipe=pipe, data=data, sequence=sequence, tensor=tensor))
-        return np.array(found, dtype=np.int64)
+            kinds.append((True, self.layout.expert))
+        stages = np.arange(self.layout.world_size).reshape(self.layout.pipe, -1)
+        return [(stage[first::step], experts) for experts, step in kinds for stage in stages for first in range(step)]
 
     def _shards_at(self, place: tuple[int, int, int]) -> tuple[Shard, ...]:
         if place not in self._shards:

@@ -144,7 +144,8 @@ class VirtualParameterSpace:
         mesh, layout = self.mesh(layout), zero.as_cut(self.rules, layout)
         if mesh is None:
             return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
-        return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, mesh.zero_rank(rank))
+        places = mesh.zero_rank(rank), layout.expert_place(rank)[1]
+        return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, *places)
 
     def sharding(self, layout: Layout, kind: str, copies: bool = False) -> AnySharding:
         """How a layout holds a kind (or its second, whole copies); computed once."""

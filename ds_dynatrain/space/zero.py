@@ -5,7 +5,7 @@ Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runti
 `mark_persistent_parameters`. Padding is part of no sharding.
 
 The world of a layout is one ZeRO group here, of data x sequence ranks; what else cuts a tensor has been done before
-(`mesh`). A tensor of an expert is dealt to one in `expert` of these ranks, so its sharding counts fewer.
+(`mesh`). A tensor of an expert is dealt to others: to those ranks of a pipeline stage that hold the same expert.
 
 | kinds \\ stage            | 0            | 1, 2                             | 3                                  |
 |--------------------------|--------------|----------------------------------|------------------------------------|
@@ -132,8 +132,7 @@ def sharding(
 
 def group_size(layout: Layout, experts: bool = False) -> int:
     """Ranks that ZeRO deals a tensor to: data x sequence, of an expert's tensors as many as hold the same expert."""
-    width = layout.data * layout.sequence
-    return width // layout.expert if experts else width
+    return layout.ranks_per_stage // layout.expert if experts else layout.data * layout.sequence
 
 
 def group_sizes(line: Line, layout: Layout) -> Ints:
@@ -141,11 +140,13 @@ def group_sizes(line: Line, layout: Layout) -> Ints:
     return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
 
 
-def copies_sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None) -> Sharding:
+def copies_sharding(
+    line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None, experts: bool = False
+) -> Sharding:
     """The second, replicated holding: whole persistent tensors (weights under ZeRO-3), else nothing."""
     table = buffer_table(line, rules, layout) if table is None else table
     chosen = persistent_tensors(line, rules) if kind == WEIGHT and layout.zero_stage == 3 else ()
-    return _whole(line, group_size(layout), np.array(chosen, dtype=np.int64), table)
+    return _whole(line, group_size(layout, experts), np.array(chosen, dtype=np.int64), table)
 
 
 def holding(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:

@@ -39,7 +39,7 @@ LAYOUTS: list[tuple[dict[str, int], Table]] = [
     ),
     (
         {"tensor": 2, "data": 2, "expert": 2},
-        {"zero": STRIDED, "data": STRIDED, "tensor": PAIRS, "expert": STRIDED, "expert_data": ALONE},
+        {"zero": STRIDED, "data": STRIDED, "tensor": PAIRS, "expert": PAIRS, "expert_data": STRIDED},
     ),
     ({"tensor": 4}, {"zero": ALONE, "data": ALONE, "tensor": LINE, "model": LINE}),
     (
@@ -251,7 +251,7 @@ def stand_in() -> None:
     assert (td.get_rank(), td.get_world_size()) == (17, 24)
     assert world.ranks("data") == (13, 15, 17, 19, 21, 23) and world.ranks("tensor") == (16, 17)
     assert world.ranks("pipe") == (5, 17) and world.ranks("sequence") == (17, 19)
-    assert world.ranks("expert") == (13, 15, 17) and world.ranks("expert_data") == (17, 23)
+    assert world.ranks("expert") == (15, 16, 17) and world.ranks("expert_data") == (14, 17, 20, 23)
     assert groups._get_sequence_data_parallel_world_size() == 6 and groups._get_model_parallel_world_size() == 4
     launch.install()
     check_gone([drop(world)], before)

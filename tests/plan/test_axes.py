@@ -58,7 +58,7 @@ def partition(layout: Layout) -> Partition:
         "row": AxisCuts((last,), tensor=uneven(1, shares(12, tensor))),
         "bias": AxisCuts((last,), tensor=uneven(0, shares(12, tensor))),
         "last": AxisCuts((last,)),
-        "experts.w1": AxisCuts((last,), expert=even(0, 4, experts), tensor=uneven(1, shares(3, tensor))),
+        "experts.w1": AxisCuts((last,), expert=even(0, 4, experts)),
         "experts.w2": AxisCuts((last,), expert=even(0, 4, experts)),
         "alone": AxisCuts((0,), expert=Pick(experts, (experts - 1,))),
         "frozen": AxisCuts((0,), tensor=uneven(0, shares(6, tensor))),
@@ -80,6 +80,9 @@ SIZES = [
     {"data": 2, "sequence": 2, "expert": 2},
     {"data": 2, "sequence": 2},
     {"pipe": 2, "tensor": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "data": 2, "expert": 4},
+    {"tensor": 4, "expert": 2},
+    {"tensor": 3, "data": 2, "expert": 2},
 ]
 LAYOUTS = [Layout(zero_stage=stage, **sizes) for sizes in SIZES for stage in range(4)]
 
@@ -180,3 +183,9 @@ def test_refusals() -> None:
     )
     with pytest.raises(LayoutError, match=r"'embed' is dealt out in 2 by the tensor axis, and .*tensor=3.* has 3"):
         odd.mesh(Layout(zero_stage=1, tensor=3))
+    cuts = {held.name: AxisCuts(tensor=even(1, 2, 2)) if held.name == "experts.w1" else WHOLE for held in TENSORS}
+    both = VirtualParameterSpace(
+        TENSORS, RULES, standard_kinds(2), Layout(zero_stage=1), (0,), partitioner=lambda _: tuple(cuts.values())
+    )
+    with pytest.raises(LayoutError, match=r"'experts\.w1' belongs to experts and is cut by the tensor axis, too"):
+        both.mesh(Layout(zero_stage=1, tensor=2))

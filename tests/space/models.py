@@ -62,17 +62,18 @@ def addresses_under(
         return addresses(list(vps.tensors), vps.rules, layout, rank, kind, vps.kind(kind).whole_tensors)
     at = layout.coordinate(rank)
     index, width = at["data"] * layout.sequence + at["sequence"], layout.data * layout.sequence
+    neighbour, size = index * layout.tensor + at["tensor"], width * layout.tensor // layout.expert
     local, numbers = [], []
     for tensor, base, cuts in zip(vps.tensors, vps.bases[:-1].tolist(), vps.partitioner(layout), strict=True):
         held = np.arange(tensor.numel).reshape(tensor.shape) + base
-        for cut, place in ((cuts.expert, index % layout.expert), (cuts.tensor, at["tensor"])):
+        for cut, place in ((cuts.expert, neighbour % layout.expert), (cuts.tensor, at["tensor"])):
             held = held if cut is None else _split(held, cut, place)
         held = held if at["pipe"] in cuts.stages else np.empty(0, np.int64)
         local.append(LogicalTensor(tensor.name, held.shape, tensor.group))
         numbers += held.reshape(-1).tolist()
     main: dict[int, Address] = {}
-    for experts, size, place in ((False, width, index), (True, width // layout.expert, index // layout.expert)):
-        plain, whole = Layout(data=size, zero_stage=layout.zero_stage), vps.kind(kind).whole_tensors
+    for experts, ranks, place in ((False, width, index), (True, size, neighbour // layout.expert)):
+        plain, whole = Layout(data=ranks, zero_stage=layout.zero_stage), vps.kind(kind).whole_tensors
         part, _ = addresses(local, vps.rules, plain, place, kind, whole)
         chosen = {step for step, flag in enumerate(_flags(vps, local)) if flag == experts}
         main |= {numbers[step]: where for step, where in part.items() if step in chosen}
