@@ -73,7 +73,7 @@ def layouts(kind: Kind, processes: int) -> Iterator[Layout]:
         place: dict[str, Any] = dict(zip(RANK_ORDER, chosen, strict=True))
         if math.prod(chosen) > processes:
             continue
-        width = place["data"] * place["sequence"]
+        width = place["data"] * place["sequence"] * (place["tensor"] if kind.folds else 1)
         for expert in range(1, width + 1) if "expert" in kind.axes else (1,):
             if width % expert == 0:
                 yield from (Layout(**place, expert=expert, zero_stage=stage) for stage in STAGES)

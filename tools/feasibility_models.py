@@ -45,13 +45,15 @@ class Kind:
     """A kind of model. axes: those that there is a way to ask stock DeepSpeed for, with such a model.
 
     start: called with sizes and a configuration, gives the engine. step: called with the engine, sizes, this rank's
-    place and the number of a step, trains it and gives the loss of this rank's part.
+    place and the number of a step, trains it and gives the loss of this rank's part. folds: whether tensor ranks may
+    share experts.
     """
 
     name: str
     axes: tuple[str, ...]
     start: Callable[[Sizes, Config], Any]
     step: Callable[[Any, Sizes, Mapping[str, int], int], float]
+    folds: bool = False
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -240,6 +242,7 @@ KINDS = (
         ("data", "expert", "tensor"),
         functools.partial(start_transformers, name="Mixtral"),
         step_transformers,
+        folds=True,
     ),
     Kind("native experts", ("data", "expert", "tensor"), start_experts, step_plain),
     Kind("pipeline of native experts", ("pipe", "data", "expert"), start_pipeline_of_experts, step_pipeline),

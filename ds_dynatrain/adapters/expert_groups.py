@@ -4,8 +4,9 @@ Everything hangs on the name `ep_size_N` of an expert size N: the groups of rank
 (`allreduce=False`, `group_name`) and the optimizer groups. Read off DeepSpeed 0.19.8, and measured in
 `tests/adapters/test_experts.py` and `test_moe.py`:
 
-- Ranks. On the line of data x sequence ranks, N neighbours are an expert group (a rank's place in it is its *expert
-  index*), and those with the same index are an expert-data group. Index i of N holds experts [i * E/N, (i + 1) * E/N).
+- Ranks. Of the ranks of a pipeline stage, tensor ranks among them, N neighbours are an expert group (a rank's place in
+  it is its *expert index*), and those with the same index are an expert-data group. Index i of N holds experts
+  [i * E/N, (i + 1) * E/N), whatever its tensor index is.
 - Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
   of the user's groups (which need a `name` then) and adds, behind all of these, one group per user's group that has
   some, in the same order: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Inside, tensors keep
@@ -14,22 +15,26 @@ Everything hangs on the name `ep_size_N` of an expert size N: the groups of rank
   BF16_Optimizer want groups marked so, stage 3 and stage 0 do not. Tensors that AutoEP replaced in a list of a user's
   or in a client's optimizer (routers, experts) stand at the end of their group.
 - Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the ranks of its expert-data group, of
-  W = data x sequence / N ranks, and padded at its end to a multiple of 2 W; every other group as ever. Rank r's part is
-  that of its place in the expert-data group, r // N.
+  W = data x sequence x tensor / N ranks, and padded at its end to a multiple of 2 W; every other group as ever. Rank
+  r's part is that of its place in the expert-data group, r // N.
 - Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel is what the expert index holds of it.
   A sub-group has tensors of one process group only: experts that share an optimizer group with others (a client's)
   come behind these, in sub-groups of their own, at N = 1 too. DeepSpeed has two groups of ranks then, which hold the
   same; where one object stands for both, they would not be parted.
 - Gradients of experts are divided by the data size, whatever N is, and added up over the expert-data group: an update
-  does not depend on N. That holds for the clipping norm of stages 1 to 3 and BF16_Optimizer too, which is that of all
-  experts. In stage 0 DeepSpeed leaves experts out of it in bf16, and in fp32 takes the mean over ranks of the norms of
-  what each of them holds, which depends on N: `clip` takes the norm of all.
+  does not depend on N. Tensor ranks find gradients of experts that are as many times too large, and DeepSpeed divides
+  them by the tensor size.
+- The clipping norm of stages 1 to 3 and BF16_Optimizer is that of all experts, too. With tensor ranks stages 1 and 2
+  count only the experts of tensor index 0, which `all_counted` puts right. In stage 0 DeepSpeed leaves experts out of
+  it in bf16, and in fp32 takes the mean over ranks of the norms of what each of them holds, which depends on N: `clip`
+  takes the norm of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
@@ -37,6 +42,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
@@ -69,9 +75,10 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
             )
 
 
-def refuse_other_axes(layout: Layout) -> None:
-    """LayoutError for axes that were not tried together with experts."""
-    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in ("data", "expert") and size > 1]
+def refuse_other_axes(layout: Layout, *tried: str) -> None:
+    """LayoutError for axes that were not tried together with experts; `tried`: axes that were."""
+    known = {"data", "expert", *tried}
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
     if wide:
         raise LayoutError(f"{layout}: {', '.join(wide)} with experts is not supported yet; leave these axes at 1")
 
@@ -119,16 +126,39 @@ def enter_layers(engine: Any, size: int) -> None:
             group["name"] = group_name(size)
 
 
-def clip(model: nn.Module, limit: float) -> None:
-    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, and of what every rank has."""
-    gradients = [(held.grad, is_moe_param(held)) for held in model.parameters() if held.grad is not None]
-    squares = torch.zeros(2)
-    for gradient, routed in gradients:
-        squares[int(routed)] += gradient.detach().float().norm() ** 2
-    dist.all_reduce(squares[1:], group=groups._get_max_expert_parallel_group())
+def clip(model: nn.Module, limit: float, layout: Layout) -> None:
+    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, of all parts, and of what every rank has.
+
+    The world of the layout is installed.
+    """
+    given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
+    squares = torch.zeros(3)  # of whole tensors, of parts of tensors, of experts
+    for held, gradient in given:
+        kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
+        squares[kind] += gradient.detach().float().norm() ** 2
+    dist.all_reduce(squares[2:], group=groups._get_max_expert_parallel_group())
+    if layout.tensor > 1:
+        dist.all_reduce(squares[1:2], group=groups.get_tensor_model_parallel_group())
     scale = min(1.0, limit / (float(squares.sum().sqrt()) + 1e-6))
-    for gradient, _ in gradients:
+    for _, gradient in given:
         gradient.mul_(scale)
+
+
+@contextmanager
+def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """Inside the block the norm of gradients of ZeRO stages 1 and 2 is that of all experts, also with tensor ranks.
+
+    DeepSpeed adds up over all ranks, and counts what is no part of a tensor on tensor index 0 alone. What a rank has of
+    its experts nobody else has.
+    """
+    marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
+    for held in marked:
+        held.tensor_model_parallel = True
+    try:
+        yield
+    finally:
+        for held in marked:
+            del held.tensor_model_parallel
 
 
 def leave_groups(model: nn.Module) -> None:

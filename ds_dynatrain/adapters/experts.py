@@ -5,6 +5,10 @@ The logical model is DeepSpeed's converted form with expert size 1: a layer's ex
 experts whole. DeepSpeed says on each stack which experts a rank holds, and that is what is read here. Its conversion is
 run on modules without memory, so nothing full-size is ever made.
 
+With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and what else AutoTP knows of the converted
+model is cut, stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as
+data ranks do. With one expert index DeepSpeed refuses: gradients would be counted twice.
+
 How ZeRO deals the stacks is told in `expert_groups`. In the order of a group's flat buffer they are w1, w2, w3 of the
 first layer, then of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that
 ranks hold at any size are slices of the same tensors.
@@ -13,16 +17,25 @@ ranks hold at any size are slices of the same tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 from torch import nn
 
-from ds_dynatrain.adapters.children import adopt, with_memory
-from ds_dynatrain.adapters.expert_groups import check_size, enter_layers, expert_index, leave_groups, refuse_other_axes
+from ds_dynatrain.adapters.expert_groups import (
+    check_size,
+    enter_layers,
+    expert_index,
+    group_name,
+    layers_with_experts,
+    leave_groups,
+    refuse_other_axes,
+)
 from ds_dynatrain.adapters.template import ModelFactory, Template
-from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
 
 
@@ -51,16 +64,16 @@ class AutoEPShaper:
         listed: whether the caller has lists of its parameters, in an optimizer say, that must be told of new ones.
         UnsupportedError, naming the parameter, for one that is not whole; ConfigError for what DeepSpeed refuses.
         """
-        from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+        from ds_dynatrain.adapters.tensor import TensorShaper
 
         _refuse_parts(model)
-        self._block = dict(config["expert_parallel"])
-        size = start_size(config)
+        self._block, self._config = dict(config["expert_parallel"]), config
         try:
-            validate_autoep_config(parse_autoep_config(self._block), world_size=size, pp_size=1, tp_size=1, sp_size=1)
+            _validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
         except ValueError as error:
             raise ConfigError(f"expert_parallel: {error}") from error
         self._template = Template.of(model, factory)
+        self._tensor = TensorShaper(Template(convert(self._template.copy(), self._block, 1, 0)), config)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self._replaced: Any = _convert(model, self._block, 1, 0, listed)
 
@@ -70,22 +83,27 @@ class AutoEPShaper:
         return replaced
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Stacks by whole experts, the rest not at all.
+        """Stacks by whole experts, the rest as AutoTP does it.
 
-        LayoutError for a size that does not divide the experts of a layer; UnsupportedError, naming the parameter, for
-        experts that are not dealt in order.
+        LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses; UnsupportedError,
+        naming the parameter, for experts that are not dealt in order. Else as `TensorShaper.cuts`.
         """
-        refuse_other_axes(layout)
+        refuse_other_axes(layout, "tensor")
+        if layout.tensor > 1:
+            try:
+                _validate(self._config, layout)
+            except ValueError as error:
+                raise LayoutError(f"{layout}: {error}") from error
         if layout.expert not in self._cuts:
             made = convert(self._template.copy(), self._block, layout.expert, 0)
             self._cuts[layout.expert] = {name: _cut(name, held) for name, held in made.named_parameters()}
-        return self._cuts[layout.expert]
+        whole = self._tensor.cuts(layout.replace(expert=1))
+        return {name: replace(whole[name], expert=cut.expert) for name, cut in self._cuts[layout.expert].items()}
 
     def reshape(self, root: nn.Module, layout: Layout) -> None:
         """New parameters have memory that is not written yet; buffers are those of the template."""
-        dtype = next(root.parameters()).dtype
         made = convert(self._template.copy(), self._block, layout.expert, expert_index(layout))
-        adopt(root, with_memory(made, dtype))
+        self._tensor.cut(root, made, layout)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """A stack has one name at any size."""
@@ -93,26 +111,25 @@ class AutoEPShaper:
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The layers' groups and this rank's place among experts, also in a module that stays."""
-        from deepspeed.module_inject.auto_ep_folding import build_folding_spec
-
         index = expert_index(layout)
-        for part in engine.module.modules():
-            if getattr(part, "_is_autoep_layer", False):
-                part.ep_rank = index
-                for held in part.experts.parameters():
-                    _place_of(held, index)
+        for part in layers_with_experts(engine.module):
+            part.ep_rank = index
+            for held in part.experts.parameters():
+                _place_of(held, index)
+        self._tensor.enter(engine, layout)
         enter_layers(engine, layout.expert)
-        engine._autoep_folding_spec = build_folding_spec(
-            world_size=layout.world_size, pp_size=1, tp_size=1, ep_size=layout.expert, mp_mode="sp"
-        )
+        _fold(engine, layout)
 
     def leave(self, engine: Any) -> None:
         """Layers hold no group of the world."""
+        self._tensor.leave(engine)
         leave_groups(engine.module)
+        _hold_groups(engine, None)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """The size that DeepSpeed reads."""
+        """The sizes that DeepSpeed reads."""
         config["expert_parallel"]["autoep_size"] = layout.expert
+        self._tensor.configure(config, layout)
 
 
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
@@ -139,6 +156,61 @@ def _convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int,
     for spec in specs:
         _count_from_zero(module.get_submodule(spec.moe_module_name))
     return replaced
+
+
+def _validate(config: Mapping[str, Any], layout: Layout) -> None:
+    """ValueError, of DeepSpeed's, for a layout that it does not train with AutoEP under this configuration."""
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+
+    zero = config.get("zero_optimization") or {}
+    validate_autoep_config(
+        parse_autoep_config({**config["expert_parallel"], "autoep_size": layout.expert}),
+        world_size=layout.world_size,
+        pp_size=1,
+        tp_size=layout.tensor,
+        sp_size=1,
+        zero_stage=layout.zero_stage,
+        tp_preset_model=(config.get("tensor_parallel") or {}).get("preset_model"),
+        zero_offload_optimizer=bool(zero.get("offload_optimizer")),
+        zero_offload_param=bool(zero.get("offload_param")),
+    )
+
+
+def _fold(engine: Any, layout: Layout) -> None:
+    """Tell the engine how tensor and expert ranks lie, and the layers, where there are tensor ranks, their groups."""
+    from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
+
+    spec = build_folding_spec(
+        world_size=layout.world_size,
+        pp_size=1,
+        tp_size=layout.tensor,
+        ep_size=layout.expert,
+        mp_mode="tp" if layout.tensor > 1 else "sp",
+    )
+    engine._autoep_folding_spec = spec
+    if layout.tensor == 1:
+        return _hold_groups(engine, None)
+    name = group_name(layout.expert)
+    found = {
+        "tp": groups.get_tensor_model_parallel_group(),
+        "dense_dp": groups._get_data_parallel_group(),
+        "ep": groups._get_expert_parallel_group(name),
+        "edp": groups._get_expert_data_parallel_group(name),
+    }
+    ranks = local_folding_ranks(engine.global_rank, spec)
+    handles: dict[str, Any] = {f"{kind}_group": group for kind, group in found.items()}
+    handles |= {f"{kind}_ranks": ranks[kind] for kind in found}
+    _hold_groups(engine, FoldingGroupHandles(spec=spec, ep_group_name=name, **handles))
+
+
+def _hold_groups(engine: Any, handles: Any) -> None:
+    """Let the engine and its layers hold the groups of folded axes, or none."""
+    engine._autoep_folding_group_handles = handles
+    for part in layers_with_experts(engine.module):
+        if handles is None:
+            part.folding_group_handles = part.tp_group = None
+        else:
+            part.set_deepspeed_parallelism(False, handles)
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:

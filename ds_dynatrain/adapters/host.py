@@ -19,7 +19,7 @@ from torch import nn
 from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.expert_groups import ask_for_present_groups, refuse_mixed_groups
+from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
 from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
 from ds_dynatrain.adapters.experts import AutoEPShaper
 from ds_dynatrain.adapters.flat import IN_HOLLOW_GROUP, fill_hollow_groups
@@ -420,13 +420,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
         if self.shape.expert > 1:
-            clip_with_experts(self.module, self.gradient_clipping())
+            clip_with_experts(self.module, self.gradient_clipping(), self.layout)
         else:
             super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
-        with divided_by_tokens(self, self.window_tokens), scaler.true_norm(self):
+        counted = all_counted(self.module, self.layout)
+        with divided_by_tokens(self, self.window_tokens), scaler.true_norm(self), counted:
             super()._take_model_step(*arguments)
         self.window_tokens = None
         self.without_gradient = self._gradients.missing()

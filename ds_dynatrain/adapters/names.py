@@ -75,6 +75,7 @@ NAMES: Names = {
     ),
     "deepspeed.runtime.utils": (
         "check_internal_apis_for_count_used_parameters",
+        "is_model_parallel_parameter",
         "partition_balanced",
         "partition_uniform",
     ),
@@ -137,6 +138,9 @@ NAMES: Names = {
         "_get_expert_data_parallel_group_dict",
         "_get_expert_parallel_group_dict",
         "_get_expert_parallel_rank",
+        "_get_data_parallel_group",
+        "_get_expert_data_parallel_group",
+        "_get_expert_parallel_group",
         "_get_max_expert_parallel_group",
         "expert_tensor_parallel_world_size",
         "mesh_device",

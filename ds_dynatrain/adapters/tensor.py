@@ -74,8 +74,10 @@ class TensorShaper:
 
     def reshape(self, root: nn.Module, layout: Layout) -> None:
         """Give `root` the children of this rank; what AutoTP sets on a root is set on it, or gone."""
-        template = self._known
-        made = template.copy()
+        self.cut(root, self._known.copy(), layout)
+
+    def cut(self, root: nn.Module, made: nn.Module, layout: Layout) -> None:
+        """Give `root` the children of `made`, a copy of the template, as this rank has them."""
         before = dict(made.__dict__)
         if layout.tensor > 1:
             partition(made, self._config, layout.tensor)
@@ -85,7 +87,7 @@ class TensorShaper:
                 setattr(held, name, _loosely(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
-        _take_off(root, template.module)
+        _take_off(root, self._known.module)
         adopt(root, made)
         for name, value in made.__dict__.items():
             if before.get(name, before) is not value:

@@ -98,7 +98,11 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 "validate_autoep_config",
                 "validate_autoep_post_detection",
             ),
-            "deepspeed.module_inject.auto_ep_folding": ("build_folding_spec",),
+            "deepspeed.module_inject.auto_ep_folding": (
+                "FoldingGroupHandles",
+                "build_folding_spec",
+                "local_folding_ranks",
+            ),
             "deepspeed.module_inject.auto_ep_layer": ("AutoEPMoELayer._is_autoep_layer",),
         },
         collector="deepspeed.runtime.zero.utils",

@@ -186,7 +186,8 @@ def _engine_of(
     whole = incoming.is_whole and not is_partitioned(layout)
     ties = _check_axes(shaper, layout) if is_partitioned(layout) else ()
     config = copy.deepcopy(job.user_config)
-    shaper.configure(config, layout.replace(tensor=1))  # AutoTP's layers come with the first shape
+    uncut = layout.replace(data=layout.data * layout.tensor, tensor=1)  # AutoTP's layers come with the first shape
+    shaper.configure(config, uncut)
     given: dict[str, Any] = {
         "settings": layout_config(config, layout, batch),
         "job": job,

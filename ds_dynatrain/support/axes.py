@@ -35,12 +35,16 @@ and AutoTP says which has a tensor axis."""
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination: all of these features, all of these axes above 1, one of these stages; and what is said of it."""
+    """A combination: all of these features, all of these axes above 1, one of these stages; and what is said of it.
+
+    without: axes of size 1.
+    """
 
     features: tuple[str, ...]
     why: str
     axes: tuple[str, ...] = ()
     stages: tuple[int, ...] = STAGES
+    without: tuple[str, ...] = ()
 
     def holds(self, features: Features, layout: Layout) -> bool:
         """Whether a layout is such a combination."""
@@ -48,6 +52,7 @@ class Rule:
             features.issuperset(self.features)
             and layout.zero_stage in self.stages
             and all(getattr(layout, axis) > 1 for axis in self.axes)
+            and all(getattr(layout, axis) == 1 for axis in self.without)
         )
 
 
@@ -59,12 +64,17 @@ RULES: tuple[Rule, ...] = (
     Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe gather tokens of tensor ranks as gloo cannot", ("tensor",)),
     Rule((NATIVE_EXPERTS,), "layers of deepspeed.moe take sequence ranks for tensor ranks", ("sequence",)),
     Rule((ULYSSES,), "AutoTP takes the place of the mpu that knows the sequence ranks", ("tensor", "sequence")),
+    Rule((EXPERTS,), "AutoEP takes sequence ranks for tensor ranks of the mpu, which it refuses", ("sequence",)),
+    Rule(
+        (EXPERTS,),
+        "AutoEP would count the gradients of tokens once for each tensor rank where every rank has all experts",
+        ("tensor",),
+        without=("expert",),
+    ),
 )
 """What DeepSpeed does not train."""
 
 NOT_FOLLOWED: tuple[Rule, ...] = (
-    Rule((EXPERTS,), "AutoEP deals experts out over tensor ranks, too, which is not followed here", ("tensor",)),
-    Rule((EXPERTS,), "layers of AutoEP over sequence ranks were not tried", ("sequence",)),
     Rule((PIPELINE, EXPERTS), "layers of AutoEP in a PipelineModule were not tried", ("expert",)),
     Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("expert",)),
     Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("pipe",)),
@@ -74,6 +84,8 @@ NOT_FOLLOWED: tuple[Rule, ...] = (
 CORRECTED: tuple[Rule, ...] = (
     Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
     Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule((EXPERTS,), "clipped by the norm of some experts", ("expert", "tensor"), stages=(1, 2)),
     Rule(
         (ULYSSES,),
         "gradients are the mean over sequence ranks, in the other stages the sum",
@@ -114,7 +126,7 @@ def _layouts(ranks: int) -> Iterator[Layout]:
     """All layouts of exactly so many ranks."""
     for sizes in _factors(ranks, len(RANK_ORDER)):
         place: dict[str, Any] = dict(zip(RANK_ORDER, sizes, strict=True))
-        width = place["data"] * place["sequence"]
+        width = place["data"] * place["sequence"] * place["tensor"]
         for expert in _divisors(width):
             yield from (Layout(**place, expert=expert, zero_stage=stage) for stage in STAGES)
 

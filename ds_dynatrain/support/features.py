@@ -99,7 +99,7 @@ PARALLELISM = (
         "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 num_experts_attr "
         "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern use_grouped_mm "
         "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl gate_up_impl num_expert_groups "
-        "num_limited_groups score_func top_k routed_scaling_factor expert_activation",
+        "num_limited_groups score_func top_k routed_scaling_factor expert_activation validate_folding_routing",
         "about AutoEP's layers, the same in every layout; some of these were tried",
         "tests/engine/test_experts.py::test_options_of_the_layers",
         off=(None, False, {}, "auto"),
@@ -113,8 +113,8 @@ PARALLELISM = (
     ),
     *refused(
         "expert_parallel",
-        "expert_tensor_parallel_size validate_folding_routing",
-        "experts and the tensor axis were not tried together",
+        "expert_tensor_parallel_size",
+        "DeepSpeed itself takes no other than 1",
         "leave it out",
         off=(None, False, 1),
     ),

@@ -31,14 +31,16 @@ class Place:
         return (self.rank // self.size, self.ranks // self.size) if expert else (self.rank, self.ranks)
 
 
-def held_here(values: Tensors, cuts: Mapping[str, AxisCuts], index: int) -> dict[str, torch.Tensor]:
-    """The local tensor of each logical one that an expert index has something of."""
-    found = {name: _local(whole, cuts[name], index) if name in cuts else whole for name, whole in values.items()}
+def held_here(values: Tensors, cuts: Mapping[str, AxisCuts], index: int, tensor: int = 0) -> dict[str, torch.Tensor]:
+    """The local tensor of each logical one that an expert index, at a place on the tensor axis, has something of."""
+    found = {
+        name: _local(whole, cuts[name], index, tensor) if name in cuts else whole for name, whole in values.items()
+    }
     return {name: held for name, held in found.items() if held.numel()}
 
 
-def _local(whole: torch.Tensor, cuts: AxisCuts, index: int) -> torch.Tensor:
-    shard = cuts.shard(tuple(whole.shape), 0, index, 0)
+def _local(whole: torch.Tensor, cuts: AxisCuts, index: int, tensor: int) -> torch.Tensor:
+    shard = cuts.shard(tuple(whole.shape), 0, index, tensor)
     local = torch.full(shard.shape, torch.nan)
     for piece in shard.pieces:
         box = tuple(slice(low, high) for low, high in zip(piece.box.start, piece.box.stop, strict=True))

@@ -56,7 +56,13 @@ def refused(layout: Layout, *features: str, processes: int = 4) -> tuple[str, st
         (
             Layout(data=2, tensor=2, zero_stage=1),
             (EXPERTS,),
-            "AutoEP deals experts out over tensor ranks, too",
+            "once for each tensor rank where every rank has all experts",
+            "data=4 zero_stage=1 or data=2 expert=2 tensor=2 zero_stage=1",
+        ),
+        (
+            Layout(data=2, sequence=2, zero_stage=1),
+            (EXPERTS, ULYSSES),
+            "takes sequence ranks for tensor ranks",
             "data=4 zero_stage=1",
         ),
     ],

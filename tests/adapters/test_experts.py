@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as td
+from deepspeed.utils import groups
 
 from ds_dynatrain.adapters import experts
+from ds_dynatrain.adapters.peers import peers
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks
@@ -166,7 +168,10 @@ def rebuilt(kind: str, before: int, size: int, dtype: str) -> Seen:
         assert torch.equal(torch.get_rng_state(), stream)
         put(model, checks.held_here(values, shaper.cuts(layout), rank % size))
         entered = SimpleNamespace(
-            module=model, basic_optimizer=engine.basic_optimizer, wall_clock_breakdown=engine.wall_clock_breakdown
+            module=model,
+            basic_optimizer=engine.basic_optimizer,
+            tensor_parallel_config=engine.tensor_parallel_config,
+            wall_clock_breakdown=engine.wall_clock_breakdown,
         )
         shaper.enter(entered, layout)
         unlike = list(checks.modules_like(model, engine.module))
@@ -179,6 +184,41 @@ def rebuilt(kind: str, before: int, size: int, dtype: str) -> Seen:
         shaper.leave(entered)
         assert all(part.ep_group is None for part in layers_of(model))
         return seen
+
+
+def folded(kind: str, plan: str, sizes: dict[str, int]) -> None:
+    """Give a model tensor ranks, too, and compare with what DeepSpeed builds for that."""
+    rank, layout = td.get_rank(), Layout(**sizes, zero_stage=0)
+    block = {"autotp_size": layout.tensor, "preset_model": plan}
+    settings = models.config(0, layout.expert, tensor_parallel=block)
+    model = models.autoep_model(kind)
+    values = models.autoep_values(model)
+    shaper = experts.AutoEPShaper(model, settings)
+    cuts = shaper.cuts(layout)
+    with stock_engine(models.autoep_model(kind), settings) as engine:
+        name = f"ep_size_{layout.expert}"
+        found = groups._get_expert_parallel_group(name), groups._get_expert_data_parallel_group(name)
+        assert [tuple(td.get_process_group_ranks(group)) for group in found] == [
+            peers(layout, rank)[kind] for kind in ("expert", "expert_data")
+        ]
+        shaper.reshape(model, layout)
+        held = checks.held_here(values, cuts, rank % layout.expert, rank % layout.tensor)
+        expected = {name: held[name] for name, _ in engine.module.named_parameters()}
+        checks.check_weights(engine, {name: name for name in expected}, expected)
+        unlike = list(checks.modules_like(model, engine.module))
+        assert not unlike, unlike
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "sizes"),
+    [
+        ("mixtral", "mixtral", {"data": 2, "tensor": 2, "expert": 4}),
+        ("qwen2", "qwen2", {"data": 2, "tensor": 2, "expert": 2}),
+        pytest.param("qwen3", "qwen2", {"tensor": 2, "data": 2, "expert": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_tensor_ranks_hold_what_deepspeed_folds(pool: RankPool, kind: str, plan: str, sizes: dict[str, int]) -> None:
+    pool.run(folded, kind=kind, plan=plan, sizes=sizes)
 
 
 def put(model: torch.nn.Module, values: checks.Tensors) -> None:
@@ -286,8 +326,10 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest() -> None:
         shaper.cuts(Layout(data=3, expert=3, zero_stage=1))
     with pytest.raises(LayoutError, match=r"remainder 4\); nearest: expert=4$"):
         shaper.cuts(Layout(data=8, expert=8, zero_stage=1))
-    with pytest.raises(LayoutError, match="tensor=2 with experts is not supported yet"):
-        shaper.cuts(Layout(data=4, expert=4, tensor=2, zero_stage=1))
+    with pytest.raises(LayoutError, match=r"tensor=2 .*requires expert_parallel\.autoep_size > 1"):
+        shaper.cuts(Layout(data=4, tensor=2, zero_stage=1))
+    with pytest.raises(LayoutError, match="sequence=2 with experts is not supported yet"):
+        shaper.cuts(Layout(data=4, expert=4, sequence=2, zero_stage=1))
     assert shaper.cuts(Layout(data=4, expert=4, zero_stage=1))
 
 

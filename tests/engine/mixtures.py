@@ -13,7 +13,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from tests.adapters import expert_models as models
-from tests.engine import oracle
+from tests.engine import language_models, oracle
 from tests.engine.axis_walks import Answer, Subject
 from tests.engine.models import LENGTH, WORDS, Sequences
 
@@ -21,10 +21,15 @@ CLIPPING = 0.02
 """Bites at every step: the norm is that of all experts."""
 
 
+PLANS = {"mixtral": "mixtral", "qwen2": "qwen2", "qwen3": "qwen2"}
+"""By kind, which of DeepSpeed's plans AutoTP cuts the rest of a model by."""
+
+
 def autoep(kind: str = "mixtral", experts: int = 4, **block: Any) -> Subject:
     """A model of `models.autoep_model`; block: what else the user says of AutoEP's layers."""
-    settings = {"gradient_clipping": CLIPPING, "expert_parallel": {"enabled": True, **block}}
-    return Subject(partial(autoep_model, kind, experts), Sequences, places, settings, probe=probe)
+    blocks = {"expert_parallel": {"enabled": True, **block}, "tensor_parallel": {"preset_model": PLANS[kind]}}
+    settings = {"gradient_clipping": CLIPPING, **blocks}
+    return Subject(partial(autoep_model, kind, experts), Sequences, folded_places, settings, probe=probe)
 
 
 def native(size: int = 1) -> Subject:
@@ -66,6 +71,11 @@ def places(engine: Any) -> dict[str, oracle.Place]:
         elif models.LOCAL_EXPERT.search(name):
             found[name] = oracle.Place(models.native_name(name, size, index), torch.arange(numel), numel)
     return found
+
+
+def folded_places(engine: Any) -> dict[str, oracle.Place]:
+    """`places`, and where AutoTP's parts of other parameters lie."""
+    return {**language_models.places(engine), **places(engine)}
 
 
 def probe(engine: Any) -> Answer:

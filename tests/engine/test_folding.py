@@ -1,0 +1,102 @@
+"""AutoEP's experts over data and tensor ranks: both axes change live, in every stage, together and one at a time."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.space import Layout
+from tests.engine import axis_walks, jobs
+from tests.engine.axis_walks import Subject
+from tests.engine.mixtures import autoep
+from tests.engine.pool import RankPool
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("AutoEP converts models of transformers'", allow_module_level=True)
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
+
+
+def with_sgd() -> Subject:
+    """Steps as long as the clipping makes them."""
+    subject = autoep()
+    return replace(subject, settings={**subject.settings, **SGD})
+
+
+def at(data: int, expert: int, tensor: int, stage: int) -> Layout:
+    """A layout."""
+    return Layout(data=data, expert=expert, tensor=tensor, zero_stage=stage)
+
+
+PATH = [at(2, 2, 2, 3), at(4, 2, 1, 1), at(2, 2, 2, 1), at(2, 2, 2, 3), at(2, 2, 1, 0), at(2, 2, 2, 2), at(4, 4, 1, 2)]
+ACROSS = [
+    at(1, 2, 2, 1),
+    at(2, 4, 2, 0),
+    at(1, 4, 4, 1),
+    at(2, 1, 1, 3),
+    at(1, 2, 2, 3),
+    at(2, 4, 2, 3),
+    at(1, 2, 4, 2),
+]
+
+
+@pytest.mark.parametrize("path", [PATH, ACROSS], ids=["within", "across"])
+def test_walk(pool: RankPool, path: list[Layout]) -> None:
+    """With experts in groups of a lane's own data ranks' number, and in groups that only tensor ranks can fill."""
+    axis_walks.compare(pool, autoep, path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3", "fp32"), ("mixtral", "bf16"), ("qwen3", "bf16"), ("mixtral", "bf16 in fp32")]
+)
+def test_models_and_precisions(pool: RankPool, kind: str, dtype: str) -> None:
+    path = [*PATH, *ACROSS]
+    if dtype == "bf16 in fp32":
+        path = [at(4, 2, 1, 1), at(2, 2, 2, 1), at(1, 2, 2, 1), at(2, 4, 2, 1), at(2, 1, 1, 1)]
+    axis_walks.compare(pool, partial(autoep, kind), path, dtype)
+
+
+def test_gradients_and_their_norm_are_those_of_one_rank(pool: RankPool) -> None:
+    """Also where DeepSpeed itself counts some experts only."""
+    layouts = [at(1, 1, 1, 0), *(at(2, 2, 2, stage) for stage in range(4))]
+    same: dict[str, Any] = {"find": with_sgd, "dtype": "fp32"}
+    state, position, _ = pool.run(axis_walks.reference_case, **same)[0]
+    seen = pool.run(axis_walks.static_case, layouts=layouts, state=state, position=position, **same)
+    alone, *others = jobs.means_by_place(seen).values()
+    assert [jobs.furthest(losses, alone) < 1e-6 for losses in others] == [True] * 4
+
+
+def refused_and_chained() -> tuple[int, list[str]]:
+    """Ask for what cannot be; then switch to and fro: nothing of the modules before, or of their groups, stays."""
+    with axis_walks.started(autoep(), "fp32", at(4, 2, 1, 1)) as made:
+        engine, batches = made.engine, iter(made.loader)
+        batch = next(batches)
+        with pytest.raises(SwitchRefused, match=r"nearest: .*data=2 expert=2 tensor=2 zero_stage=1"):
+            engine.switch(at(2, 1, 2, 1))
+        with pytest.raises(SwitchRefused, match=r"expert=3 does not divide the 4 experts"):
+            engine.switch(at(1, 3, 3, 1))
+        gone, outcomes = [], []
+        engine.on_switch(lambda event: outcomes.append(event.outcome))
+        for number in range(6):
+            axis_walks.one_step(engine, batch)
+            old = engine.module.model.layers[0].mlp
+            gone += [weakref.ref(old), weakref.ref(old.experts.w1), weakref.ref(old.ep_group)]
+            engine.switch((at(2, 2, 2, 3), at(4, 4, 1, 2), at(2, 4, 2, 0))[number % 3], at=engine.global_steps)
+            del old
+            batch = next(batches)
+        gc.collect()
+        return sum(each() is not None for each in gone), outcomes
+
+
+def test_nothing_of_the_old_layers_stays(pool: RankPool) -> None:
+    for alive, outcomes in pool.run(refused_and_chained, seconds=120):
+        assert outcomes == ["committed"] * 6
+        assert alive == 0
