@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engine.language_models import MODELS, places, tokens
 from tests.engine.mixtures import autoep, native
 from tests.engine.models import Sequences, decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
-from tests.engine.ulysses import sgd
+from tests.engine.ulysses import adam, sgd
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -67,3 +68,30 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "Ulysses": sgd,
 }
 """By the names of `transitions.TABLE`."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of sizes in the short form of `transitions`, of all four ranks at the source.
+
+    Members 0 and 1 have the same layers there. without: faults that it has no place for.
+    """
+
+    find: Callable[[], Subject]
+    source: str
+    target: str
+    without: tuple[str, ...] = ()
+
+
+CHANGES: Mapping[str, Change] = {
+    "tensor": Change(partial(language_model, "llama tied"), "d2t2z1", "t4z2"),
+    "tensor to 1": Change(partial(language_model, "llama tied"), "t4z2", "d2z3"),
+    "tensor from stage 3": Change(partial(language_model, "llama tied"), "d2t2z3", "t4z0", ("diverged replica",)),
+    "pipe": Change(pipelined, "p2d2z1", "p4z1"),
+    "pipe to 1": Change(pipelined, "p2d2z1", "d4z1"),
+    "AutoEP": Change(autoep, "d4e2z1", "d4e4z3"),
+    "AutoEP to 1": Change(autoep, "d4e4z2", "d2z0"),
+    "deepspeed.moe": Change(native, "d4e2z1", "d4e4z2"),
+    "sequence": Change(adam, "d2s2z1", "s4z3"),
+}
+"""A change of every axis, with the moments of Adam. (Stage 3 has no replicas of weights.)"""
