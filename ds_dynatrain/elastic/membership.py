@@ -5,7 +5,8 @@ Every event has a method, with the time as an argument; `advance` then says what
 - A **generation** is published when something has changed, `debounce_seconds` after the first sign of it. Survivors
   keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
 - A **planned** change (a node that comes, a member that leaves) waits until everybody has entered the present
-  generation. A **failure** (a member of the world is dead, or somebody who was still handing over) waits for nothing.
+  generation. A **failure** waits for nothing: a member of the world is dead, or somebody who was still handing over,
+  or a collective failed though all are alive.
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait.
 - A member that was given up never comes back under its id.
 """
@@ -41,7 +42,7 @@ class Membership:
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         self._entered = 0
-        self._handover_broken = False
+        self._breach = ""
         self._decide_at: float | None = None
         self._advanced = now
 
@@ -70,6 +71,8 @@ class Membership:
             raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
         if self.roster.update(member, said, now):
             self._entered = max(self._entered, said.entered)
+            if self._works(member) and said.broken == newest:
+                self._breach = f"a collective failed on {member}"
             self._note(now)
 
     def bye(self, member: str, now: float) -> None:
@@ -144,6 +147,9 @@ class Membership:
         if self.world is None or recovery is None:
             return []
         self._note(now)
+        for entry in self.roster:
+            if self._works(entry.member) and entry.report.broken == self.world.generation:
+                self._breach = f"a collective failed on {entry.member}"
         known = {*self.world.members, *self.world.leaving}
         came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
         strangers = [entry for entry in came_back if entry.member not in known]
@@ -161,7 +167,7 @@ class Membership:
         old = self.world
         members = () if old is None else old.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
-        is_failure = bool(dead) or self._handover_broken
+        is_failure = bool(dead or self._breach)
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
@@ -215,14 +221,14 @@ class Membership:
 
     def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str]) -> str:
         parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
-        parts += ["a hand-over was broken off"] if self._handover_broken else []
+        parts += [self._breach] if self._breach else []
         parts += [f"{node} joined" for node in sorted(nodes_of(joined))]
         parts += [f"{one} leaves" for one in sorted(left)]
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
         self.world = world
-        self._handover_broken = False
+        self._breach = ""
         self.changes.append((world, now))
         return Publish(world, (*world.members, *world.leaving))
 
@@ -251,7 +257,7 @@ class Membership:
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why
         if self.world is not None and member in self.world.leaving and not self._is_settled:
-            self._handover_broken = True
+            self._breach = f"{member} broke off its hand-over ({why})"
         self._note(now)
 
     def _note(self, now: float) -> None:

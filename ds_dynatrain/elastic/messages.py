@@ -94,6 +94,8 @@ class Report(Record):
     """It has been told to go."""
     entered: Count = 0
     """The last generation that it trains in; 0 before the first."""
+    broken: Count = 0
+    """The last generation in which a collective failed here; if it is the present one, everybody forms a new one."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0

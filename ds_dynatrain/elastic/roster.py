@@ -80,13 +80,14 @@ class Roster:
         """Take a report; whether it can matter for membership. PeerRefused if it takes back what was said before."""
         entry = self._entries[member]
         old = entry.report
-        if old.ready > report.ready or old.leaving > report.leaving or old.entered > report.entered:
+        before, after = _standing(old), _standing(report)
+        if any(one > other for one, other in zip(before, after, strict=True)):
             raise PeerRefused(f"{member} takes back what it said: {old!r}, then {report!r}")
         entry.report, entry.heard = report, now
         if report.ready and not old.ready:
             self._arrivals += 1
             entry.arrival = self._arrivals
-        return (old.ready, old.leaving, old.entered) != (report.ready, report.leaving, report.entered)
+        return before != after
 
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
         """The members of every node whose workers all wait, by local rank; the node that was ready first comes first.
@@ -109,3 +110,8 @@ class Roster:
         """Count `seconds` less of silence: nobody was listening."""
         for entry in self:
             entry.heard += seconds
+
+
+def _standing(report: Report) -> tuple[int, int, int, int]:
+    """What of a report matters for membership; none of it ever goes back."""
+    return report.ready, report.leaving, report.entered, report.broken

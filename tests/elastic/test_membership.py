@@ -111,6 +111,16 @@ def test_a_leaver_that_dies_while_it_hands_over_is_a_failure() -> None:
     assert (driver.world.generation, driver.world.change, driver.world.members) == (3, "failure", ("b/0",))
 
 
+def test_a_collective_that_fails_though_all_live() -> None:
+    driver = running("a", "b", "c")
+    driver.say("b/0", broken=1)
+    driver.wait()
+    assert (driver.world.change, driver.world.members, driver.world.lost) == ("failure", ("a/0", "b/0", "c/0"), ())
+    driver.say("c/0", broken=1)  # it noticed later; that world is over
+    driver.wait(1)
+    assert driver.world.generation == 2
+
+
 @pytest.mark.parametrize("ends", ["bye", "lost"])
 def test_a_leaver_that_has_handed_over_goes_unnoticed(ends: str) -> None:
     driver = running("a", "b")

@@ -74,6 +74,13 @@ class Members(RuleBasedStateMachine):
                     self._kill(member)
 
     @rule(data=st.data())
+    def break_a_collective(self, data: st.DataObject) -> None:
+        working = self._told_to_work()
+        if working:
+            member = data.draw(st.sampled_from(working))
+            self.driver.say(member, broken=self.driver.told[member].generation)
+
+    @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
         self._on_one(data, self.driver.silent.add)
 
