@@ -76,3 +76,7 @@ class PeerRefused(ElasticError):  # noqa: N818
 
 class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
     """The scripts of the members that worked have ended: whoever waits for work can go."""
+
+
+class WorldChanged(ElasticError):  # noqa: N818 - not a failure of the caller's
+    """The world that this was meant for is over: another generation was published."""

@@ -1,0 +1,92 @@
+"""A way out of a collective that will never end: the sockets of its group are shut down, and it raises.
+
+gloo cannot abort. Ranks beside a dead one in the ring see its connection end; all others wait for their time-out, and
+so does everybody if a rank hangs. shutdown(2) on the established connections of a group, from another thread, makes
+every collective that is blocked on them raise within milliseconds, and one that is still connecting too. The listening
+sockets stay: gloo ends the process if it loses one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ds_dynatrain.errors import WorldChanged
+
+_SOCKET = "socket:["
+
+
+class WorldSockets:
+    """The sockets of one world's groups, known by what was opened while they were built. Linux only.
+
+    Build the groups inside of `building`; `abort` may be called at any time, from any thread. What other threads open
+    meanwhile counts as the world's: keep downloads and loggers out of that block, or name their sockets in `spare`.
+    """
+
+    def __init__(self) -> None:
+        self._built: dict[int, int] = {}
+        self._before: dict[int, int] | None = None
+
+    @contextmanager
+    def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Sockets that are opened inside of the block belong to the world, also while it is not through yet.
+
+        is_wanted: asked once an `abort` would be felt; if the world is not wanted any more, WorldChanged is raised, so
+        that an abort which came a moment too early is not lost.
+        """
+        self._before = before = open_sockets()
+        try:
+            if not is_wanted():
+                raise WorldChanged("another generation was published before this one was built")
+            yield
+        finally:
+            self._built |= _new(before, open_sockets())
+            self._before = None
+
+    def abort(self, spare: frozenset[int] = frozenset()) -> int:
+        """Shut all of them down; how many there were. Blocked collectives raise RuntimeError, a build DistError.
+
+        spare: descriptors that are left alone.
+        """
+        mine = dict(self._built)
+        before = self._before
+        if before is not None:
+            mine |= _new(before, open_sockets())
+        return sum(_shut(descriptor, inode) for descriptor, inode in mine.items() if descriptor not in spare)
+
+    def forget(self) -> None:
+        """The groups were destroyed; their sockets are closed."""
+        self._built = {}
+
+
+def open_sockets() -> dict[int, int]:
+    """Inode of each socket that this process has open, by its descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # closed since
+        if target.startswith(_SOCKET):
+            found[int(name)] = int(target[len(_SOCKET) : -1])
+    return found
+
+
+def _new(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
+    return {descriptor: inode for descriptor, inode in after.items() if before.get(descriptor) != inode}
+
+
+def _shut(descriptor: int, inode: int) -> bool:
+    """Shut a socket down if it is still the one with this inode, and an established TCP connection."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays the same one, whoever closes the original
+            if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
+            copy.shutdown(socket.SHUT_RDWR)
+            return True
+    except OSError:
+        return False  # closed since, or not connected
