@@ -15,4 +15,7 @@
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |
 | `environment` | every environment variable: what is read, what is handed to workers |
+| `member` | a worker's side: one connection, one thread, what it tells the script |
+| `signals` `process` | SIGTERM for threads; a process that ends with its agent, children that do not speak for it |
+| `abort` | a way out of collectives that would never end |
 """

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from ds_dynatrain.elastic.address import Address, tune
 from ds_dynatrain.elastic.messages import (
@@ -77,7 +78,7 @@ class Connection:
         return connection
 
     def fileno(self) -> int:
-        """For select; -1 once it is closed."""
+        """The descriptor of its socket; -1 once it is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -91,7 +92,7 @@ class Connection:
         end = time.monotonic() + seconds
         while not self._messages:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([self._socket], [], [], left)[0]:
+            if left <= 0 or not readable([self.fileno()], left):
                 raise TimeoutError(f"no message within {seconds:g} s")
             self.read()
         return self._messages.popleft()
@@ -127,6 +128,14 @@ class Connection:
     def close(self) -> None:
         """End it; harmless twice."""
         self._socket.close()
+
+
+def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
+    """Those of the descriptors that can be read, or have ended, as soon as there is one; none after `seconds`."""
+    poll = select.poll()  # select itself takes no descriptor above 1023
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
 
 
 def connect(address: Address, token: str | None, job: str, seconds: float) -> Connection:

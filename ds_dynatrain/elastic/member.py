@@ -1,0 +1,302 @@
+"""A worker's side of membership.
+
+One thread keeps the connection to the coordinator: it sends heartbeats, takes what comes, sees SIGTERM, and connects
+again when the coordinator was lost, as long as that may take. Training goes on meanwhile: nothing here is needed while
+the world stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from torch._C._distributed_c10d import Store
+
+from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Refused, Report
+from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
+from ds_dynatrain.elastic.signals import Termination
+from ds_dynatrain.elastic.store import world_store
+from ds_dynatrain.elastic.world import World, member_id
+from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
+
+JOIN_SECONDS = 600.0
+ORPHAN_SECONDS = 30.0
+"""How long a member goes on without a coordinator: if the network is cut, the other side has given it up by then."""
+CONNECT_SECONDS = 2.0
+
+
+class Ending(IntEnum):
+    """Why a member has to end its process, whatever its script is doing; the numbers are exit codes."""
+
+    GIVEN_UP = 85
+    """The others go on without it."""
+    ORPHANED = 86
+    """There was no coordinator for too long."""
+
+
+def end_process(ending: Ending, reason: str) -> None:
+    """What becomes of a process that is no member any more: its state is worth nothing to the others."""
+    logger.error("this process ends with code %d: %s", ending, reason)
+    os._exit(ending)
+
+
+class Member:
+    """This process in the job. All methods may be called from any thread, `start` and `stop` from the main one.
+
+    on_world: called on the member's own thread with every new generation, before anybody who waits for it wakes up; it
+    should be short, because heartbeats wait for it: abort what is in flight if `world.change` is "failure". on_end:
+    called there when the process has to end; by default it does.
+    """
+
+    def __init__(
+        self,
+        place: WorkerPlace,
+        token: str | None = None,
+        on_world: Callable[[World], object] = lambda world: None,
+        on_end: Callable[[Ending, str], object] = end_process,
+        orphan_seconds: float = ORPHAN_SECONDS,
+    ) -> None:
+        self.id = member_id(place.node, place.local_rank)
+        self.place = place
+        self._token = token
+        self._on_world = on_world
+        self._on_end = on_end
+        self._orphan_seconds = orphan_seconds
+        self._connection: Connection | None = None
+        self._termination = Termination()
+        self._report = Report()
+        self._reporting = threading.RLock()
+        self._newest: World | None = None
+        self._is_finished = False
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynatrain-member", daemon=True)
+
+    # -- the script's side -------------------------------------------------------------------------------------------
+
+    def start(self, seconds: float = JOIN_SECONDS) -> None:
+        """Become known to the coordinator; not ready yet, so nothing changes for the others.
+
+        From here on SIGTERM means "leave", and the process ends with its agent. TimeoutError if no coordinator answers
+        in `seconds`, PeerRefused or JobFinished if it does not let us in.
+        """
+        end_with_parent(self.place.agent)
+        self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
+        self._announce()
+        self._termination.watch()
+        in_forked_children(self._close_connection)
+        self._thread.start()
+
+    def ready(self) -> None:
+        """Everything is imported and built: the next generation may have this member in it."""
+        self._say(ready=True)
+
+    def leave(self) -> None:
+        """Ask to go, as SIGTERM does: a generation without this member comes, with it among the leaving."""
+        self._say(leaving=True)
+        with self._changed:
+            self._changed.notify_all()
+
+    def enter(self, world: World) -> None:
+        """This member trains in that generation now: the switch to it is committed."""
+        self._say(entered=world.generation)
+
+    def broken(self, world: World) -> None:
+        """A collective of that generation has failed here, for whatever reason: everybody has to form a new one."""
+        self._say(broken=world.generation)
+
+    def progress(self, step: int, layout: str = "", pause_ms: float = 0.0) -> None:
+        """For the status; told with the next heartbeat."""
+        with self._reporting:
+            fields = {"step": step, "layout": layout, "pause_ms": pause_ms}
+            self._report = self._report.model_copy(update=fields)
+
+    @property
+    def newest(self) -> World | None:
+        """The newest generation that this member was told of."""
+        return self._newest
+
+    def is_newest(self, world: World) -> bool:
+        """Whether no later generation was published, as far as this member was told."""
+        newest = self._newest
+        return newest is None or newest.generation <= world.generation
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has asked to go, or was told to by SIGTERM."""
+        return self._report.leaving
+
+    def wait_for_world(self, after: int = 0, seconds: float | None = None) -> World:
+        """The newest generation, as soon as it is later than `after`; it may not have this member in it.
+
+        JobFinished if nothing will come: the scripts of those that worked have ended, or this member was told to leave
+        before it ever joined. TimeoutError after `seconds`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
+                raise TimeoutError(f"{self.id}: no generation after {after} within {seconds:g} s")
+            newest = self._newest
+            if newest is not None and newest.generation > after:
+                return newest
+            raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
+
+    def store(self, world: World, seconds: float) -> Store:
+        """The key-value store of a generation, over a connection of its own; its calls wait at most `seconds`."""
+        if self._connection is None:
+            raise RuntimeError(f"{self.id} has not been started")
+        return world_store(self.place.coordinator.host, self._connection.welcome.store_port, world, seconds)
+
+    def descriptors(self) -> frozenset[int]:
+        """Of the member's own socket: to be spared when a world's sockets are shut down."""
+        connection = self._connection
+        return frozenset() if connection is None else frozenset([connection.fileno()])
+
+    def stop(self) -> None:
+        """Say good-bye: the script has ended, or its state was handed over."""
+        self._stopping.set()
+        self._termination.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._termination.stop()
+        if self._connection is not None:
+            try:
+                self._connection.send(Bye())
+            except OSError:
+                pass
+            self._connection.close()
+
+    def _is_decided(self, after: int) -> bool:
+        newest = self._newest
+        if self._is_finished or (newest is not None and newest.generation > after):
+            return True
+        return self._report.leaving and newest is None
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    def _say(self, **fields: object) -> None:
+        """Change the report and send it; if that fails it is sent after the next connect."""
+        with self._reporting:
+            self._report = self._report.model_copy(update=fields)
+            try:
+                self._send_report()
+            except OSError:
+                pass
+
+    def _send_report(self) -> None:
+        with self._reporting:
+            if self._connection is not None:
+                self._connection.send(self._report)
+
+    def _announce(self) -> None:
+        place = self.place
+        with self._reporting:
+            if self._connection is not None:
+                said = Announce(
+                    node=place.node,
+                    local_rank=place.local_rank,
+                    local_size=place.local_size,
+                    pid=os.getpid(),
+                    world=self._newest,
+                )
+                self._connection.send(said)
+                self._connection.send(self._report)
+
+    # -- the member's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._serve()
+            except (OSError, MessageError) as error:
+                if not self._is_finished and not self._stopping.is_set():
+                    logger.warning("%s: the coordinator is lost (%s); training goes on", self.id, error)
+            except PeerRefused as error:
+                self._end(Ending.GIVEN_UP, str(error))
+                return
+            if self._is_finished or self._stopping.is_set() or not self._come_back():
+                return
+
+    def _serve(self) -> None:
+        """Keep up one connection until it breaks or `stop` is called."""
+        connection = self._connection
+        if connection is None:
+            return
+        beat = connection.welcome.beat_seconds
+        next_beat = time.monotonic() + beat
+        while not self._stopping.is_set():
+            waits_for = (connection.fileno(), self._termination.fileno())
+            ready = readable(waits_for, next_beat - time.monotonic())
+            self._see_termination()
+            if connection.fileno() in ready:
+                connection.read()
+                for message in connection.messages():
+                    self._take(message)
+            if time.monotonic() >= next_beat:
+                self._send_report()
+                next_beat = time.monotonic() + beat
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Changed(world=world):
+                self._hear(world)
+            case Finished():
+                with self._changed:
+                    self._is_finished = True
+                    self._changed.notify_all()
+            case Refused(reason=reason):
+                raise PeerRefused(reason)
+            case _:
+                raise MessageError(f"{message!r} is nothing that a worker is told")
+
+    def _hear(self, world: World) -> None:
+        newest = self._newest
+        if newest is not None and world.generation <= newest.generation:
+            return
+        logger.info("%s: generation %d, %s: %s", self.id, world.generation, world.change, world.reason)
+        self._newest = world
+        self._on_world(world)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _see_termination(self) -> None:
+        if self._termination.read() and not self._report.leaving:
+            logger.warning("%s: SIGTERM; its state is handed over, then it goes", self.id)
+            self.leave()
+
+    def _come_back(self) -> bool:
+        """Connect again and say what this member is; False if the process has to end, or is ending."""
+        begin = time.monotonic()
+        while not self._stopping.wait(RETRY_SECONDS):
+            self._see_termination()
+            try:
+                old = self._connection
+                connection = Connection.open(
+                    self.place.coordinator, self._token, self.place.job, seconds=CONNECT_SECONDS
+                )
+                if old is not None:
+                    old.close()
+                self._connection = connection
+                self._announce()
+                logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
+                return True
+            except OSError as error:
+                if time.monotonic() - begin > self._orphan_seconds:
+                    self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
+                    return False
+            except (PeerRefused, JobFinished, MessageError) as error:
+                self._end(Ending.GIVEN_UP, str(error))
+                return False
+        return False
+
+    def _end(self, ending: Ending, reason: str) -> None:
+        self._on_end(ending, f"{self.id}: {reason}")
+
+    def _close_connection(self) -> None:
+        """In a forked child: its copy of the socket would keep the connection open when this process is killed."""
+        if self._connection is not None:
+            self._connection.close()

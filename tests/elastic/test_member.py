@@ -1,0 +1,180 @@
+"""A worker's side, against a coordinator on a real socket: what it tells the script, and when its process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from ds_dynatrain.elastic import member as member_module
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.member import Ending, Member
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.errors import JobFinished
+from tests.elastic.served import SECONDS, Served, enter, serving, told
+
+
+@dataclass
+class Script:
+    """Makes members and remembers what they said; all are stopped at the end."""
+
+    members: list[Member] = field(default_factory=list)
+    worlds: list[World] = field(default_factory=list)
+    endings: list[tuple[Ending, str]] = field(default_factory=list)
+
+    def member(self, address: Address, node: str, is_ready: bool = True, **settings: float) -> Member:
+        member = Member(
+            WorkerPlace(node, 0, 1, address),
+            on_world=self.worlds.append,
+            on_end=lambda ending, reason: self.endings.append((ending, reason)),
+            **settings,
+        )
+        self.members.append(member)
+        member.start(SECONDS)
+        if is_ready:
+            member.ready()
+        return member
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    monkeypatch.setattr(member_module, "end_with_parent", lambda agent: None)
+    script = Script()
+    yield script
+    for member in reversed(script.members):
+        member.stop()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # several members in one process put back each other's
+    signal.set_wakeup_fd(-1)
+
+
+def joined(member: Member, after: int = 0) -> World:
+    world = member.wait_for_world(after, SECONDS)
+    member.enter(world)
+    return world
+
+
+def test_it_joins_and_hears_of_others(script: Script) -> None:
+    with serving() as served:
+        a = script.member(served.address, "a")
+        assert joined(a).members == ("a/0",)
+        a.progress(7, "data=1")
+        b = served.join("b")
+        assert told(b) == joined(a, after=1) == script.worlds[-1]
+        enter(b, 2)
+        assert wait_until(lambda: served.status().members[0].step == 7)
+        b.close()
+        world = joined(a, after=2)
+        assert (world.change, world.members, world.rank("a/0")) == ("failure", ("a/0",), 0)
+        assert a.is_newest(world) and not a.is_newest(script.worlds[0])
+
+
+def test_a_failed_collective_is_told_to_all(script: Script) -> None:
+    with serving(least=2) as served:
+        a, b = script.member(served.address, "a"), served.join("b")
+        a.broken(joined(a))
+        assert told(b).generation == 1
+        assert told(b) == a.wait_for_world(1, SECONDS)
+        assert script.worlds[-1].change == "failure" and len(script.worlds[-1].members) == 2
+
+
+def test_a_new_coordinator_learns_from_the_members(script: Script) -> None:
+    with serving(least=2, recovery_seconds=1.0) as served:
+        a, b = script.member(served.address, "a"), script.member(served.address, "b")
+        assert joined(a) == joined(b)
+        served.stop()
+        time.sleep(0.3)
+        assert not script.endings
+        again = Served(served.settings, listener=listen(served.address, is_guarded=False))
+        again.start()
+        assert wait_until(lambda: len(again.status().members) == 2)
+        assert wait_until(lambda: again.status().generation == 1)
+        c = again.join("c")
+        world = joined(a, after=1)
+        assert world.members == (*script.worlds[0].members, "c/0") and world.term == "abc"
+        assert told(c) == joined(b, after=1) == world
+        again.stop()
+    assert not script.endings
+
+
+def test_without_a_coordinator_it_ends(script: Script) -> None:
+    with serving() as served:
+        joined(script.member(served.address, "a", orphan_seconds=0.5))
+    assert wait_until(lambda: bool(script.endings))
+    assert script.endings[0][0] is Ending.ORPHANED and "no coordinator for 0.5 s" in script.endings[0][1]
+
+
+def test_who_was_given_up_ends(script: Script) -> None:
+    with serving(silent_seconds=0.3) as served:
+        a = script.member(served.address, "a", is_ready=False)
+        a._on_world = lambda world: time.sleep(0.8)
+        a.ready()
+        assert wait_until(lambda: bool(script.endings))
+    assert script.endings[0][0] is Ending.GIVEN_UP and "no heartbeat" in script.endings[0][1]
+
+
+def test_sigterm_means_leave(script: Script) -> None:
+    seen: list[int] = []
+    own = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with serving() as served:
+            a = script.member(served.address, "a")
+            joined(a)
+            os.kill(os.getpid(), signal.SIGTERM)
+            world = a.wait_for_world(1, SECONDS)
+            assert a.is_leaving and world.members == () and world.leaving == ("a/0",)
+            assert seen == [signal.SIGTERM], "a handler of the user's own is called, too"
+            a.stop()
+            assert wait_until(lambda: not served.status().members)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(seen) == 2 and signal.set_wakeup_fd(-1) == -1, "all is as it was"
+    finally:
+        signal.signal(signal.SIGTERM, own)
+
+
+def test_who_is_told_to_go_before_it_joined_can_go(script: Script) -> None:
+    with serving(least=2) as served:
+        a = script.member(served.address, "a")
+        a.leave()
+        with pytest.raises(JobFinished, match="told to leave"):
+            a.wait_for_world(0, SECONDS)
+
+
+def test_a_spare_is_sent_home(script: Script) -> None:
+    with serving(most=1) as served:
+        a, spare = script.member(served.address, "a"), script.member(served.address, "b")
+        joined(a)
+        with pytest.raises(TimeoutError, match="no generation after 0"):
+            spare.wait_for_world(0, 0.2)
+        a.stop()
+        with pytest.raises(JobFinished):
+            spare.wait_for_world(0, SECONDS)
+
+
+def test_children_do_not_speak_for_it(script: Script) -> None:
+    with serving(least=2) as served:
+        a, b = script.member(served.address, "a"), served.join("b")
+        joined(a)
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.2)
+        assert not a.is_leaving and told(b).generation == 1
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within a few seconds."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
