@@ -199,7 +199,9 @@ def start_transformers(sizes: Sizes, config: Config, name: str) -> Any:
 
     shape = {"vocab_size": WORDS, "hidden_size": 2 * WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 64}
-    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2} if name == "Mixtral" else {}
+    experts: Config = {}
+    if name == "Mixtral":  # with weights as small as its own the gradients of experts would not show in a norm
+        experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "initializer_range": 0.2}
     made = getattr(transformers, f"{name}Config")(**shape, **experts, use_cache=False)
     model = seeded(lambda: getattr(transformers, f"{name}ForCausalLM")(made))
     if name == "Mixtral":

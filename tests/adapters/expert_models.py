@@ -18,15 +18,16 @@ COUNTS = (4, 8)
 """Experts of the two layers of `Routed`."""
 
 
-def autoep_model(kind: str, inner: int = 24, experts: int = 4) -> nn.Module:
+def autoep_model(kind: str, inner: int = 24, experts: int = 4, heads: int = 2) -> nn.Module:
     """A model of transformers', the same on every rank: "mixtral", "qwen3" (its first layer dense) or "qwen2".
 
     inner: of an expert; torch's grouped product wants a multiple of 16 bytes. experts: of a layer.
+    heads: key-value heads, shared by four.
     """
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "use_cache": False}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": heads, "num_experts_per_tok": 2, "use_cache": False}
     sizes |= {"max_position_embeddings": 32, "tie_word_embeddings": kind != "mixtral"}
     if kind == "mixtral":
         config = transformers.MixtralConfig(intermediate_size=inner, num_local_experts=experts, **sizes)

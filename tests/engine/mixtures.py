@@ -25,11 +25,11 @@ PLANS = {"mixtral": "mixtral", "qwen2": "qwen2", "qwen3": "qwen2"}
 """By kind, which of DeepSpeed's plans AutoTP cuts the rest of a model by."""
 
 
-def autoep(kind: str = "mixtral", experts: int = 4, **block: Any) -> Subject:
+def autoep(kind: str = "mixtral", experts: int = 4, heads: int = 2, **block: Any) -> Subject:
     """A model of `models.autoep_model`; block: what else the user says of AutoEP's layers."""
     blocks = {"expert_parallel": {"enabled": True, **block}, "tensor_parallel": {"preset_model": PLANS[kind]}}
     settings = {"gradient_clipping": CLIPPING, **blocks}
-    return Subject(partial(autoep_model, kind, experts), Sequences, folded_places, settings, probe=probe)
+    return Subject(partial(autoep_model, kind, experts, heads), Sequences, folded_places, settings, probe=probe)
 
 
 def native(size: int = 1) -> Subject:
@@ -37,9 +37,9 @@ def native(size: int = 1) -> Subject:
     return Subject(partial(native_model, size), Sequences, places, {"gradient_clipping": CLIPPING}, probe=probe)
 
 
-def autoep_model(kind: str, experts: int = 4) -> nn.Module:
+def autoep_model(kind: str, experts: int = 4, heads: int = 2) -> nn.Module:
     """A model of transformers', called as `model(inputs, targets)` for a loss."""
-    return with_loss(models.autoep_model(kind, experts=experts))
+    return with_loss(models.autoep_model(kind, experts=experts, heads=heads))
 
 
 def native_model(size: int) -> nn.Module:

@@ -62,7 +62,7 @@ def batch_step(engine: Any, batch: Any) -> float:
 SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "module": module,
     "AutoTP": partial(language_model, "llama of 4 kv"),
-    "AutoEP": partial(autoep, experts=12),
+    "AutoEP": partial(autoep, experts=12, heads=4),
     "deepspeed.moe": native,
     "PipelineModule": pipelined,
     "Ulysses": sgd,

@@ -14,7 +14,7 @@ from tests.engine.transitions import RANKS, TABLE, accepted, layout, pairs, path
 MIXED = {
     "AutoTP": ("d2t2z3 > d4z1", "t4z1 > d2t2z1"),
     "PipelineModule": ("p2d2z1 > p4z1",),
-    "AutoEP": ("d4e4z3 > d4e2z1",),
+    "AutoEP": ("d4e4z3 > d4e2z1", "d4e2z1 > d2e2t2z1"),
 }
 """Changes of several axes at once that must be there."""
 

@@ -57,13 +57,17 @@ TABLE: Mapping[str, Rows] = {
     ),
     "AutoEP": Rows(
         frozenset({EXPERTS}),
-        ("data", "expert"),
-        first=("z1 > d2e2z1 > d4e4z1 > d4z1", "d4e4z3 > d4e2z1", "d2e2z0 > d4e4z3"),
+        ("data", "expert", "tensor"),
+        first=("z1 > d2e2z1 > d4e4z1 > d4z1", "d4e4z3 > d4e2z1 > d2e2t2z1 > d2e2t2z3 > d2e2z0 > d4e4z3"),
         others=(
             "d4z1 > d4e4z2 > d2e2z1 > d4e2z0 > d3z2 > z2 > d2e2z3 > d2z3 > d4e2z2 > d4e4z3 > d3e3z0 > d4e4z0 > d4e4z1",
             "d4e4z1 > d3z0 > d4z3 > d2z1 > d3z3 > d2z2 > z0 > z3 > d3e3z1 > d3z1 > d4z2 > z1 > d4z0 > d2z0 > d4e2z3",
             "d4e2z3 > d2e2z2 > d3e3z3 > d3e3z2 > d2e2z0 > d4e2z1",
+            "d2e4t2z0 > e2t2z1 > e4t4z3 > d4z2 > e2t4z0 > e3t3z2 > d2e2t2z2 > e2t2z3 > e2t4z1 > d2e4t2z3 > e3t3z1 > z0",
+            "z0 > d2e2t2z0 > e4t4z1 > d2e4t2z2 > e2t2z2 > e4t4z0 > e3t3z0 > e2t4z3 > d3e3z1 > e4t4z2 > e2t2z0",
+            "e2t2z0 > d2e4t2z1 > e2t4z2 > d2e2t2z1",
         ),
+        left_out={"e3t3z3": "three tensor ranks have different numbers of sub-groups"},
     ),
     "deepspeed.moe": Rows(
         frozenset({NATIVE_EXPERTS}),
@@ -150,9 +154,8 @@ def accepted(rows: Rows) -> Iterator[Layout]:
     """Every combination of sizes and stages of these axes that the rules let in on `RANKS` ranks."""
     for *sizes, stage in product(*(range(1, RANKS + 1) for _ in rows.axes), range(4)):
         place = dict(zip(rows.axes, sizes, strict=True))
-        width = place.get("data", 1) * place.get("sequence", 1)
         ranks = prod(size for axis, size in place.items() if axis != "expert")
-        if ranks <= RANKS and width % place.get("expert", 1) == 0:
+        if ranks <= RANKS and ranks // place.get("pipe", 1) % place.get("expert", 1) == 0:
             found = Layout(**place, zero_stage=stage)
             if refusal(rows.features, found, RANKS) is None:
                 yield found
