@@ -6,4 +6,5 @@
 | `environment` | versions, names, accelerator, compiler, launch variables |
 | `configuration` | a configuration file against the support table and DeepSpeed's own reading |
 | `show` | both, as tables or JSON |
+| `membership` | a coordinator as a command; the status of an elastic job |
 """

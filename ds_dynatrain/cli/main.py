@@ -8,7 +8,12 @@ from typing import Annotated
 import typer
 
 REFUSED, UNREADABLE = 1, 2
-"""Exit codes of `doctor` besides 0."""
+"""Exit codes besides 0."""
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="A file with the job's token. Without it: DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN, else no token."),
+]
 
 app = typer.Typer(
     add_completion=False,
@@ -16,11 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Live changes of world size and ZeRO stage for DeepSpeed jobs.",
 )
-
-
-@app.callback()
-def commands() -> None:
-    """Keep `doctor` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -60,6 +60,61 @@ def doctor(
         show.report(environment, job)
     if not environment.is_well or (job is not None and not job.would_start):
         raise typer.Exit(REFUSED)
+
+
+@app.command()
+def coordinator(
+    address: Annotated[str, typer.Argument(help="HOST:PORT to listen at: the --rdzv-endpoint of every torchrun.")],
+    nnodes: Annotated[str, typer.Option(help="MIN:MAX nodes; these count, not those of torchrun.")],
+    job: Annotated[str, typer.Option(help="The job's name, --rdzv-id. Without it: that of the first node.")] = "",
+    token_file: TokenFile = None,
+    store_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the store for groups; 0: a free one.")] = 0,
+    silent_seconds: Annotated[float, typer.Option(help="After this long without a heartbeat a member is lost.")] = 5.0,
+    recovery_seconds: Annotated[float, typer.Option(help="How long to wait for members of a running job first.")] = 3.0,
+) -> None:
+    """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
+
+    It may be killed and started again: members go on, come back, and tell it what it has to know.
+
+    Exit code: 0 the job has finished, 2 it could not listen.
+    """
+    from ds_dynatrain.cli import membership
+    from ds_dynatrain.elastic.settings import Settings
+    from ds_dynatrain.errors import ConfigError, ElasticError
+
+    try:
+        least, most = membership.nodes(nnodes)
+        settings = Settings(least, most, silent_seconds=silent_seconds, recovery_seconds=recovery_seconds)
+        membership.run_coordinator(address, settings, job, token_file, store_port)
+    except (ConfigError, ElasticError) as error:
+        typer.echo(f"ds-dynatrain coordinator: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")],
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which members an elastic job has, what they do, and what changed last.
+
+    Exit code: 0, or 2 if no coordinator answers or it refuses.
+    """
+    from ds_dynatrain.cli import membership
+    from ds_dynatrain.errors import ConfigError, ElasticError
+
+    try:
+        found = membership.status(address, token_file)
+    except (ConfigError, ElasticError) as error:
+        typer.echo(f"ds-dynatrain status: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2, exclude={"kind"}))
+    else:
+        membership.show_status(found)
 
 
 def main() -> None:

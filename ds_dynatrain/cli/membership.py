@@ -1,0 +1,89 @@
+"""A coordinator as a command, and the status of a job as a table or as JSON."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import token_from
+from ds_dynatrain.elastic.messages import Status
+from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.errors import ConfigError, ElasticError
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """MIN:MAX or N, as torchrun's --nnodes; ConfigError for anything else."""
+    least, _, most = text.partition(":")
+    numbers = (least, most or least)
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise ConfigError(f"--nnodes {text!r}: expected MIN:MAX, for example 2:8")
+    return int(numbers[0]), int(numbers[1])
+
+
+def run_coordinator(address: str, settings: Settings, job: str, token_file: Path | None, store_port: int) -> None:
+    """Serve one job until it has finished. ConfigError or ElasticError if it cannot begin."""
+    from ds_dynatrain.elastic.hosting import Host  # imports torch
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    token = token_from(file=None if token_file is None else str(token_file))
+    where = Address.parse(address)
+    try:
+        host = Host(where, settings, token, job, store_port)
+    except OSError as error:
+        raise ElasticError(f"cannot listen at {where}: {error}") from error
+    host.run()
+
+
+def status(address: str, token_file: Path | None) -> Status:
+    """Ask for the status. ConfigError, ElasticError if nobody answers or lets us in."""
+    token = token_from(file=None if token_file is None else str(token_file))
+    where = Address.parse(address)
+    try:
+        return ask_status(where, token)
+    except OSError as error:
+        raise ElasticError(f"no coordinator answers at {where}: {error}") from error
+
+
+def show_status(status: Status) -> None:
+    """Print it for a reader: the job, its members, the last changes."""
+    console = Console(highlight=False)
+    state = "finished" if status.finished else "paused: too few nodes" if status.paused else "running"
+    state = "has not started" if status.generation == 0 else state
+    name = f"job {status.job!r}" if status.job else "a job without a name"
+    console.print(
+        escape(
+            f"{name}: {state}; generation {status.generation}, {len(status.ranks)} members, "
+            f"{status.min_nodes} to {status.max_nodes} nodes"
+        ),
+        soft_wrap=True,
+    )
+    if status.members:
+        console.print(_members(status))
+    for change in status.changes:
+        head = (
+            f"{change.seconds_ago:8.1f} s ago  generation {change.generation} ({change.change}), {change.size} members"
+        )
+        console.print(escape(f"{head}  {change.reason}"), soft_wrap=True)
+
+
+def _members(status: Status) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("rank", "member", "phase", "step", "layout", "last pause", "heard of"):
+        table.add_column(title, no_wrap=True)
+    for one in status.members:
+        table.add_row(
+            "" if one.rank is None else str(one.rank),
+            escape(one.member),
+            one.phase,
+            str(one.step),
+            escape(one.layout),
+            f"{one.pause_ms:.0f} ms" if one.pause_ms else "",
+            f"{one.heard_seconds:.1f} s ago",
+        )
+    return table

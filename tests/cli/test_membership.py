@@ -1,0 +1,94 @@
+"""`ds-dynatrain coordinator` and `ds-dynatrain status`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.cli.membership import nodes
+from ds_dynatrain.elastic.messages import Report
+from ds_dynatrain.errors import ConfigError
+from tests.elastic.served import SECONDS, enter, serving, told
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("DYNATRAIN_TOKEN", "DYNATRAIN_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_status_for_eyes_and_for_programs() -> None:
+    with serving(job="run 7") as served:
+        assert "has not started" in run("status", served.address).stdout
+        a = served.join("a")
+        enter(a, told(a).generation)
+        a.send(Report(ready=True, entered=1, step=12, layout="data=1 [x]", pause_ms=84))
+        b = served.join("b")
+        told(a)
+        text = run("status", served.address).stdout
+        assert "job 'run 7': running; generation 2, 2 members, 1 to 4 nodes" in text
+        assert "a/0" in text and "data=1 [x]" in text and "84 ms" in text and "b joined" in text
+        said = json.loads(run("status", served.address, "--json").stdout)
+        assert said["generation"] == 2 and said["ranks"] == ["a/0", "b/0"] and said["members"][0]["step"] == 12
+        b.close()
+
+
+def test_status_of_nothing_is_an_error() -> None:
+    with serving() as served:
+        address = served.address
+    result = run("status", address)
+    assert result.exit_code == 2 and f"no coordinator answers at {address}" in result.stderr
+    assert run("status", "nowhere:x").exit_code == 2
+
+
+def test_status_needs_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a token of some length")
+    with serving(token=file.read_text()) as served:
+        refused = run("status", served.address)
+        assert refused.exit_code == 2 and "the token is missing" in refused.stderr
+        assert run("status", served.address, "--token-file", file).exit_code == 0
+
+
+def test_an_open_coordinator_needs_a_token() -> None:
+    result = run("coordinator", "0.0.0.0:0", "--nnodes", "1:2")
+    assert result.exit_code == 2 and "DYNATRAIN_TOKEN_FILE" in result.stderr
+
+
+def test_nodes() -> None:
+    assert nodes("2:8") == (2, 8) and nodes("3") == (3, 3)
+    for text in ("", "a", "2:x", ":3", "-1:2"):
+        with pytest.raises(ConfigError, match="MIN:MAX"):
+            nodes(text)
+
+
+def test_a_coordinator_of_its_own() -> None:
+    command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", "127.0.0.1:0", "--nnodes", "1:2"]
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "coordinator at 127.0.0.1:" in line
+            address = line.split("coordinator at ")[1].split(",")[0]
+            assert run("status", address).exit_code == 0
+        finally:
+            begin = time.monotonic()
+            process.terminate()
+            process.wait(SECONDS)
+        assert time.monotonic() - begin < 2
