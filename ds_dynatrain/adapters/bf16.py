@@ -25,6 +25,16 @@ from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import WEIGHT, BufferId
 
 
+def count_hollow_experts(optimizer: Any, model: ModelMap) -> None:
+    """Before a step, let a pipeline stage without experts add 0 to their norm.
+
+    DeepSpeed adds it up over stages in a collective that it leaves out where no expert has a gradient.
+    """
+    for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
+        if is_hollow(model, group) and optimizer.param_groups[group].get("moe"):
+            has_gradient[-1] = True
+
+
 class AccumulatingStage:
     """BF16_Optimizer; see the module."""
 

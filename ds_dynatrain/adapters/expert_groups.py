@@ -28,6 +28,8 @@ Everything hangs on the name `ep_size_N` of an expert size N: the groups of rank
   count only the experts of tensor index 0, which `all_counted` puts right. In stage 0 DeepSpeed leaves experts out of
   it in bf16, and in fp32 takes the mean over ranks of the norms of what each of them holds, which depends on N: `clip`
   takes the norm of all.
+- Pipelines. The data ranks of a stage are such a line of their own. ZeRO's stage 1 adds the norm of each optimizer
+  group up over stages, BF16_Optimizer that of experts: a stage without any must have their group, and take part.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ def enter_layers(engine: Any, size: int) -> None:
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
-    engine.has_moe_layers = bool(layers)
+    marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
+    engine.has_moe_layers = bool(layers or marked)  # a stage without experts takes part in what others do about them
     engine.num_experts = [layer.num_experts for layer in layers]
     engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
     engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
@@ -121,24 +124,26 @@ def enter_layers(engine: Any, size: int) -> None:
         layer.set_deepspeed_parallelism(False)
     engine.expert_parallel_group = groups._get_expert_parallel_group_dict()
     engine.expert_data_parallel_group = groups._get_expert_data_parallel_group_dict()
-    for group in engine.basic_optimizer.param_groups:
-        if group.get("moe"):
-            group["name"] = group_name(size)
+    for group in marked:
+        group["name"] = group_name(size)
 
 
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, of all parts, and of what every rank has.
 
-    The world of the layout is installed.
+    The world of the layout is installed. What pipeline stages share counts on the stage that owns it.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
     squares = torch.zeros(3)  # of whole tensors, of parts of tensors, of experts
     for held, gradient in given:
-        kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
-        squares[kind] += gradient.detach().float().norm() ** 2
+        if not getattr(held, "ds_pipe_replicated", False):
+            kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
+            squares[kind] += gradient.detach().float().norm() ** 2
     dist.all_reduce(squares[2:], group=groups._get_max_expert_parallel_group())
     if layout.tensor > 1:
         dist.all_reduce(squares[1:2], group=groups.get_tensor_model_parallel_group())
+    if layout.pipe > 1:
+        dist.all_reduce(squares, group=groups.mpu.get_model_parallel_group())
     scale = min(1.0, limit / (float(squares.sum().sqrt()) + 1e-6))
     for _, gradient in given:
         gradient.mul_(scale)

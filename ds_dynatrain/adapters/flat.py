@@ -39,7 +39,10 @@ def fill_hollow_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dic
     for number, group in enumerate(optimizer.param_groups):
         if is_hollow(model, number):
             element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype))
-            element.ds_pipe_replicated = True  # not counted in the norm of gradients
+            if group.get("moe"):
+                element.allreduce, element.group_name = False, group["name"]
+            else:
+                element.ds_pipe_replicated = True  # not counted in the norm of gradients
             group["params"] = [*group["params"], element]
             names[element] = f"{IN_HOLLOW_GROUP}{number}"
     return names

@@ -54,11 +54,7 @@ def dropping(module: nn.Module) -> str | None:
 
 
 class NativeShaper:
-    """A model with native experts.
-
-    owners: where a process has built only the experts of its own rank, which process of the launch has the first value
-    of each expert's parameter, by the parameter's id. Empty where every process has built all experts.
-    """
+    """A model with native experts. owners: see `complete`."""
 
     def __init__(
         self,
@@ -67,25 +63,16 @@ class NativeShaper:
         lists: Sequence[list[nn.Parameter]] = (),
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take a user's model over: it has all experts from now on, those of other ranks without memory.
-
-        member: of the launch. lists: of parameters that the caller has, an optimizer's say; they get those of all
-        experts. UnsupportedError for layers of several sizes, or with experts that are not alike.
-        """
-        self._size = start_size(model)
+        """Take a user's model over; see `complete`."""
         self._template = Template.of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
-        self.owners: dict[int, int] = {}
-        for path, layer in layers(model):
-            self._complete(path, layer, member)
-        if self._size > 1:
-            _complete_lists(model, lists)
+        self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Which expert index has each tensor of an expert; LayoutError as `convert`."""
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
-            self._cuts[layout.expert] = _cuts(convert(self._template.copy(), 1), layout.expert)
+            self._cuts[layout.expert] = cuts_of(convert(self._template.copy(), 1), layout.expert)
         return self._cuts[layout.expert]
 
     def reshape(self, root: nn.Module, layout: Layout) -> None:
@@ -109,16 +96,30 @@ class NativeShaper:
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """DeepSpeed reads the size off the layers."""
 
-    def _complete(self, path: str, layer: Any, member: int) -> None:
+
+def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
+    """Give a user's model all experts of its layers, those of other ranks without memory.
+
+    member: of the launch. lists: of parameters that the caller has, an optimizer's say; they get those of all experts.
+    UnsupportedError for layers of several sizes, or with experts that are not alike.
+
+    Returns which process of the launch has the first value of each expert's parameter, by the parameter's id, where a
+    process has built only the experts of its own rank; nothing where every process has built all of them.
+    """
+    size, owners = start_size(model), dict[int, int]()
+    for path, layer in layers(model):
         held = layer.deepspeed_moe.experts
         pattern, mine, whole = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts), []
         for number in range(layer.num_experts):
             index, local = divmod(number, len(mine))
-            whole.append(mine[local] if index == member % self._size else without_memory(pattern.copy()))
-            if self._size > 1:
-                self.owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
+            whole.append(mine[local] if index == member % size else without_memory(pattern.copy()))
+            if size > 1:
+                owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
         held.deepspeed_experts = nn.ModuleList(whole)
         _mark(layer, 1)
+    if size > 1:
+        _complete_lists(model, lists)
+    return owners
 
 
 def convert(module: nn.Module, size: int) -> nn.Module:
@@ -126,14 +127,21 @@ def convert(module: nn.Module, size: int) -> nn.Module:
 
     LayoutError for a size that does not divide the experts of a layer.
     """
-    found = dict(layers(module))
-    check_size({name: layer.num_experts for name, layer in found.items()}, size)
-    for path, layer in found.items():
-        held = layer.deepspeed_moe.experts
-        pattern = _pattern(path, held.deepspeed_experts)
-        held.deepspeed_experts = nn.ModuleList([pattern.copy() for _ in range(layer.num_experts // size)])
-        _mark(layer, size)
+    check_size({name: layer.num_experts for name, layer in layers(module)}, size)
+    resize(module, size)
     return module
+
+
+def resize(module: nn.Module, size: int) -> None:
+    """Give layers on the meta device as many experts as a rank has at a size, which divides theirs.
+
+    A module without experts, such as a stage of a pipeline may be, stays as it is.
+    """
+    for path, layer in layers(module):
+        held, count = layer.deepspeed_moe.experts, layer.num_experts // size
+        pattern, there = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts)[:count]
+        held.deepspeed_experts = nn.ModuleList([*there, *(pattern.copy() for _ in range(count - len(there)))])
+        _mark(layer, size)
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
@@ -171,8 +179,8 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
         listed[:] = [*others[0], *order, *others[1]]
 
 
-def _cuts(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
-    """The cuts of a module with all experts."""
+def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
+    """The cuts of the tensors of a module with all experts, by name; LayoutError as `convert`."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
@@ -79,14 +81,16 @@ class PipelineTemplate:
         if found is not None and found[-1] != count:
             raise LayoutError(f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers")
         if found is None and layout.pipe > count:
-            raise LayoutError(f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={self._nearest(count)}")
-        found = found or self._partition(layout.pipe)
+            raise LayoutError(
+                f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={self._nearest(layout, count)}"
+            )
+        found = found or self._partition(layout.pipe, layout.expert)
         idle = self._untrained(found)
         if idle is not None:
             start, stop = found[idle : idle + 2]
             raise LayoutError(
                 f"stage {idle} of pipe={layout.pipe} has layers {start} to {stop - 1}, where nothing is trained; "
-                f"nearest: pipe={self._nearest(layout.pipe - 1)}, or other boundaries"
+                f"nearest: pipe={self._nearest(layout, layout.pipe - 1)}, or other boundaries"
             )
         return found
 
@@ -119,26 +123,36 @@ class PipelineTemplate:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of all layers as they were at the start, by name."""
-        pairs = enumerate(zip(self.layers, self.keys, strict=True))
-        named = [(str(n) if key is None else f"tied_modules.{key}", layer) for n, (layer, key) in pairs if layer]
-        return {f"{at}.{name}": held for at, layer in named for name, held in layer.module.named_buffers()}
+        return dict(self.whole.named_buffers(remove_duplicate=False))
+
+    @property
+    def whole(self) -> nn.Module:
+        """One module of all layers, with DeepSpeed's names; without memory."""
+        made, tied = nn.Module(), nn.ModuleDict()
+        for number, (layer, key) in enumerate(zip(self.layers, self.keys, strict=True)):
+            if layer is not None and key is None:
+                made.add_module(str(number), layer.module)
+            elif layer is not None:
+                tied[str(key)] = layer.module
+        made.add_module("tied_modules", tied)
+        return made
 
     def _holders(self, parts: Sequence[int], key: str) -> tuple[int, ...]:
         return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
 
-    def _partition(self, pipe: int) -> tuple[int, ...]:
+    def _partition(self, pipe: int, expert: int) -> tuple[int, ...]:
         if pipe == len(self.parts) - 1:
             return self.parts
         if self.method == UNIFORM:
             parts = partition_uniform(num_items=len(self.layers), num_parts=pipe)
         else:
-            parts = partition_balanced(weights=self._weights(), num_parts=pipe)
+            parts = partition_balanced(weights=self._weights(expert), num_parts=pipe)
         return tuple(map(int, parts))
 
-    def _weights(self) -> list[int]:
-        """What the partition method counts each layer for."""
+    def _weights(self, expert: int) -> list[int]:
+        """What the partition method counts each layer for, where a rank has one in `expert` of its experts."""
         if self.method == PARAMETERS:
-            return list(map(_trained, self.layers))
+            return [_trained(layer, expert) for layer in self.layers]
         if not self.method.startswith(TYPE):
             raise LayoutError(f"no partition method {self.method!r}: use {PARAMETERS}, {UNIFORM} or {TYPE}...")
         pattern = re.compile(self.method.split(":")[1], re.IGNORECASE)
@@ -152,10 +166,10 @@ class PipelineTemplate:
         pairs = enumerate(itertools.pairwise(parts))
         return next((stage for stage, (start, stop) in pairs if not any(map(_trained, self.layers[start:stop]))), None)
 
-    def _nearest(self, pipe: int) -> int:
+    def _nearest(self, layout: Layout, pipe: int) -> int:
         """The largest number of stages up to `pipe` each of which trains something."""
-        sizes = (size for size in range(pipe, 1, -1) if self._untrained(self._partition(size)) is None)
-        return next(sizes, 1)
+        parts = ((size, self._partition(size, layout.expert)) for size in range(pipe, 1, -1))
+        return next((size for size, found in parts if self._untrained(found) is None), 1)
 
 
 def _spec(spec: Any, layer: Template | None) -> Any:
@@ -171,10 +185,11 @@ def _stage(parts: Sequence[int], number: int) -> int:
     return next(stage for stage, (start, stop) in enumerate(itertools.pairwise(parts)) if start <= number < stop)
 
 
-def _trained(layer: Template | None) -> int:
-    """Elements that are trained in a layer."""
-    held = () if layer is None else layer.module.parameters()
-    return sum(parameter.numel() for parameter in held if parameter.requires_grad)
+def _trained(layer: Template | None, expert: int = 1) -> int:
+    """Elements that a rank trains of a layer, at an expert size that divides its experts."""
+    held = [] if layer is None else [each for each in layer.module.parameters() if each.requires_grad]
+    routed = sum(each.numel() for each in held if is_moe_param(each))
+    return sum(each.numel() for each in held) - routed + routed // expert
 
 
 def _name(spec: Any) -> str | None:
@@ -207,6 +222,12 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 def refuse_shared(model: PipelineModule) -> None:
     """UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
+    for key, tied in model.tied_modules.items():
+        if any(isinstance(part, MoE) for part in tied.modules()):
+            raise UnsupportedError(
+                f"tied_modules.{key} has a layer of deepspeed.moe: stages would share experts, of which a rank has a "
+                "part; put it into a layer of its own"
+            )
     owners: dict[int, str] = {}
     for title, module in _parts(model):
         for name, parameter in module.named_parameters():

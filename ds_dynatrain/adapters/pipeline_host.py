@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 
+from ds_dynatrain.adapters.bf16 import count_hollow_experts
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import HostEngine
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, stand_at
@@ -76,6 +77,11 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.micro_batches = self.gradient_accumulation_steps()
         self.batch_timer.batch_size = self.train_batch_size()
         self.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        if self.using_bf16_optimizer:
+            count_hollow_experts(self.optimizer, self.model_map)
+        super()._take_model_step(*arguments)
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """Running statistics, say, but no table that a constructor has computed."""

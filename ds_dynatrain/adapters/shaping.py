@@ -103,7 +103,7 @@ def shaper_of(
     parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
     """
     if is_pipeline(model):
-        return PipelineShaper(model, config)
+        return PipelineShaper(model, config, member, lists)
     if experts.is_on(config):
         return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):
@@ -117,7 +117,7 @@ def shaper_of(
 
 def first_owners(shaper: Shaper) -> Mapping[int, int]:
     """Which process of the launch has the first value of a parameter, by its id; process 0 of those left out."""
-    return shaper.owners if isinstance(shaper, moe.NativeShaper) else {}
+    return shaper.owners if isinstance(shaper, moe.NativeShaper | PipelineShaper) else {}
 
 
 def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as td
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_dynatrain.adapters import moe
 from ds_dynatrain.adapters.children import with_memory
+from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate
 from ds_dynatrain.errors import LayoutError
@@ -18,23 +21,33 @@ from ds_dynatrain.space import AxisCuts, Layout
 
 
 class PipelineShaper:
-    """The shaper of a `PipelineModule` (see `shaping`): stages hold whole layers."""
+    """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
 
-    def __init__(self, model: PipelineModule, config: Mapping[str, Any]) -> None:
-        """Keep a template of the model.
+    owners: see `moe.complete`.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: Mapping[str, Any],
+        member: int = 0,
+        lists: Sequence[list[nn.Parameter]] = (),
+    ) -> None:
+        """Take a user's model over, as `moe.complete` does, and keep a template of it.
 
         config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
         built with.
         """
         method = (config.get("pipeline") or {}).get("partition", "best")
+        self.owners = moe.complete(model, member, lists)
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Which stages hold a tensor; LayoutError for other axes."""
-        wide = [f"{axis}={layout.axes()[axis]}" for axis in ("tensor", "expert") if layout.axes()[axis] > 1]
-        if wide:
-            raise LayoutError(f"{', '.join(wide)}: DeepSpeed deals a PipelineModule out by pipe and data alone")
-        return {name: AxisCuts(stages) for name, stages in self.template.stages(layout).items()}
+        """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
+        if layout.tensor > 1:
+            raise LayoutError(f"tensor={layout.tensor}: DeepSpeed's PipelineEngine knows no tensor axis")
+        cuts = moe.cuts_of(self.template.whole, layout.expert)
+        return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def reshape(self, root: nn.Module, layout: Layout) -> None:
         """The layers of this rank's stage; no random number is drawn."""
@@ -42,14 +55,17 @@ class PipelineShaper:
         reshape(root, self.template, layout, layout.coordinate(td.get_rank())["pipe"], dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """DeepSpeed's names are those of the whole model."""
-        return dict(root.named_parameters())
+        """DeepSpeed's names are those of the whole model, but for numbers of experts."""
+        named = moe.names(root, expert_index(layout))
+        return {named[name]: held for name, held in root.named_parameters()}
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Nothing here: the engine needs the groups, too (`pipeline_host`)."""
+        """The groups of layers with experts; what the engine of a stage needs is in `pipeline_host`."""
+        enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
         """Hold no group of its world, and no activation."""
+        leave_groups(engine.module)
         engine.leave_stage()
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
@@ -65,9 +81,10 @@ def reshape(
 ) -> None:
     """Give the module the layers of a stage, without values; no random number is drawn.
 
-    Parameters are new ones over memory that nobody has written.
+    Layers with experts have as many as a rank has. Parameters are new ones over memory that nobody has written.
     """
     build_layers(root, template.boundaries(layout), stage)
+    moe.resize(root, layout.expert)
     root.train(root.training)
     with_memory(root, dtype)
     if root.activation_checkpoint_interval > 0:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.layer import MoE
 from torch import nn
 
+from ds_dynatrain.adapters import experts
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -88,6 +88,8 @@ def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     for section in ("fp16", "torch_autocast", "data_efficiency"):
         if (config.get(section) or {}).get("enabled"):
             raise practice("beside a pipeline").error(section)
+    if experts.is_on(config):
+        raise practice("AutoEP in a pipeline").error("expert_parallel")
     zero = config.get("zero_optimization") or {}
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" or zero.get("cpu_offload"):
         raise practice("beside a pipeline").error("zero_optimization.offload_optimizer")
@@ -101,7 +103,5 @@ def _refuse_model(model: nn.Module) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise practice("element types").error(f"{name!r} is {parameter.dtype}")
     for name, part in model.named_modules():
-        if isinstance(part, MoE) and is_pipeline(model):
-            raise practice("experts in a pipeline").error(f"{name!r} is a layer of deepspeed.moe in a PipelineModule")
         if isinstance(part, nn.Embedding) and part.sparse:
             raise practice("sparse gradients").error(f"{name!r} has sparse gradients")

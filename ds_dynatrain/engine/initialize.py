@@ -151,8 +151,8 @@ def _build(
     import_what_is_lazy()
     claims, control = _open_board(launch, settings.timeout_seconds)
     try:
-        features = features_of(arguments["model"], own, extras.mpu)
         owners = put_together(arguments["model"], _lists(arguments), lambda record: _exchange(control, launch, record))
+        features = features_of(arguments["model"], own, extras.mpu)
         shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments), extras.model_factory)
         incoming = Incoming.look(arguments["model"], launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
         records = _introduce(control, launch, incoming)

@@ -74,18 +74,17 @@ RULES: tuple[Rule, ...] = (
 )
 """What DeepSpeed does not train."""
 
-NOT_FOLLOWED: tuple[Rule, ...] = (
-    Rule((PIPELINE, EXPERTS), "layers of AutoEP in a PipelineModule were not tried", ("expert",)),
-    Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("expert",)),
-    Rule((PIPELINE, NATIVE_EXPERTS), "layers of deepspeed.moe in a PipelineModule are not followed", ("pipe",)),
-)
-"""What DeepSpeed may train, and a switch cannot go to."""
-
 CORRECTED: tuple[Rule, ...] = (
     Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
     Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
     Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
     Rule((EXPERTS,), "clipped by the norm of some experts", ("expert", "tensor"), stages=(1, 2)),
+    Rule(
+        (PIPELINE, NATIVE_EXPERTS),
+        "hangs if a stage has no experts: it has one norm less to add up than the others",
+        ("pipe",),
+        stages=(1,),
+    ),
     Rule(
         (ULYSSES,),
         "gradients are the mean over sequence ranks, in the other stages the sum",
@@ -119,7 +118,7 @@ def _why(features: Features, layout: Layout) -> str | None:
     for axis, (needed, said) in AXES.items():
         if getattr(layout, axis) > 1 and features.isdisjoint(needed):
             return f"the model has no {axis} axis: {said}"
-    return next((rule.why for rule in RULES + NOT_FOLLOWED if rule.holds(features, layout)), None)
+    return next((rule.why for rule in RULES if rule.holds(features, layout)), None)
 
 
 def _layouts(ranks: int) -> Iterator[Layout]:

@@ -14,6 +14,12 @@ PIPELINES = (
         proof="tests/engine/test_pipeline_start.py::test_only_the_call_is_another_one",
     ),
     Row(
+        "layers of deepspeed.moe in a pipeline",
+        Verdict.NOTE,
+        "stages and the expert size change together; a stage may be without experts: see [pipelines](pipeline.md)",
+        proof="tests/engine/test_pipeline_experts.py::test_walks",
+    ),
+    Row(
         "a pipeline in bf16 without ZeRO",
         Verdict.NOTE,
         "DeepSpeed's stage 0 is then BF16_Optimizer: cut as stage 1, gradients accumulated in bf16",
@@ -32,6 +38,14 @@ PIPELINES = (
         "fp16, torch_autocast, data_efficiency and CPU offload were not tried with a PipelineModule",
         "leave it out",
         proof=f"{_TESTS}what_cannot_be_is_refused",
+    ),
+    Row(
+        "AutoEP in a pipeline",
+        Verdict.AT_START,
+        "DeepSpeed converts each stage by itself, and trains only where every stage has experts; a switch does not "
+        "follow it",
+        "build the layers with deepspeed.moe.layer.MoE, whose stages change",
+        proof="tests/engine/test_pipeline_experts.py::test_what_cannot_be_is_refused",
     ),
     Row(
         "engine.compile of a pipeline",

@@ -62,7 +62,6 @@ PRACTICES = (
         "built with the ep_size of the start, or with 1; see [experts](experts.md)",
         "tests/engine/test_moe.py::test_walk",
     ),
-    _start("experts in a pipeline", "they were not tried there", _NO_BLOCK, "modules"),
     _start(
         "experts of your own",
         "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",

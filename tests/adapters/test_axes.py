@@ -8,7 +8,6 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import (
     EXPERTS,
     NATIVE_EXPERTS,
-    NOT_FOLLOWED,
     PIPELINE,
     RULES,
     ULYSSES,
@@ -77,7 +76,7 @@ def test_refusals_name_the_reason_and_what_is_nearest(
 
 def test_what_is_nearest_can_be_trained() -> None:
     everything = frozenset({PIPELINE, NATIVE_EXPERTS, EXPERTS, ULYSSES})
-    for rule in RULES + NOT_FOLLOWED:
+    for rule in RULES:
         sizes = {axis: 2 for axis in rule.axes if axis != "expert"}
         layout = Layout(**{"data": 2, **sizes}, zero_stage=rule.stages[0])  # type: ignore[arg-type]
         for features in (frozenset(rule.features), everything):

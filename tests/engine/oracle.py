@@ -132,7 +132,8 @@ def put(engine: Any, state: State, places: Places | None = None) -> None:
                 view.flat[held] = state.tensors[key][index[held]]
         for holder, names in _holders(engine):
             held = engine.basic_optimizer.state.get(holder, {})
-            for scalar, value in state.steps.get(where[names[0]].name, {}).items():
+            key = where[names[0]].name if names else next(iter(state.steps), "")
+            for scalar, value in state.steps.get(key, {}).items():
                 held[scalar] = torch.full_like(held[scalar], value) if torch.is_tensor(held[scalar]) else int(value)
     for name in _scaling(engine).keys() & state.scaling.keys():
         setattr(_scaler(engine), name, state.scaling[name])
@@ -295,7 +296,10 @@ def _moments(engine: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
-    """(tensor that the basic optimizer keeps a state for, names of the parameters in it)."""
+    """(tensor that the basic optimizer keeps a state for, names of the parameters in it).
+
+    Without a name where a pipeline stage has nothing of a group: that tensor counts steps along, as all others do.
+    """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     zero, stage = engine.optimizer, _stage(engine)
     if isinstance(zero, FP16_Optimizer):
@@ -307,8 +311,7 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
     else:
         pairs = [(parameters, master) for parameters, _, master in _flat_groups(zero)]
     for parameters, holder in pairs:
-        if id(parameters[0]) in names:  # else it is a group of which this pipeline stage has nothing
-            yield holder, [names[id(parameter)] for parameter in parameters]
+        yield holder, [names[id(parameter)] for parameter in parameters if id(parameter) in names]
 
 
 def _steps(engine: Any) -> Iterator[tuple[str, dict[str, float]]]:

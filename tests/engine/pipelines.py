@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -54,6 +55,21 @@ class Counted(nn.Module):
             self.mean.lerp_(hidden.detach().float().mean((0, 1)), 0.5)
         normed: torch.Tensor = self.norm(hidden)
         return normed
+
+
+class RoutedBlock(nn.Module):
+    """A norm and native experts that drop no token."""
+
+    def __init__(self, experts: int, k: int, size: int = 1, width: int = WIDTH) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(width, 19), nn.GELU(), nn.Linear(19, width))
+        options = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+        self.norm = nn.LayerNorm(width)
+        self.feed = MoE(width, expert, experts, ep_size=size, k=k, **options)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        fed: torch.Tensor = self.feed(self.norm(hidden))[0]
+        return hidden + fed
 
 
 def logits(words: Words, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,7 +122,25 @@ def _inner_tie() -> list[Any]:
     ]
 
 
-LAYERS: Mapping[str, Callable[[], list[Any]]] = {"tied": _tied, "uneven": _uneven, "inner tie": _inner_tie}
+def routed(size: int = 1) -> list[Any]:
+    """Two layers of experts; with three and four stages there is one without any. size: of the expert axis."""
+    return [
+        TiedLayerSpec("words", Words, WIDTH),
+        LayerSpec(RoutedBlock, 4, 1, size),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        LayerSpec(RoutedBlock, 8, 2, size),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        TiedLayerSpec("words", Words, WIDTH, forward_fn=logits),
+    ]
+
+
+LAYERS: Mapping[str, Callable[[], list[Any]]] = {
+    "tied": _tied,
+    "uneven": _uneven,
+    "inner tie": _inner_tie,
+    "routed": routed,
+}
 
 
 def pipeline(name: str, stages: int = 1, seed: int = 7, **arguments: Any) -> PipelineModule:

@@ -1,0 +1,181 @@
+"""Layers of `deepspeed.moe` in a `PipelineModule`: stages, data and expert sizes change live, in living ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as td
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout
+from tests.engine import axis_walks, jobs, oracle, pipelines
+from tests.engine.axis_walks import Subject
+from tests.engine.models import Sequences, decay_groups
+from tests.engine.pool import RankPool
+
+LOCAL = re.compile(r"(\d+)(.*deepspeed_experts\.)(\d+)(\..*)")
+COUNTS = {"1": 4, "3": 8}
+"""Experts of the two layers that have some, by the layer's number."""
+
+
+def at(pipe: int, data: int, expert: int = 1, stage: int = 1) -> Layout:
+    """A layout of pipelines of experts."""
+    return Layout(pipe=pipe, data=data, expert=expert, zero_stage=stage)
+
+
+def model(size: int = 1, index: int = 0) -> PipelineModule:
+    """The layers of "routed" in one stage, where each expert has values of its own; of an expert index, if cut."""
+    made = PipelineModule(pipelines.routed(size), num_stages=1, loss_fn=pipelines.loss)
+    for name, held in made.named_parameters():
+        generator = torch.Generator().manual_seed(sum(map(ord, whole_name(name, size, index))))
+        held.data = torch.randn(held.shape, generator=generator) * 0.2
+    return made
+
+
+def whole_name(name: str, size: int, index: int) -> str:
+    """The name with the number of the expert in its whole layer."""
+    found = LOCAL.fullmatch(name)
+    if found is None:
+        return name
+    layer, path, number, rest = found.groups()
+    return f"{layer}{path}{int(number) + index * COUNTS[layer] // size}{rest}"
+
+
+def places(engine: Any) -> dict[str, oracle.Place]:
+    """Where the parameters of this rank's experts lie in those of all."""
+    size = engine.layout.expert
+    index = engine.layout.coordinate(engine.rank)["data"] % size
+    return {
+        name: oracle.Place(whole_name(name, size, index), torch.arange(held.numel()), held.numel())
+        for name, held in engine.module.named_parameters()
+    }
+
+
+def groups(made: nn.Module) -> list[dict[str, Any]]:
+    """Two of the user's, from which DeepSpeed makes two of experts, too."""
+    named = zip(("matrices", "vectors"), decay_groups(made), strict=True)
+    return [{"name": name, **group} for name, group in named]
+
+
+def one_step(engine: Any, batch: Any) -> float:
+    """A global batch of one micro-batch."""
+    return float(engine.train_batch(iter([batch])))
+
+
+def subject() -> Subject:
+    """Clipping bites."""
+    return Subject(model, Sequences, places, {"gradient_clipping": 0.1}, one_step, groups=groups)
+
+
+WALKS: dict[str, tuple[Layout, ...]] = {
+    "every axis at once": (at(2, 2, 2), at(1, 4, 4), at(2, 1), at(1, 2, 2), at(2, 2), at(2, 2, 2)),
+    "stages without experts": (at(4, 1), at(1, 4, 2), at(3, 1), at(2, 2, 2), at(4, 1)),
+    "without ZeRO": (at(2, 2, 2, 0), at(1, 4, 4), at(3, 1, 1, 0), at(1, 4, 2, 0), at(2, 2, 1, 0), at(2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_walks(pool: RankPool, title: str) -> None:
+    axis_walks.compare(pool, subject, WALKS[title])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "bf16 in fp32"])
+@pytest.mark.parametrize("title", list(WALKS)[:2])
+def test_walks_in_16_bits(pool: RankPool, title: str, dtype: str) -> None:
+    """A token may go to another expert where two scores are equal up to rounding."""
+    axis_walks.compare(pool, subject, WALKS[title], dtype, furthest=2e-2)
+
+
+# ---- in one layout --------------------------------------------------------------------------------------------------
+
+
+def trained(layout: Layout, size: int = 1, steps: int = 4) -> list[float]:
+    """Losses of a job that stays in a layout, in micro-batches of 3; size: of experts that the user built with."""
+    given = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1}
+    settings = axis_walks.configured(replace(subject(), settings=given), "fp32", layout)
+    losses: list[float] = []
+    with jobs.job(settings, model(size, td.get_rank() % size), Sequences(96), groups=False) as made:
+        while made.engine.idle or made.engine.global_steps < steps:
+            losses.append(made.engine.train_batch().item())
+    return losses
+
+
+def furthest(seen: Sequence[list[float] | None], expected: list[float]) -> float:
+    return max(jobs.furthest(losses, expected) for losses in seen if losses)
+
+
+def test_every_layout_computes_the_same(pool: RankPool) -> None:
+    """Several micro-batches a step; also from a model that was built for two ranks' experts."""
+    expected = pool.run(trained, layout=at(1, 1, 1, 0))[0]
+    for layout, size in ((at(2, 2, 2, 0), 1), (at(2, 2, 2), 2), (at(4, 1), 1)):
+        assert furthest(pool.run(trained, layout=layout, size=size), expected) <= 1e-6, layout
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def errors() -> None:
+    """Sizes that do not divide, and experts that two stages would share."""
+    shaper = PipelineShaper(model(), {})
+    with pytest.raises(LayoutError, match=r"expert=3 does not divide the 4 experts of '1\.feed'.*expert=2, expert=4"):
+        shaper.cuts(at(2, 3, 3))
+    dense = PipelineShaper(pipelines.pipeline("tied"), {})
+    with pytest.raises(LayoutError, match="expert=2: the model has no experts"):
+        dense.cuts(at(2, 2, 2))
+    autoep = {**axis_walks.configured(subject(), "fp32", at(2, 2)), "expert_parallel": {"enabled": True}}
+    with pytest.raises(UnsupportedError, match=r"^expert_parallel: .* where every stage has experts"):
+        with jobs.job(autoep, model(), groups=False):
+            pass
+    tied = [TiedLayerSpec("both", pipelines.RoutedBlock, 4, 1), LayerSpec(nn.Linear, pipelines.WIDTH, pipelines.WIDTH)]
+    with pytest.raises(UnsupportedError, match=r"tied_modules\.both has a layer of deepspeed\.moe"):
+        PipelineTemplate.of(PipelineModule([*tied, tied[0]], num_stages=1, loss_fn=pipelines.loss))
+
+
+def refused_later() -> None:
+    """A running job says no, and goes on."""
+    settings = axis_walks.configured(subject(), "fp32", at(2, 2, 2))
+    with jobs.job(settings, model(), Sequences(96), groups=False) as made:
+        made.engine.train_batch()
+        for changes, words in (
+            ({"zero_stage": 2}, "pipelines in ZeRO stages 0 and 1 alone"),
+            ({"tensor": 2, "data": 1, "expert": 1}, "no tensor axis"),
+            ({"pipe": 1, "data": 3, "expert": 3}, "expert=3 does not divide the 4 experts of '1.feed'"),
+        ):
+            with pytest.raises(SwitchRefused, match=re.escape(words)):
+                made.engine.switch(**changes)
+        made.engine.train_batch()
+
+
+def test_what_cannot_be_is_refused(pool: RankPool) -> None:
+    pool.run(errors)
+    pool.run(refused_later)
+
+
+# ---- prediction -----------------------------------------------------------------------------------------------------
+
+
+def predicted_and_real() -> None:
+    """The experts of a stage, and its first and last layer, are those of a module that DeepSpeed cut."""
+    layout = at(2, 2, 2)
+    template = PipelineShaper(model(), {}).template
+    real = PipelineModule(pipelines.routed(2), num_stages=2, loss_fn=pipelines.loss)
+    assert template.boundaries(layout) == tuple(real.parts)
+    index = real._grid.data_parallel_id % 2
+    held = {name for name, stages in template.stages(layout).items() if real.stage_id in stages}
+    mine = {whole_name(name, 2, index) for name, _ in real.named_parameters()}
+    every = {whole_name(name, 2, other) for name, _ in real.named_parameters() for other in range(2)}
+    assert mine <= held == every
+
+
+def test_stages_are_those_of_a_real_module(pool: RankPool) -> None:
+    pool.run(predicted_and_real)
