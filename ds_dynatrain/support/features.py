@@ -6,7 +6,7 @@ from ds_dynatrain.support.row import refused, works
 
 _CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
 _DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
-_EXPERTS = "tests/engine/test_experts.py::test_walk"
+_EXPERTS = "tests/engine/test_transitions.py::test_walk"
 _PIPELINE = "tests/engine/test_pipeline.py"
 _TENSOR = "tests/engine/test_tensor.py"
 _ORDER = "it orders ranks otherwise than a layout does"

@@ -60,7 +60,7 @@ PRACTICES = (
     _works(
         "layers of deepspeed.moe",
         "built with the ep_size of the start, or with 1; see [experts](experts.md)",
-        "tests/engine/test_moe.py::test_walk",
+        "tests/engine/test_transitions.py::test_walk",
     ),
     _start(
         "experts of your own",
