@@ -78,7 +78,7 @@ def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
             _, start, stop = interval.subtract(start, stop, *cut.region())
     result[:ranks] = int((stop - start).sum())
     if not all(isinstance(cut, Sharding) for cut in cuts):
-        return _missing_by_rank(cuts, start, stop, result)
+        return _missing_by_holder(cuts, start, stop, result)
     seen: list[Ints] = []
     for cut in cuts:
         if not cut.replicated and len(start):
@@ -90,14 +90,18 @@ def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
     return result
 
 
-def _missing_by_rank(cuts: list[AnySharding], start: Ints, stop: Ints, result: Ints) -> Ints:
-    """The same where an element may have several holders, rank by rank."""
-    for rank in range(len(result) - 1):
-        low, high = start, stop
-        for cut in cuts:
-            held = cut.holding(rank)
-            _, low, high = interval.subtract(low, high, held.start, held.stop)
-        result[rank] = int((high - low).sum())
+def _missing_by_holder(cuts: list[AnySharding], start: Ints, stop: Ints, result: Ints) -> Ints:
+    """The same where an element may have several holders, each of which lacks it no more."""
+    earlier: list[AnySharding] = []
+    for cut in cuts:
+        if cut.is_empty:
+            continue
+        _, low, high, rank = cut.holders(start, stop)
+        for before in earlier:  # what a rank holds twice counts once
+            row, low, high = before.lacking(low, high, rank)
+            rank = rank[row]
+        np.subtract.at(result, rank, high - low)
+        earlier.append(cut)
     return result
 
 

@@ -80,17 +80,22 @@ class DeckSharding:
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
-        parts = []
-        for rank in np.unique(holder).tolist():
-            rows = np.flatnonzero(holder == rank)
-            held = Pieces.empty() if rank == ABSENT else self.holding(rank)
-            row, low, high = interval.subtract(start[rows], stop[rows], held.start, held.stop)
-            parts.append((rows[row], low, high))
-        if not parts:
-            return start, start, start
-        row, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.lexsort((low, row))
-        return row[order], low[order], high[order]
+        row = np.arange(len(start), dtype=np.int64)
+        for deck, cut in self._pairs():
+            index = _index_in(deck.ranks, holder[row])
+            away, here = np.flatnonzero(index == ABSENT), np.flatnonzero(index != ABSENT)
+            if not len(here):
+                continue
+            beyond, low, high = interval.subtract(start[here], stop[here], deck.atlas.start, deck.atlas.stop)
+            part, line, first, last = deck.atlas.to_local(start[here], stop[here])
+            left, begin, end = cut.lacking(first, last, index[here][part])
+            at = line[left] + begin - first[left]
+            row = np.concatenate([row[away], row[here[beyond]], row[here[part[left]]]])
+            start, stop = (
+                np.concatenate(columns) for columns in ((start[away], low, at), (stop[away], high, at + end - begin))
+            )
+        order = np.lexsort((start, row))
+        return row[order], start[order], stop[order]
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset), row by row.

@@ -15,11 +15,14 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.axes import Partition, check_partition
+from ds_dynatrain.space.axes import AxisCuts, Partition, check_partition
 from ds_dynatrain.space.box import Box, row_major
 from ds_dynatrain.space.cut import Placed, Shard
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+
+Place = tuple[int, int, int]
+"""Indexes on the pipe, expert and tensor axes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +87,15 @@ class Mesh:
     layout: Layout
     partition: Partition
     decks: tuple[Deck, ...] = field(init=False)
-    _lines: dict[tuple[int, int, int], Line] = field(init=False, repr=False)
-    _shards: dict[tuple[int, int, int], tuple[Shard, ...]] = field(init=False, repr=False)
+    _lines: dict[Place, Line] = field(init=False, repr=False)
+    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False)
+    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Build the decks; LayoutError for cuts that do not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
-        object.__setattr__(self, "_lines", {})
-        object.__setattr__(self, "_shards", {})
+        for name in ("_lines", "_shards", "_runs"):
+            object.__setattr__(self, name, {})
         decks: list[Deck] = []
         taken: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
         for ranks, experts in self._groups():
@@ -121,9 +125,9 @@ class Mesh:
 
     def shard(self, rank: int, tensor: int) -> Shard:
         """Pieces of a logical tensor, and its local shape, on a rank; before ZeRO cuts it."""
-        return self._shards_at(self.place(rank))[tensor]
+        return self._shard(self.place(rank), tensor)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def place(self, rank: int) -> Place:
         """Indexes of a rank on the pipe, expert and tensor axes."""
         at = self.layout.coordinate(rank)
         return at["pipe"], self.layout.expert_place(rank)[0], at["tensor"]
@@ -141,29 +145,50 @@ class Mesh:
         stages = np.arange(self.layout.world_size).reshape(self.layout.pipe, -1)
         return [(stage[first::step], experts) for experts, step in kinds for stage in stages for first in range(step)]
 
-    def _shards_at(self, place: tuple[int, int, int]) -> tuple[Shard, ...]:
-        if place not in self._shards:
-            pairs = zip(self.line.tensors, self.partition, strict=True)
-            self._shards[place] = tuple(cuts.shard(tensor.shape, *place) for tensor, cuts in pairs)
-        return self._shards[place]
+    @cached_property
+    def _alike(self) -> list[int]:
+        """One number for all tensors of the same shape and cuts: large models repeat few."""
+        known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
+        pairs = zip(self.line.tensors, self.partition, strict=True)
+        return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
 
-    def _local_line(self, place: tuple[int, int, int]) -> Line:
+    def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
+        """What the shard of a tensor at a place depends on."""
+        cuts, (pipe, expert, index) = self.partition[tensor], place
+        return self._alike[tensor], (
+            int(pipe in cuts.stages),
+            0 if cuts.expert is None else expert,
+            0 if cuts.tensor is None else index,
+        )
+
+    def _shard(self, place: Place, tensor: int) -> Shard:
+        key = self._key(place, tensor)
+        if key not in self._shards:
+            self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, *place)
+        return self._shards[key]
+
+    def _runs_at(self, place: Place, tensor: int) -> list[tuple[Ints, Ints, Ints]]:
+        """(start, stop, offset) of the runs of a tensor's pieces at a place, from its first element on both lines."""
+        key = self._key(place, tensor)
+        if key not in self._runs:
+            shape, pieces = self.line.tensors[tensor].shape, self._shard(place, tensor).pieces
+            self._runs[key] = [_runs(piece, shape) for piece in pieces]
+        return self._runs[key]
+
+    def _local_line(self, place: Place) -> Line:
         if place not in self._lines:
-            pairs = zip(self.line.tensors, self._shards_at(place), strict=True)
             self._lines[place] = Line(
-                LogicalTensor(held.name, cut.shape, held.group, held.expert) for held, cut in pairs
+                LogicalTensor(held.name, self._shard(place, number).shape, held.group, held.expert)
+                for number, held in enumerate(self.line.tensors)
             )
         return self._lines[place]
 
-    def _atlas(self, place: tuple[int, int, int], experts: bool) -> Atlas:
+    def _atlas(self, place: Place, experts: bool) -> Atlas:
         """Where the elements of a place's dense or expert tensors lie."""
-        line, shards = self._local_line(place), self._shards_at(place)
-        parts = []
+        line, parts = self._local_line(place), []
         for number in np.flatnonzero(self.line.experts == experts).tolist():
-            tensor = self.line.tensors[number]
-            for piece in shards[number].pieces:
-                start, stop, local = _runs(piece, tensor.shape)
-                base, local_base = self.line.bases[number], line.bases[number]
+            base, local_base = self.line.bases[number], line.bases[number]
+            for start, stop, local in self._runs_at(place, number):
                 parts.append((start + base, stop + base, local + local_base))
         if not parts:
             nothing = np.empty(0, np.int64)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -95,15 +96,20 @@ _Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
     """The buffers that a rank has under a layout, for all of its shardings."""
-    tensors = range(len(line.tensors))
-    whole = [BufferId("tensor", tensor) for tensor in tensors]
-    count = line.trainable_count
+    tensors, count = len(line.tensors), line.trainable_count
+    whole = _numbered("tensor", tensors)
     if layout.zero_stage == 3:
-        parts = [BufferId("partition", tensor) for tensor in tensors]
-        return (*whole, *parts, *(BufferId("subgroup", at) for at in range(subgroup_count(line, rules, layout))))
+        subgroups = _numbered("subgroup", subgroup_count(line, rules, layout))
+        return whole + _numbered("partition", tensors) + subgroups
     if has_flat_groups(rules, layout):
-        return (*whole, *(BufferId("group", index) for index in range(int(line.groups[:count].max(initial=-1)) + 1)))
-    return tuple(whole)
+        return whole + _numbered("group", int(line.groups[:count].max(initial=-1)) + 1)
+    return whole
+
+
+@lru_cache(maxsize=32)
+def _numbered(place: str, count: int) -> Table:
+    """Buffers 0 to `count` - 1 of one sort; the many decks of a mesh have the same."""
+    return tuple(BufferId(place, number) for number in range(count))
 
 
 def sharding(
