@@ -52,6 +52,8 @@ def swap_parameters(switch: Transaction) -> None:
         numbers, pieces = vps.split_by_tensor(vps.holding(vps.layout, rank or 0, kind))
         by_length: dict[int, list[tuple[int, Any]]] = {}
         for number, piece in zip(numbers.tolist(), pieces, strict=True):
+            if (kind, piece.buffer) in switch.preparation.kept:
+                continue
             by_length.setdefault(piece.stop - piece.start, []).append((number, piece))
         pairs = [same for length, same in by_length.items() if len(same) > 1 and length > 4]
         (_, one), (_, other) = pairs[0][:2]
@@ -81,8 +83,8 @@ def lose_steps(switch: Transaction) -> None:
 
 
 def change_rate(switch: Transaction) -> None:
-    """The learning rate of one group is that of the start times 0.5."""
-    switch.engine.basic_optimizer.param_groups[1]["lr"] *= 0.5
+    """The learning rate of the last group is that of the start times 0.5."""
+    switch.engine.basic_optimizer.param_groups[-1]["lr"] *= 0.5
 
 
 def reset_stream(switch: Transaction) -> None:
@@ -132,7 +134,8 @@ AFTER: dict[str, Fault] = {
 REASONS = {name: fault.reason for name, fault in AFTER.items()} | {
     "stale moment": rf"exp_avg of '[\w.]+' {WRONG}",
     "dropped piece": rf"exp_avg of '[\w.]+' {WRONG}",
-    "diverged replica": r"source: weight of '[\w.]+' differs between the replicas of members 0 and 1",
+    "diverged replica": r"source: weight of '[\w.]+' differs between the replicas of members (0 and 1|1 and \d)"
+    r"|replicas of the weight of '[\w.]+' on several pipeline stages or tensor ranks differ",
     "corrupted message": rf"of '[\w.]+' {WRONG}",
 }
 
@@ -177,7 +180,8 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
         if name == "dropped piece":
             return own(self, without_a_piece(self, plan), transport)
         if name == "stale moment" and self.control.member == WHERE:
-            with patch.object(self, "source", {**self.source, **stale}):
+            moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
+            with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
         if name == "corrupted message" and plan.bytes_sent:
             with patch.object(GroupTransport, "send", _corrupting(GroupTransport.send)):

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_dynatrain.adapters.tensor import TensorShaper
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, faults, jobs, oracle
+from tests.engine import axis_walks, jobs, oracle
 from tests.engine.language_models import MODELS, WORDS, places
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS, Texts, language_model, named_step
@@ -168,39 +168,6 @@ def test_other_samples_on_a_tensor_rank_are_found(pool: RankPool) -> None:
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
-
-FAULTS = ["bit flip", "lost step counter", "random stream reset", "dropped piece", "precision cast"]
-
-
-def rolled_back(asks: bool, start: Layout, target: Layout) -> Story:
-    """A run in which changes of the tensor size fail, each by another fault, until the last one is let through."""
-    schedule = {2 + 2 * number: target for number in range(len(FAULTS) + 1)} if asks else {}
-
-    def each(engine: Any, story: Story) -> None:
-        event = engine.last_switch
-        children = id(engine.module.model), [id(held) for held in engine.module.parameters()]
-        story.notes[engine.global_steps] = (event and (event.outcome, event.reason), children)
-
-    with faults.injected(FAULTS, {}):
-        return told("llama tied", start, schedule, 4 + 2 * len(FAULTS), each)
-
-
-@pytest.mark.parametrize(("start", "target"), [(at(2, 2, 1), at(1, 4, 2)), (at(2, 1, 3), at(1, 2, 0))])
-def test_a_change_that_fails_leaves_no_trace(pool: RankPool, start: Layout, target: Layout) -> None:
-    expected = pool.run(rolled_back, asks=False, start=start, target=target)
-    found = pool.run(rolled_back, asks=True, start=start, target=target)
-    last = 2 + 2 * len(FAULTS)
-    for rank in range(start.world_size):
-        mine = found[rank]
-        for number, name in enumerate(FAULTS):
-            outcome, reason = mine.notes[3 + 2 * number][0]
-            assert outcome == "rolled_back" and re.search(faults.REASONS[name], reason), (name, reason)
-        children = [children for step, (_, children) in mine.notes.items() if step <= last]
-        assert all(other == children[0] for other in children), "the very same objects"
-        assert {step: loss for step, loss in mine.losses.items() if step < last} == {
-            step: loss for step, loss in expected[rank].losses.items() if step < last
-        }
-    assert found[0].notes[last + 1][0][0] == "committed"
 
 
 def torn(method: str) -> Story:
