@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
-import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +16,6 @@ import ds_dynatrain
 from tests.engine import jobs
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
-
-
-def resident_bytes() -> int:
-    """What this process holds, after the C library was told to give back what is free."""
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def holdings(engine: Any, largest: int) -> dict[str, int]:
@@ -39,7 +29,7 @@ def holdings(engine: Any, largest: int) -> dict[str, int]:
         "gradients": sum(gradient.untyped_storage().nbytes() for gradient in gradients),
         "states": len(engine.basic_optimizer.state),
         "large": sum(held.untyped_storage().nbytes() > 4 * largest for held in found if not held.is_meta),
-        "resident": resident_bytes(),
+        "resident": jobs.resident_bytes(),
     }
 
 

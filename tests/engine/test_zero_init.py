@@ -16,7 +16,7 @@ from ds_dynatrain.errors import ConfigError
 from tests.engine import jobs, oracle
 from tests.engine.models import SmallGPT, named_groups, small_gpt
 from tests.engine.pool import RankPool
-from tests.engine.test_members import holdings, resident_bytes
+from tests.engine.test_members import holdings
 
 STEPS = 5
 M_MMAP_THRESHOLD = -3
@@ -155,7 +155,7 @@ def peak_case(start: jobs.Sizes) -> tuple[bool, int, dict[str, int], int]:
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Rows()
     parts = sum(held.ds_tensor.untyped_storage().nbytes() for held in model.parameters())
-    before = resident_bytes()
+    before = jobs.resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     with jobs.job(config, model=model) as made:
         status = Path("/proc/self/status").read_text()

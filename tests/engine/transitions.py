@@ -150,12 +150,20 @@ def _parts(taken: Sequence[Pair]) -> list[list[Layout]]:
     return [sorted(part, key=str) for part in parts]
 
 
-def accepted(rows: Rows) -> Iterator[Layout]:
-    """Every combination of sizes and stages of these axes that the rules let in on `RANKS` ranks."""
-    for *sizes, stage in product(*(range(1, RANKS + 1) for _ in rows.axes), range(4)):
-        place = dict(zip(rows.axes, sizes, strict=True))
+def combinations(axes: Sequence[str], folds: bool = False) -> Iterator[Layout]:
+    """Every combination of sizes of these axes, and of stages, on at most `RANKS` ranks.
+
+    folds: whether experts are dealt out over tensor ranks, too.
+    """
+    for *sizes, stage in product(*(range(1, RANKS + 1) for _ in axes), range(4)):
+        place = dict(zip(axes, sizes, strict=True))
+        shared = prod(place.get(axis, 1) for axis in ("data", "sequence", "tensor")[: 2 + folds])
         ranks = prod(size for axis, size in place.items() if axis != "expert")
-        if ranks <= RANKS and ranks // place.get("pipe", 1) % place.get("expert", 1) == 0:
-            found = Layout(**place, zero_stage=stage)
-            if refusal(rows.features, found, RANKS) is None:
-                yield found
+        if ranks <= RANKS and shared % place.get("expert", 1) == 0:
+            yield Layout(**place, zero_stage=stage)
+
+
+def accepted(rows: Rows) -> list[Layout]:
+    """The combinations of a class of models that the rules let in."""
+    every = combinations(rows.axes, folds=EXPERTS in rows.features)
+    return [found for found in every if refusal(rows.features, found, RANKS) is None]
