@@ -7,13 +7,14 @@ import importlib.util
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, jobs
+from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject
 from tests.engine.mixtures import autoep
 from tests.engine.pool import RankPool
@@ -54,7 +55,8 @@ def test_walk(pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen3", "fp32"), ("mixtral", "bf16"), ("qwen3", "bf16"), ("mixtral", "bf16 in fp32")]
+    ("kind", "dtype"),
+    [("qwen3", "fp32"), ("mixtral", "bf16"), ("qwen3", "bf16"), ("mixtral", "fp16"), ("mixtral", "bf16 in fp32")],
 )
 def test_models_and_precisions(pool: RankPool, kind: str, dtype: str) -> None:
     path = [*PATH, *ACROSS]
@@ -99,3 +101,27 @@ def test_nothing_of_the_old_layers_stays(pool: RankPool) -> None:
     for alive, outcomes in pool.run(refused_and_chained, seconds=120):
         assert outcomes == ["committed"] * 6
         assert alive == 0
+
+
+def saved(folder: str, sides: list[Layout]) -> tuple[oracle.State, oracle.State] | None:
+    """The state that a checkpoint was saved of after a switch, and the one that a new engine has loaded."""
+    subject = autoep()
+    with axis_walks.started(subject, "fp32", sides[0]) as job:
+        batches = iter(job.loader)
+        for number in range(3):
+            batch = next(batches)
+            axis_walks.one_step(job.engine, batch)
+            if number == 1:
+                job.engine.switch(sides[1], at=job.engine.global_steps)
+        job.engine.save_checkpoint(folder)
+        before = oracle.gather(job.engine, subject.places)
+    with axis_walks.started(subject, "fp32", sides[1]) as job:
+        assert job.engine.load_checkpoint(folder)[0] is not None
+        return before, oracle.gather(job.engine, subject.places)
+    return None
+
+
+@pytest.mark.parametrize("sides", [[at(4, 2, 1, 1), at(2, 2, 2, 1)], [at(2, 4, 2, 3), at(2, 2, 2, 3)]])
+def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, sides: list[Layout]) -> None:
+    for before, after in pool.run(saved, folder=str(tmp_path), sides=sides):
+        assert oracle.differences(before, after) == []
