@@ -88,13 +88,14 @@ class Mesh:
     partition: Partition
     decks: tuple[Deck, ...] = field(init=False)
     _lines: dict[Place, Line] = field(init=False, repr=False)
+    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False)
     _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False)
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Build the decks; LayoutError for cuts that do not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
-        for name in ("_lines", "_shards", "_runs"):
+        for name in ("_lines", "_alike_lines", "_shards", "_runs"):
             object.__setattr__(self, name, {})
         decks: list[Deck] = []
         taken: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -177,10 +178,13 @@ class Mesh:
 
     def _local_line(self, place: Place) -> Line:
         if place not in self._lines:
-            self._lines[place] = Line(
-                LogicalTensor(held.name, self._shard(place, number).shape, held.group, held.expert)
-                for number, held in enumerate(self.line.tensors)
-            )
+            shapes = tuple(self._shard(place, number).shape for number in range(len(self.line.tensors)))
+            if shapes not in self._alike_lines:
+                pairs = zip(self.line.tensors, shapes, strict=True)
+                self._alike_lines[shapes] = Line(
+                    LogicalTensor(held.name, shape, held.group, held.expert) for held, shape in pairs
+                )
+            self._lines[place] = self._alike_lines[shapes]
         return self._lines[place]
 
     def _atlas(self, place: Place, experts: bool) -> Atlas:
