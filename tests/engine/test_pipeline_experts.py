@@ -32,9 +32,9 @@ def at(pipe: int, data: int, expert: int = 1, stage: int = 1) -> Layout:
     return Layout(pipe=pipe, data=data, expert=expert, zero_stage=stage)
 
 
-def model(size: int = 1, index: int = 0) -> PipelineModule:
-    """The layers of "routed" in one stage, where each expert has values of its own; of an expert index, if cut."""
-    made = PipelineModule(pipelines.routed(size), num_stages=1, loss_fn=pipelines.loss)
+def model(size: int = 1, index: int = 0, stages: int = 1) -> PipelineModule:
+    """The layers of "routed", where each expert has values of its own; of an expert index, if experts are cut."""
+    made = PipelineModule(pipelines.routed(size), num_stages=stages, loss_fn=pipelines.loss)
     for name, held in made.named_parameters():
         generator = torch.Generator().manual_seed(sum(map(ord, whole_name(name, size, index))))
         held.data = torch.randn(held.shape, generator=generator) * 0.2
@@ -99,12 +99,12 @@ def test_walks_in_16_bits(pool: RankPool, title: str, dtype: str) -> None:
 # ---- in one layout --------------------------------------------------------------------------------------------------
 
 
-def trained(layout: Layout, size: int = 1, steps: int = 4) -> list[float]:
-    """Losses of a job that stays in a layout, in micro-batches of 3; size: of experts that the user built with."""
+def trained(layout: Layout, size: int = 1, stages: int = 1, steps: int = 4) -> list[float]:
+    """Losses of a job that stays in a layout, in micro-batches of 3; size, stages: that the user built with."""
     given = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1}
     settings = axis_walks.configured(replace(subject(), settings=given), "fp32", layout)
     losses: list[float] = []
-    with jobs.job(settings, model(size, td.get_rank() % size), Sequences(96), groups=False) as made:
+    with jobs.job(settings, model(size, td.get_rank() % size, stages), Sequences(96), groups=False) as made:
         while made.engine.idle or made.engine.global_steps < steps:
             losses.append(made.engine.train_batch().item())
     return losses
@@ -115,10 +115,10 @@ def furthest(seen: Sequence[list[float] | None], expected: list[float]) -> float
 
 
 def test_every_layout_computes_the_same(pool: RankPool) -> None:
-    """Several micro-batches a step; also from a model that was built for two ranks' experts."""
+    """Several micro-batches a step; also from a model that was built for two ranks' experts, or in stages."""
     expected = pool.run(trained, layout=at(1, 1, 1, 0))[0]
-    for layout, size in ((at(2, 2, 2, 0), 1), (at(2, 2, 2), 2), (at(4, 1), 1)):
-        assert furthest(pool.run(trained, layout=layout, size=size), expected) <= 1e-6, layout
+    for layout, size, stages in ((at(2, 2, 2, 0), 1, 1), (at(2, 2, 2), 2, 1), (at(4, 1), 1, 4)):
+        assert furthest(pool.run(trained, layout=layout, size=size, stages=stages), expected) <= 1e-6, layout
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
