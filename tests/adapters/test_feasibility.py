@@ -1,0 +1,80 @@
+"""The rules of which combinations are let in say what the tables of `docs/feasibility.md` say, cell by cell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_dynatrain.space import Layout
+from ds_dynatrain.support.axes import (
+    CORRECTED,
+    EXPERTS,
+    NATIVE_EXPERTS,
+    PIPELINE,
+    ULYSSES,
+    Features,
+    Rule,
+    refusal,
+)
+from tests.engine.transitions import RANKS, combinations
+
+PAGE = Path(__file__).parents[2] / "docs" / "feasibility.md"
+KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
+    "module": (frozenset(), ("data", "tensor")),
+    "transformers": (frozenset(), ("data", "tensor")),
+    "pipeline": (frozenset({PIPELINE}), ("pipe", "data", "tensor")),
+    "transformers experts": (frozenset({EXPERTS}), ("data", "expert", "tensor")),
+    "native experts": (frozenset({NATIVE_EXPERTS}), ("data", "expert", "tensor")),
+    "pipeline of native experts": (frozenset({PIPELINE, NATIVE_EXPERTS}), ("pipe", "data", "expert")),
+    "ulysses": (frozenset({ULYSSES}), ("data", "sequence", "tensor")),
+    "ulysses with native experts": (frozenset({ULYSSES, NATIVE_EXPERTS}), ("data", "expert", "sequence")),
+}
+"""By the names of the tables: what a model of the kind has in it, and its axes."""
+OK = "ok"
+UNFINISHED = "This table is not complete yet"
+
+
+def section(kind: str) -> str:
+    """What the page has of a kind, from its heading to the end of its table."""
+    before, found, after = PAGE.read_text().partition(f"<!-- {kind} -->\n")
+    assert found, f"no table of {kind!r}"
+    return before.rpartition("\n## ")[2] + after.partition(f"<!-- /{kind} -->")[0]
+
+
+def cells(kind: str) -> dict[Layout, str]:
+    """Every combination in the table of a kind, and "ok" or what its note says."""
+    text, found = section(kind), dict[Layout, str]()
+    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.M))
+    for row in re.findall(r"^\| (\w+=.*?) \|$", text, re.M):
+        sizes, *said = row.split(" | ")
+        place = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", sizes)}
+        for stage, word in zip(range(4), said, strict=True):
+            found[Layout(**place, zero_stage=stage)] = word if word == OK else notes[word.strip("()")]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_trains_is_let_in_and_nothing_else(kind: str) -> None:
+    """But for what DeepSpeed does otherwise than on one rank, and the adapters put right."""
+    features, axes = KINDS[kind]
+    table = cells(kind)
+    if UNFINISHED in section(kind) and not table:
+        pytest.xfail(f"the page says that the table of {kind!r} is not complete")
+    assert table.keys() == set(combinations(axes, EXPERTS in features)), f"{kind!r}: run `make feasibility`"
+    for layout, words in table.items():
+        trains = words == OK or any(rule.holds(features, layout) for rule in CORRECTED)
+        is_let_in = refusal(features, layout, RANKS) is None
+        assert is_let_in <= trains, f"{layout} is let in, and the table of {kind!r} says: {words}"
+        assert is_let_in or words != OK, f"{layout} is refused, and the table of {kind!r} says that it trains"
+
+
+@pytest.mark.parametrize("rule", CORRECTED, ids=lambda rule: rule.why)
+def test_what_is_put_right_is_not_right_in_deepspeed(rule: Rule) -> None:
+    """In some combination of each rule."""
+    kinds = [kind for kind, (features, _) in KINDS.items() if features == set(rule.features)]
+    found = [words for kind in kinds for layout, words in cells(kind).items() if rule.holds(KINDS[kind][0], layout)]
+    if not found:
+        pytest.xfail("the table of its kind is not complete")
+    assert set(found) != {OK}
