@@ -8,6 +8,7 @@ error. So all of it is dropped after a switch, and the next call compiles for th
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,3 +73,13 @@ def compiled_by_wrapping(module: nn.Module) -> list[str]:
     """Names of the modules that `torch.compile(module)` has wrapped."""
     wrapper = torch._dynamo.eval_frame.OptimizedModule
     return [name or "the model" for name, part in module.named_modules() if isinstance(part, wrapper)]
+
+
+def compile_layers(module: Any, given: Mapping[str, Any]) -> None:
+    """Compile the layers of a pipeline's stage that are not yet, as DeepSpeed does: functions, too."""
+    for number, layer in enumerate(module.forward_funcs):
+        if not isinstance(layer, nn.Module):
+            if not hasattr(layer, "_torchdynamo_orig_callable"):
+                module.forward_funcs[number] = torch.compile(layer, **given)
+        elif layer._compiled_call_impl is None:
+            layer.compile(**given)

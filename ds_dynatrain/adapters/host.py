@@ -17,7 +17,7 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
-from ds_dynatrain.adapters.compiled import CompileWatch
+from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
 from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
@@ -193,6 +193,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """The module's buffers that are not as at the start, where layers go from member to member; by name."""
         return {}
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """What is compiled, alike on all members."""
+        return compiled_in_place(self.module)
 
     @property
     def forward_passes(self) -> int | None:

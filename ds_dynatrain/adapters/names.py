@@ -60,7 +60,11 @@ NAMES: Names = {
         "FP16_UnfusedOptimizer.initialize_optimizer_states",
         "FP16_UnfusedOptimizer._update_scale",
     ),
-    "deepspeed.runtime.pipe.engine": ("PipelineEngine.reset_activation_shape",),
+    "deepspeed.runtime.pipe.engine": (
+        "PipelineEngine._take_model_step",
+        "PipelineEngine.compile",
+        "PipelineEngine.reset_activation_shape",
+    ),
     "deepspeed.runtime.pipe.module": (
         "PipelineModule._build",
         "PipelineModule._partition_layers",

@@ -35,10 +35,11 @@ def describe_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, b
 
 
 def refill_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
-    """The other way round; the masters must have their memory."""
+    """The other way round; the masters must have their memory. A group that is hollow here gets a gradient of zeros."""
     if keeps_gradients(zero):
         for number, master in enumerate(masters):
-            master.grad = buffers[HOST_GRAD, BufferId(place, number)].view(master.shape)
+            held = buffers[HOST_GRAD, BufferId(place, number)]
+            master.grad = held.view(master.shape) if held.numel() else torch.zeros_like(master)
 
 
 def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:
@@ -49,7 +50,7 @@ def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:
     rows = []
     for group, parameters in enumerate(zero.params_in_partition):
         gradient = zero.single_partition_of_fp32_groups[group].grad
-        for parameter in parameters:
+        for parameter in (parameter for parameter in parameters if id(parameter) in number):
             _, start, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
             address = gradient.data_ptr() + offset * gradient.element_size()
             rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))

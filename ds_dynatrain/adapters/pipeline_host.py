@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
@@ -12,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 
 from ds_dynatrain.adapters.bf16 import count_hollow_experts
+from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import HostEngine
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, stand_at
@@ -26,6 +28,8 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     grid: StageGrid
     shaper: PipelineShaper
+    _compiled_with: dict[str, Any] | None = None
+    """What `compile` was told, once it was called."""
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
         """groups: of the world to start in, which may be a stand-in; it is installed."""
@@ -35,10 +39,23 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
             place(model, self.shaper.template, groups.layout, grid)
 
+    def compile(self, *arguments: Any, **given: Any) -> None:
+        """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""
+        super().compile(*arguments, **given)
+        backend = given.get("backend") or get_accelerator().get_compile_backend()
+        self._compiled_with = {**given.get("compile_kwargs", {}), "backend": backend}
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """All layers or none: stages have different ones."""
+        return [] if self._compiled_with is None else ["every layer"]
+
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         super()._enter_world(world, layout, config)
         grid = StageGrid(world, self.global_rank)
         place(self.module, self.shaper.template, layout, grid)
+        if self._compiled_with is not None:
+            compile_layers(self.module, self._compiled_with)
         self._enter_stage(grid)
 
     def _enter_stage(self, grid: StageGrid) -> None:

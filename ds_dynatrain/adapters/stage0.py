@@ -64,7 +64,11 @@ class ReplicatedStage:
 
 
 def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Parameter]:
-    """The tensors that the basic optimizer steps, in the order of registration."""
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return [master for group in engine.optimizer.fp32_groups for master in group]
-    return list(model.parameters[: model.trainable])
+    """The tensors that the basic optimizer steps, in the order of registration.
+
+    FP16_UnfusedOptimizer has none for a parameter of no element, an expert of another rank's say.
+    """
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return list(model.parameters[: model.trainable])
+    held = iter([master for group in engine.optimizer.fp32_groups for master in group])
+    return [next(held) if each.numel() else torch.empty(0) for each in model.parameters[: model.trainable]]

@@ -26,7 +26,7 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.adapters.versions import flat_offsets
-from ds_dynatrain.space import WEIGHT, BufferId
+from ds_dynatrain.space import HOST_GRAD, WEIGHT, BufferId
 
 _PARAMETER_ATTRIBUTES = """
     _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
@@ -44,6 +44,9 @@ class FlatStages:
         whole = [sum(parameter.numel() for parameter in touched) for touched in zero.params_in_partition]
         buffers, scalars = describe_groups(engine, model, zero.bit16_groups_flat, masters, whole)
         describe_gradients(zero, masters, "group", buffers)
+        for kind, name in list(buffers):
+            if kind == HOST_GRAD and is_hollow(model, name.index):
+                buffers[kind, name] = buffers[kind, name][:0]
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:

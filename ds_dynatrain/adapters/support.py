@@ -47,6 +47,8 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
     """SwitchRefused for a module that cannot run in a layout."""
     refuse_axes(layout)
     if is_pipeline(model):
+        if (config.get("fp16") or {}).get("enabled") and layout.zero_stage == 0 and layout.pipe > 1:
+            raise practice("stages in fp16 without ZeRO").refused(f"a PipelineModule in fp16 in {layout}")
         low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
         zero = config.get("zero_optimization") or {}
         named = [key for key in ("round_robin_gradients", "parameter_alignment", "offload_optimizer") if zero.get(key)]
@@ -85,14 +87,11 @@ def refuse_changes(engine: Any) -> None:
 
 def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a section that was not tried with pipelines."""
-    for section in ("fp16", "torch_autocast", "data_efficiency"):
+    for section in ("torch_autocast", "data_efficiency"):
         if (config.get(section) or {}).get("enabled"):
             raise practice("beside a pipeline").error(section)
     if experts.is_on(config):
         raise practice("AutoEP in a pipeline").error("expert_parallel")
-    zero = config.get("zero_optimization") or {}
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" or zero.get("cpu_offload"):
-        raise practice("beside a pipeline").error("zero_optimization.offload_optimizer")
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_dynatrain.adapters.compiled import compiled_in_place
 from ds_dynatrain.adapters.state import Scalars
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
         "scaling": engine.scaling_state(),
         "scheduler": _scheduler_state(engine.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
-        "compiled modules": compiled_in_place(engine.module),
+        "compiled modules": engine.compiled_modules,
         "forward passes": engine.forward_passes,
         "random-LTD": engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
     }

@@ -11,7 +11,6 @@ from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import DataError
-from ds_dynatrain.support import practice
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
@@ -65,10 +64,6 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
                 "sends buffers of one size; set dataloader_drop_last to true"
             )
         return made
-
-    def compile(self, *_: Any, **__: Any) -> None:
-        """UnsupportedError."""
-        raise practice("engine.compile of a pipeline").error("engine.compile")
 
     def _pass_of(self, data_iter: Any) -> Pass | None:
         """The pass over a loader of ours that `train_batch` was given, or goes on with; None if it is no such thing."""

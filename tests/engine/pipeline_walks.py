@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ def settings(start: Layout, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
     """12 samples in micro-batches of 3, which 1, 2 and 4 pipelines share evenly."""
     made = jobs.config(dtype, train_micro_batch_size_per_gpu=3, **more)
     made["dynatrain"] = {**made["dynatrain"], "layout": start.to_dict()}
-    return {**made, "zero_optimization": {"stage": start.zero_stage}}
+    return {**made, "zero_optimization": {**more.get("zero_optimization", {}), "stage": start.zero_stage}}
 
 
 def job(given: dict[str, Any], name: str, **arguments: Any) -> AbstractContextManager[jobs.Job]:
@@ -47,10 +47,12 @@ class Walked:
     compared: list[int] = field(default_factory=list)
 
 
-def walk(path: Path, name: str, dtype: str = "fp32", steps: int = STEPS) -> Walked:
+def walk(
+    path: Path, name: str, dtype: str = "fp32", steps: int = STEPS, more: Mapping[str, Any] | None = None
+) -> Walked:
     """Go the path, `steps` optimizer steps at each place; the state after a switch is that before it."""
     found = Walked()
-    with job(settings(path[0], dtype), name) as made:
+    with job(settings(path[0], dtype, **(more or {})), name) as made:
         engine = made.engine
         engine.boundary()  # members that start idle wait here
         state = None

@@ -17,7 +17,7 @@ from deepspeed.utils import RepeatingLoader, groups
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.data import Cursor
-from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.engine import faults, jobs
 from tests.engine.models import Sequences, decay_groups
@@ -75,11 +75,12 @@ def test_walks(pool: RankPool, title: str) -> None:
 def refused_at_start() -> None:
     """Each start fails on all ranks alike, with the reason, and leaves nothing behind."""
     two = layout(2, 1)
-    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     cannot = [
         (settings(layout(2, 1, 2)), "pipelines in ZeRO stages 0 and 1 alone; nearest: data=1 pipe=2 zero_stage=1"),
-        ({**settings(two), "fp16": {"enabled": True}}, "^fp16: .* not tried with a PipelineModule"),
-        ({**settings(two), **offload}, "offload_optimizer: .* not tried with a PipelineModule"),
+        (
+            {**settings(two), "data_efficiency": {"enabled": True}},
+            "^data_efficiency: .* not followed with a Pipeline",
+        ),
         (settings(layout(1, 4), train_batch_size=10), "train_batch_size 10 over data=4.*use a train_batch_size of 8"),
         (settings(Layout(zero_stage=1, pipe=2, tensor=2)), "PipelineEngine knows no tensor axis"),
         (settings(layout(2, 1, 1, (0, 3, 8))), r"dynatrain\.layout: boundaries=\(0, 3, 8\) end with layer 8"),
@@ -107,8 +108,6 @@ def refused_later() -> None:
             with pytest.raises(SwitchRefused, match=words):
                 engine.switch(**changes)
             assert engine.plan(**changes).refusal
-        with pytest.raises(UnsupportedError, match=r"engine\.compile"):
-            engine.compile()
         with pytest.raises(DataError, match=r"has 2 of 12 samples.*dataloader_drop_last"):
             engine.loader(Sequences(50))
         losses.append(engine.train_batch().item())
