@@ -53,6 +53,7 @@ PASSING = r"\[[^\]]*(\.cc:\d+|[\d.]+)\](:\d+)?|\(expected .*"
 LATE = r"(?i)connection|gloo/transport|a process died"
 """What a rank says because another one has failed."""
 OK = "ok"
+DIED = "a process died"
 CLIPS_WRONG = "trains, and clips gradients by another norm than that of the whole model"
 TRAINS_WRONG = "trains, and its losses are not those of one rank"
 
@@ -164,7 +165,7 @@ def collect(pipes: list[Connection]) -> tuple[str | None, list[float]]:
             try:
                 failed, losses = pipe.recv()
             except EOFError:
-                failed, losses = "a process died", []
+                failed, losses = DIED, []
             answers[pipe] = losses
             if failed is not None:
                 errors.append(failed)
@@ -177,7 +178,7 @@ def collect(pipes: list[Connection]) -> tuple[str | None, list[float]]:
 def first(errors: list[str]) -> str | None:
     """The one that says most of why it failed, of those in the order in which they came."""
     own = [error for error in errors if not re.search(LATE, error)]
-    return next(iter(own or errors), None)
+    return next(iter(own), DIED if errors else None)
 
 
 class Survey:
