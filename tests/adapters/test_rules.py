@@ -20,7 +20,8 @@ def engine(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: boo
         "get_data_types": (weight, gradient),
     }
     methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    held = {"model_map": SimpleNamespace(dtype=weight), "element_types": SimpleNamespace(weight=weight)}
+    held = {"module": None, "model_map": SimpleNamespace(dtype=weight)}
+    held |= {"element_types": SimpleNamespace(weight=weight)}
     return SimpleNamespace(basic_optimizer=None, **held, **methods)
 
 
