@@ -6,10 +6,12 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from ds_dynatrain import __version__
 from ds_dynatrain.support import practice
@@ -22,6 +24,7 @@ VARIABLES = (
     *("TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
 )
 """Environment variables that decide about a launch."""
+LONGEST_COMPILATION_MINUTES = 15
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Environment:
 
 def examine_environment() -> Environment:
     """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
-    checks = (*_versions(), *_deepspeed(), _compiler())
+    checks = (*_versions(), *_deepspeed(), _compiler(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
 
@@ -123,3 +126,20 @@ def _compiler() -> Check:
         return Check("C++ compiler", found, None, "DeepSpeed compiles operators with it at first use: CPU Adam, Lion")
     lacking = " and ".join(what for what, there in ((wanted, found), ("ninja", ninja)) if not there)
     return Check("C++ compiler", f"no {lacking}", None, "works without, except for DeepSpeed's own CPU optimizers")
+
+
+def _broken_off() -> Iterator[Check]:
+    """Locks of compilations that nobody goes on with: torch waits for their end without a word and without a limit."""
+    if _version("torch") is None:
+        return
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
+        try:
+            minutes = (time.time() - lock.stat().st_mtime) / 60
+        except FileNotFoundError:  # done just now
+            continue
+        if minutes > LONGEST_COMPILATION_MINUTES:
+            note = f"a compilation begun {minutes:.0f} minutes ago was broken off"
+            yield Check("lock", str(lock), False, f"{note}, and every start waits for it: delete this file")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,19 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     result = doctor("--json")
     checks = {check["name"]: check for check in json.loads(result.stdout)["environment"]}
     assert checks["C++ compiler"]["value"] == "no no-such-compiler" and result.exit_code == 0
+
+
+def test_a_compilation_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert doctor().exit_code == 0  # somebody may be compiling now
+    os.utime(lock, (time.time() - 3600,) * 2)
+    result = doctor("--json")
+    (check,) = [check for check in json.loads(result.stdout)["environment"] if check["name"] == "lock"]
+    assert result.exit_code == 1
+    assert check["value"] == str(lock) and "begun 60 minutes ago was broken off" in check["note"]
 
 
 def test_the_whole_table() -> None:
