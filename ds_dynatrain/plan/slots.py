@@ -17,7 +17,17 @@ from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan.sides import Sides
-from ds_dynatrain.space import ABSENT, Kind, Layout, VirtualParameterSpace, interval
+from ds_dynatrain.space import (
+    ABSENT,
+    HOST_GRAD,
+    STALE_GRAD,
+    WEIGHT,
+    Kind,
+    Layout,
+    VirtualParameterSpace,
+    interval,
+)
+from ds_dynatrain.space.deckwise import DeckSharding
 from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.space.vps import AnySharding
@@ -59,16 +69,48 @@ def slot_costs(
     slots = target_layout.world_size
     sides = Sides(vps, target_layout, range(slots), kinds)
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
+    alike: dict[object, list[Kind]] = {}
     for kind in sides.kinds:
-        for slot in range(slots):
-            by_rank[:, slot] += _missing(sides, kind, slot) * kind.itemsize
+        alike.setdefault(_cut_like(kind), []).append(kind)
+    for first, *others in alike.values():
+        by_rank += _missing_in_slots(sides, first) * sum(kind.itemsize for kind in (first, *others))
     rows = [vps.members.index(member) if member in vps.members else ABSENT for member in candidates]
     return by_rank[rows]
 
 
-def _missing(sides: Sides, kind: Kind, slot: int) -> Ints:
-    """Elements of a kind that a slot lacks, for a member at each source rank, and last for one that was at none."""
-    start, stop = sides.wanted(kind, slot, ABSENT)
+def _cut_like(kind: Kind) -> object:
+    """Equal for kinds whose elements lie alike under every layout, such as a master and its moments."""
+    own = kind.name if kind.name in (WEIGHT, STALE_GRAD, HOST_GRAD) else ""
+    return own, kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
+
+
+def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
+    """Elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
+    slots = sides.layout.world_size
+    shared = _shared(sides.target(kind.name)) if sides.target(kind.name, copies=True).is_empty else None
+    if shared is None:
+        columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
+        return np.stack(columns, axis=1)
+    result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
+    for ranks, start, stop in shared:  # most of it is the same for many slots; what a slot can cast is not lacking
+        result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
+    origin = sides.derived_from(kind)
+    if origin is not None:
+        for slot in range(slots):
+            held = sides.target(origin).holding(slot)
+            result[:, slot] -= _missing(sides, kind, held.start, held.stop)
+    return result
+
+
+def _shared(cut: AnySharding) -> list[tuple[Ints, Ints, Ints]] | None:
+    """(ranks, start, stop) of what several ranks hold alike, which is all there is of the kind; None if it is not."""
+    if isinstance(cut, DeckSharding):
+        return cut.shared
+    return [(np.arange(cut.ranks), *cut.region())] if cut.replicated else None
+
+
+def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
+    """Elements of tidy runs of a kind that a member lacks: at each source rank, and last one that was at none."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
     names = sides.sources(kind)
@@ -95,6 +137,13 @@ def _missing_by_holder(cuts: list[AnySharding], start: Ints, stop: Ints, result:
     earlier: list[AnySharding] = []
     for cut in cuts:
         if cut.is_empty:
+            continue
+        shared = None if earlier else _shared(cut)
+        if shared is not None:
+            for ranks, first, last in shared:
+                _, _, low, high = interval.intersect(start, stop, first, last)
+                result[ranks] -= int((high - low).sum())
+            earlier.append(cut)
             continue
         _, low, high, rank = cut.holders(start, stop)
         for before in earlier:  # what a rank holds twice counts once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -64,6 +65,14 @@ class DeckSharding:
             found.append((start, stop))
         start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
         return interval.union(start, stop)
+
+    @cached_property
+    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
+        """(ranks, start, stop) deck by deck, of what all ranks of a deck hold alike; None if they hold parts of it."""
+        if not all(cut.replicated for cut in self.cuts):
+            return None
+        runs = [deck.atlas.to_line(*cut.region())[2:] for deck, cut in self._pairs()]
+        return [(deck.ranks, *interval.union(*each)) for deck, each in zip(self.mesh.decks, runs, strict=True)]
 
     def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
