@@ -12,7 +12,7 @@ import torch
 from ds_dynatrain.engine.replicas import distance, judge
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, faults, jobs, test_pipeline, test_tensor
+from tests.engine import axis_walks, faults, jobs, pipeline_walks, subjects
 from tests.engine.pool import RankPool
 
 KINDS = ("weight", "master", "exp_avg")
@@ -27,8 +27,8 @@ def job(case: str) -> AbstractContextManager[jobs.Job]:
     """A job in the first layout of a case."""
     start = CASES[case][1]
     if start.pipe > 1:
-        return test_pipeline.job(test_pipeline.settings(start), "tied")
-    return axis_walks.started(test_tensor.subject("llama of 4 kv"), "fp32", start)
+        return pipeline_walks.job(pipeline_walks.settings(start), "tied")
+    return axis_walks.started(subjects.language_model("llama of 4 kv"), "fp32", start)
 
 
 CASES: dict[str, tuple[str, Layout, Layout]] = {
@@ -73,7 +73,7 @@ def drifted(case: str, share: float, failing: list[str]) -> tuple[Any, Any, list
         if engine.layout.pipe > 1:
             engine.train_batch()
         else:
-            test_tensor.step(engine, next(batches))
+            subjects.named_step(engine, next(batches))
         drift(engine, name, share)
         before = values(engine, name)
         engine.switch(target, at=engine.global_steps)
