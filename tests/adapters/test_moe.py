@@ -12,6 +12,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_dynatrain.adapters import moe
+from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks
@@ -147,6 +148,7 @@ def rebuilt(before: int, size: int) -> Seen:
         return float(loss), [part.exp_counts.clone() for part in routed]
 
 
+@pytest.mark.skipif(not present().has_autotp, reason="DeepSpeed 0.18 fails with fewer tokens than fit")
 def test_a_reshaped_module_is_the_one_that_deepspeed_would_build(pool: RankPool) -> None:
     """Classes, attributes, names, shapes, groups; and where tokens go and the loss, at every size."""
     seen = [pool.run(rebuilt, before=before, size=size) for before, size in ((2, 1), (1, 2), (2, 4), (4, 2))]
