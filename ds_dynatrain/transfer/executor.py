@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.transfer.messages import Message, messages
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, regions
+from ds_dynatrain.transfer.series import series
 from ds_dynatrain.transfer.stream import SLOTS, Staging, Stream
 from ds_dynatrain.transfer.transport import MESSAGE_BYTES, Transport
 
@@ -21,6 +22,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MINIMUM_BUDGET_BYTES = 64 * 1024
 TAG = 1
 """Two members meet once in a plan and messages of one tag keep their order, so one tag does for all."""
+_BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
+"""What two moves must have in common to be parts of one copy."""
 
 
 @dataclass(frozen=True)
@@ -137,24 +140,43 @@ def _derive(moves: Moves, target: Buffers) -> None:
     """Casts and second copies within the target buffers, in order; rounding is torch's (to nearest, ties to even)."""
     regions(moves, target, "source")
     regions(moves, target, "target")
-    for first, count in _neighbors(moves):
-        move = next(iter(moves.select(slice(first, first + 1))))
-        origin = target[move.source_kind, move.source_buffer].detach().narrow(0, move.source_offset, count)
-        target[move.kind, move.target_buffer].detach().narrow(0, move.target_offset, count).copy_(origin)
+    first, length = _neighbors(moves)
+    source, written = moves.source_offset[first], moves.target_offset[first]
+    same = np.zeros(len(first), dtype=np.int64)
+    for column in (*(getattr(moves, name)[first] for name in _BUFFERS), length):
+        same = same * (int(column.max(initial=0)) + 1) + column
+    for row, count in zip(*series(same, source, written), strict=True):
+        move = next(iter(moves.select(slice(int(first[row]), int(first[row]) + 1))))
+        origin, into = target[move.source_kind, move.source_buffer], target[move.kind, move.target_buffer]
+        rows = slice(int(row), int(row) + int(count))
+        _copy_series(origin.detach(), source[rows], into.detach(), written[rows], int(length[row]))
 
 
-def _neighbors(moves: Moves) -> Iterator[tuple[int, int]]:
+def _neighbors(moves: Moves) -> tuple[Ints, Ints]:
     """(first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
     if not len(moves):
-        return
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     length = moves.stop - moves.start
     joined = np.ones(len(moves) - 1, dtype=bool)
-    for name in ("kind", "source_kind", "source_buffer", "target_buffer"):
+    for name in _BUFFERS:
         joined &= np.diff(getattr(moves, name)) == 0
     for name in ("source_offset", "target_offset"):
         joined &= np.diff(getattr(moves, name)) == length[:-1]
     first = np.flatnonzero(np.append(True, ~joined))
-    yield from zip(first.tolist(), np.add.reduceat(length, first).tolist(), strict=True)
+    return first, np.add.reduceat(length, first)
+
+
+def _copy_series(origin: torch.Tensor, begins: Ints, into: torch.Tensor, targets: Ints, length: int) -> None:
+    """Copy runs of one length at equal steps between flat buffers: as matrices, or one by one where steps go back."""
+    sides = ((origin, begins.tolist()), (into, targets.tolist()))
+    if len(begins) == 1 or any(at[1] - at[0] < length for _, at in sides):
+        for begin, at in zip(sides[0][1], sides[1][1], strict=True):
+            into[at : at + length].copy_(origin[begin : begin + length])
+        return
+    read, written = (
+        held.as_strided((len(at), length), (at[1] - at[0], 1), held.storage_offset() + at[0]) for held, at in sides
+    )
+    written.copy_(read)
 
 
 def _bytes_written(moves: Moves) -> int:

@@ -155,6 +155,21 @@ def test_derived_moves_cast_last() -> None:
     assert (stats.bytes_derived, stats.bytes_local) == (200, 400)
 
 
+@pytest.mark.parametrize(("read", "written"), [(3, 5), (5, 3), (-4, 5), (5, -4), (-3, -5)])
+def test_derived_moves_at_equal_steps(read: int, written: int) -> None:
+    """Runs of three elements, as a cut dim leaves them; a run of another length and one at another step among them."""
+    masters, weights = torch.randn(120), torch.zeros(120, dtype=torch.bfloat16)
+    begins = [(60 + read * number, 60 + written * number) for number in range(9)]
+    runs = [(3, *pair) for pair in begins] + [(2, 100, 110), (3, 20, 1), (3, 40, 116)]
+    target = {("master", BUFFER): torch.zeros(120), ("weight", BUFFER): weights[1:]}
+    expected = target["weight", BUFFER].clone()
+    for length, source, into in runs:
+        expected[into : into + length] = masters[source : source + length].to(torch.bfloat16)
+    derived = moves_of(*runs, kind=1, origin=0)
+    execute(local_plan(moves_of((120, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
+    assert torch.equal(target["weight", BUFFER], expected)
+
+
 @pytest.mark.parametrize(
     ("source", "match"),
     [
