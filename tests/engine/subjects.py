@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.engine import pipelined_experts
 from tests.engine.axis_walks import Subject
 from tests.engine.language_models import MODELS, places, tokens
 from tests.engine.mixtures import autoep, native
@@ -65,6 +66,7 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "AutoEP": partial(autoep, experts=12, heads=4),
     "deepspeed.moe": native,
     "PipelineModule": pipelined,
+    "PipelineModule of deepspeed.moe": pipelined_experts.subject,
     "Ulysses": sgd,
 }
 """By the names of `transitions.TABLE`."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as td
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -17,64 +15,10 @@ from ds_dynatrain.adapters.pipeline import PipelineTemplate
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, jobs, oracle, pipelines
-from tests.engine.axis_walks import Subject
-from tests.engine.models import Sequences, decay_groups
+from tests.engine import axis_walks, jobs, pipelines
+from tests.engine.models import Sequences
+from tests.engine.pipelined_experts import at, model, subject, whole_name
 from tests.engine.pool import RankPool
-
-LOCAL = re.compile(r"(\d+)(.*deepspeed_experts\.)(\d+)(\..*)")
-COUNTS = {"1": 4, "3": 8}
-"""Experts of the two layers that have some, by the layer's number."""
-
-
-def at(pipe: int, data: int, expert: int = 1, stage: int = 1) -> Layout:
-    """A layout of pipelines of experts."""
-    return Layout(pipe=pipe, data=data, expert=expert, zero_stage=stage)
-
-
-def model(size: int = 1, index: int = 0, stages: int = 1) -> PipelineModule:
-    """The layers of "routed", where each expert has values of its own; of an expert index, if experts are cut."""
-    made = PipelineModule(pipelines.routed(size), num_stages=stages, loss_fn=pipelines.loss)
-    for name, held in made.named_parameters():
-        generator = torch.Generator().manual_seed(sum(map(ord, whole_name(name, size, index))))
-        held.data = torch.randn(held.shape, generator=generator) * 0.2
-    return made
-
-
-def whole_name(name: str, size: int, index: int) -> str:
-    """The name with the number of the expert in its whole layer."""
-    found = LOCAL.fullmatch(name)
-    if found is None:
-        return name
-    layer, path, number, rest = found.groups()
-    return f"{layer}{path}{int(number) + index * COUNTS[layer] // size}{rest}"
-
-
-def places(engine: Any) -> dict[str, oracle.Place]:
-    """Where the parameters of this rank's experts lie in those of all."""
-    size = engine.layout.expert
-    index = engine.layout.coordinate(engine.rank)["data"] % size
-    return {
-        name: oracle.Place(whole_name(name, size, index), torch.arange(held.numel()), held.numel())
-        for name, held in engine.module.named_parameters()
-    }
-
-
-def groups(made: nn.Module) -> list[dict[str, Any]]:
-    """Two of the user's, from which DeepSpeed makes two of experts, too."""
-    named = zip(("matrices", "vectors"), decay_groups(made), strict=True)
-    return [{"name": name, **group} for name, group in named]
-
-
-def one_step(engine: Any, batch: Any) -> float:
-    """A global batch of one micro-batch."""
-    return float(engine.train_batch(iter([batch])))
-
-
-def subject() -> Subject:
-    """Clipping bites."""
-    return Subject(model, Sequences, places, {"gradient_clipping": 0.1}, one_step, groups=groups)
-
 
 WALKS: dict[str, tuple[Layout, ...]] = {
     "every axis at once": (at(2, 2, 2), at(1, 4, 4), at(2, 1), at(1, 2, 2), at(2, 2), at(2, 2, 2)),
