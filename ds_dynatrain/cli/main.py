@@ -117,6 +117,29 @@ def status(
         membership.show_status(found)
 
 
+@app.command()
+def leave(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")],
+    node: Annotated[str, typer.Argument(help="The node: what `ds-dynatrain status` shows before the slash.")],
+    token_file: TokenFile = None,
+) -> None:
+    """Let a node hand over what it holds and leave an elastic job, as SIGTERM to its torchrun does.
+
+    Returns as soon as its workers were told; the status shows when they have gone.
+
+    Exit code: 0, or 2 if there is no such node, no coordinator answers, or it refuses.
+    """
+    from ds_dynatrain.cli import membership
+    from ds_dynatrain.errors import ConfigError, ElasticError
+
+    try:
+        told = membership.leave(address, node, token_file)
+    except (ConfigError, ElasticError) as error:
+        typer.echo(f"ds-dynatrain leave: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    typer.echo(f"told to leave: {', '.join(told)}")
+
+
 def main() -> None:
     """Entry point of the console script."""
     app(prog_name="ds-dynatrain")

@@ -1,10 +1,13 @@
-"""A coordinator as a command, and the status of a job as a table or as JSON."""
+"""A coordinator as a command; the status of a job as a table or as JSON; a node that is told to leave."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,9 +15,11 @@ from rich.table import Table
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import token_from
 from ds_dynatrain.elastic.messages import Status
-from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.query import ask_status, ask_to_leave
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError, ElasticError
+
+Answer = TypeVar("Answer")
 
 
 def nodes(text: str) -> tuple[int, int]:
@@ -42,10 +47,24 @@ def run_coordinator(address: str, settings: Settings, job: str, token_file: Path
 
 def status(address: str, token_file: Path | None) -> Status:
     """Ask for the status. ConfigError, ElasticError if nobody answers or lets us in."""
+    return _asked(address, token_file, ask_status)
+
+
+def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
+    """Tell the workers of a node to go; which ones. ConfigError for what no node is called, ElasticError as above."""
+    try:
+        return _asked(address, token_file, lambda where, token: ask_to_leave(where, node, token))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{node!r} is no name of a node; `ds-dynatrain status {address}` says which there are"
+        ) from error
+
+
+def _asked(address: str, token_file: Path | None, question: Callable[[Address, str | None], Answer]) -> Answer:
     token = token_from(file=None if token_file is None else str(token_file))
     where = Address.parse(address)
     try:
-        return ask_status(where, token)
+        return question(where, token)
     except OSError as error:
         raise ElasticError(f"no coordinator answers at {where}: {error}") from error
 

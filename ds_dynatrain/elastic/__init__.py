@@ -10,7 +10,7 @@
 | `recovery` | what a coordinator that was started anew learns from the members |
 | `snapshot` | the status of a job |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
-| `connection` `query` | the other end; the question for the status |
+| `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |
 | `address` `token` | where to listen, and to whom; the secret of a job |
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |

@@ -21,8 +21,11 @@ from ds_dynatrain.elastic.messages import (
     Beat,
     Bye,
     Changed,
+    Dismiss,
+    Dismissed,
     Fence,
     Finished,
+    Leave,
     Query,
     Report,
     Welcome,
@@ -30,7 +33,7 @@ from ds_dynatrain.elastic.messages import (
 )
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.snapshot import snapshot
-from ds_dynatrain.elastic.world import node_of
+from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
@@ -117,8 +120,20 @@ class Coordinator:
                 await self._attend_agent(peer, said.node)
             case Query():
                 peer.send(snapshot(self.membership, self._job, time.monotonic()))
+            case Dismiss():
+                peer.send(self._dismiss(said.node))
 
-    async def _introduction(self, peer: Peer) -> Announce | Agent | Query:
+    def _dismiss(self, node: str) -> Dismissed:
+        """Tell the workers of a node to go; PeerRefused, with those that there are, for a node that has none."""
+        members = tuple(member for member in self._workers if node_of(member) == node)
+        if not members:
+            there = ", ".join(sorted(nodes_of(self._workers))) or "none"
+            raise PeerRefused(f"no worker of node {node!r} is in this job; nodes: {there}")
+        logger.info("node %s is told to go", node)
+        self._send_all(encode(Leave()), members)
+        return Dismissed(members=members)
+
+    async def _introduction(self, peer: Peer) -> Announce | Agent | Query | Dismiss:
         hello = await peer.greet(self._token, self._job)
         self._job = self._job or hello.job
         settings = self.membership.settings
@@ -132,8 +147,8 @@ class Coordinator:
             )
         )
         said = await peer.receive(LARGEST_MESSAGE)
-        if not isinstance(said, Announce | Agent | Query):
-            raise MessageError(f"{said.kind}: announce, agent or query comes after hello")
+        if not isinstance(said, Announce | Agent | Query | Dismiss):
+            raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
         return said
 
     async def _attend_worker(self, peer: Peer, said: Announce) -> None:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Refused, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.elastic.store import world_store
@@ -244,6 +244,8 @@ class Member:
         match message:
             case Changed(world=world):
                 self._hear(world)
+            case Leave():
+                self._see_request("its node was told to leave")
             case Finished():
                 with self._changed:
                     self._is_finished = True
@@ -264,8 +266,12 @@ class Member:
             self._changed.notify_all()
 
     def _see_termination(self) -> None:
-        if self._termination.read() and not self._report.leaving:
-            logger.warning("%s: SIGTERM; its state is handed over, then it goes", self.id)
+        if self._termination.read():
+            self._see_request("SIGTERM")
+
+    def _see_request(self, why: str) -> None:
+        if not self._report.leaving:
+            logger.warning("%s: %s; its state is handed over, then it goes", self.id, why)
             self.leave()
 
     def _come_back(self) -> bool:

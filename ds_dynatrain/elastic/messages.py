@@ -6,8 +6,9 @@ type or a length above the limit is a `MessageError` that says which.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
 After that a worker sends one `Announce`, then `Report` whenever something changed and as its heartbeat, and `Bye` at
-its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query`. The coordinator sends `Changed`,
-`Fence`, `Finished`, `Status` and `Refused`. Reports say all that a worker is, so a lost or a repeated one does no harm.
+its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query` or `Dismiss`. The coordinator sends
+`Changed`, `Leave`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. Reports say all that a worker is, so a
+lost or a repeated one does no harm.
 """
 
 from __future__ import annotations
@@ -127,11 +128,31 @@ class Query(Record):
     kind: Literal["query"] = "query"
 
 
+class Dismiss(Record):
+    """Ask that all workers of a node go, as SIGTERM would tell them."""
+
+    kind: Literal["dismiss"] = "dismiss"
+    node: NodeId
+
+
+class Dismissed(Record):
+    """They were told."""
+
+    kind: Literal["dismissed"] = "dismissed"
+    members: Members
+
+
 class Changed(Record):
     """A new generation."""
 
     kind: Literal["changed"] = "changed"
     world: World
+
+
+class Leave(Record):
+    """To a worker: somebody wants its node; hand over, and go."""
+
+    kind: Literal["leave"] = "leave"
 
 
 class Fence(Record):
@@ -189,8 +210,8 @@ class Status(Record):
     changes: tuple[ChangeStatus, ...]
 
 
-FromPeer = Hello | Announce | Report | Bye | Agent | Beat | Query
-FromCoordinator = Challenge | Welcome | Refused | Changed | Fence | Finished | Status
+FromPeer = Hello | Announce | Report | Bye | Agent | Beat | Query | Dismiss
+FromCoordinator = Challenge | Welcome | Refused | Changed | Leave | Fence | Finished | Status | Dismissed
 Message = FromPeer | FromCoordinator
 
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

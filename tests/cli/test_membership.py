@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.cli.membership import nodes
-from ds_dynatrain.elastic.messages import Report
+from ds_dynatrain.elastic.messages import Leave, Report
 from ds_dynatrain.errors import ConfigError
 from tests.elastic.served import SECONDS, enter, serving, told
 
@@ -63,6 +63,21 @@ def test_status_needs_the_token(tmp_path: Path) -> None:
         refused = run("status", served.address)
         assert refused.exit_code == 2 and "the token is missing" in refused.stderr
         assert run("status", served.address, "--token-file", file).exit_code == 0
+
+
+def test_a_node_is_told_to_leave() -> None:
+    with serving() as served:
+        workers = [served.join("a", rank, 2) for rank in range(2)]
+        other = served.join("b")
+        for one in (*workers, other):
+            told(one)
+        result = run("leave", served.address, "a")
+        assert result.exit_code == 0 and "told to leave: a/0, a/1" in result.stdout
+        assert [one.expect(SECONDS) for one in workers] == [Leave(), Leave()]
+        unknown = run("leave", served.address, "c")
+        assert unknown.exit_code == 2 and "no worker of node 'c' is in this job; nodes: a, b" in unknown.stderr
+        assert run("leave", served.address, "a/0").exit_code == 2
+    assert run("leave", served.address, "a").exit_code == 2
 
 
 def test_an_open_coordinator_needs_a_token() -> None:

@@ -14,6 +14,7 @@ from ds_dynatrain.elastic import member as member_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, Member
+from ds_dynatrain.elastic.query import ask_to_leave
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished
 from tests.elastic.served import SECONDS, Served, enter, serving, told
@@ -115,6 +116,17 @@ def test_who_was_given_up_ends(script: Script) -> None:
         a.ready()
         assert wait_until(lambda: bool(script.endings))
     assert script.endings[0][0] is Ending.GIVEN_UP and "no heartbeat" in script.endings[0][1]
+
+
+def test_a_node_can_be_asked_to_leave(script: Script) -> None:
+    with serving() as served:
+        a, spare = script.member(served.address, "a"), script.member(served.address, "b", is_ready=False)
+        joined(a)
+        assert ask_to_leave(served.address, "a") == ("a/0",) == ask_to_leave(served.address, "a")
+        assert a.wait_for_world(1, SECONDS).leaving == ("a/0",) and a.is_leaving
+        ask_to_leave(served.address, "b")
+        with pytest.raises(JobFinished, match="b/0 was told to leave"):
+            spare.wait_for_world(0, SECONDS)
 
 
 def test_sigterm_means_leave(script: Script) -> None:

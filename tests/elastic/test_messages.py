@@ -16,8 +16,11 @@ from ds_dynatrain.elastic.messages import (
     Announce,
     Bye,
     Changed,
+    Dismiss,
+    Dismissed,
     Fence,
     Hello,
+    Leave,
     Message,
     Report,
     body_length,
@@ -34,6 +37,9 @@ SAMPLES: list[Message] = [
     Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5),
     Changed(world=WORLD),
     Fence(member="n1/0", pid=5),
+    Dismiss(node="n1"),
+    Dismissed(members=("n1/0", "n1/1")),
+    Leave(),
     Bye(),
 ]
 
