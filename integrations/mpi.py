@@ -1,0 +1,110 @@
+"""mpirun as a launcher of elastic jobs: its processes become members, as those of torchrun do.
+
+MPI says who is where and carries the coordinator's address, once, at the start. No tensor ever travels over it, and it
+is ended at once, because a process that has joined an MPI world can leave it only together with all others.
+
+A process that fails makes most versions of mpirun kill the others: start it with `-disable-auto-cleanup` (MPICH) or
+`--continuous` (Open MPI) to let them go on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import LOCAL_RANK, LOCAL_SIZE, TOKEN, WorkerPlace, hand_over, token_from
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.errors import ConfigError, ElasticError
+
+LOOPBACK = "127.0.0.1"
+LONGEST_HOST = 64
+
+
+def join(
+    communicator: Any = None,
+    endpoint: str | None = None,
+    min_nodes: int = 1,
+    max_nodes: int | None = None,
+    variables: MutableMapping[str, str] = os.environ,
+) -> WorkerPlace:
+    """Call it first, on every process that mpirun has started: `ds_dynatrain.initialize` finds its place then.
+
+    communicator: of mpi4py, over all processes; COMM_WORLD by default, and then MPI is ended before it returns.
+    endpoint: HOST:PORT of a coordinator that runs (`ds-dynatrain coordinator`); without it process 0 hosts one, for
+    `min_nodes` to `max_nodes` nodes (by default as many as there are): then the job lives as long as process 0. A
+    second mpirun joins the job of an `endpoint`.
+
+    Where nodes are several and there is no token, process 0 makes one for this start. ImportError without mpi4py;
+    ConfigError, on all processes, for an endpoint or numbers that make no sense; ElasticError if process 0 cannot host.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD if communicator is None else communicator
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    node = _spread(local, _new_node())
+    nodes = np.zeros(1, np.int64)
+    world.Allreduce(np.array([local.rank == 0], np.int64), nodes)
+    told = {} if world.rank else _invitation(endpoint, int(nodes[0]), min_nodes, max_nodes, variables)
+    told = json.loads(_spread(world, json.dumps(told)))
+    place = None if "error" in told else (node, local.rank, local.size)
+    local.Free()
+    if communicator is None:
+        MPI.Finalize()
+    if place is None:
+        raise (ConfigError if told["is_wrong"] else ElasticError)(told["error"])
+    found = WorkerPlace(*place, Address.parse(told["endpoint"]), told["job"])
+    hand_over(found, variables)
+    variables[LOCAL_RANK], variables[LOCAL_SIZE] = str(found.local_rank), str(found.local_size)
+    if told["token"] is not None:
+        variables[TOKEN] = told["token"]
+    return found
+
+
+def _spread(communicator: Any, text: str) -> str:
+    """The text of the communicator's process 0, on all of its processes."""
+    body = np.frombuffer(text.encode(), np.uint8)
+    length = np.array([len(body)], np.int64)
+    communicator.Bcast(length)
+    if communicator.rank:
+        body = np.empty(int(length[0]), np.uint8)
+    communicator.Bcast(body)
+    return body.tobytes().decode()
+
+
+def _invitation(
+    endpoint: str | None, nodes: int, least: int, most: int | None, variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """On process 0: what all need to know, or an error for all; hosts a coordinator if there is none."""
+    try:
+        if endpoint is not None:
+            return {"endpoint": str(Address.parse(endpoint)), "job": "", "token": None}
+        return _hosted(nodes, least, most, token_from(variables))
+    except (ConfigError, ElasticError, OSError) as error:
+        return {"error": str(error), "is_wrong": isinstance(error, ConfigError)}
+
+
+def _hosted(nodes: int, least: int, most: int | None, token: str | None) -> dict[str, Any]:
+    from ds_dynatrain.elastic.hosting import Host  # imports torch
+
+    made = secrets.token_hex(32) if token is None and nodes > 1 else None
+    address = Address(LOOPBACK if nodes == 1 else socket.gethostname(), 0)
+    job = f"mpi-{secrets.token_hex(4)}"
+    host = Host(address, Settings(least, max(least, nodes) if most is None else most), token or made, job)
+    host.start()
+    atexit.register(host.outlive)
+    return {"endpoint": str(host.address), "job": job, "token": made}
+
+
+def _new_node() -> str:
+    """An id that no node has had: the host's name for people, the rest to tell starts apart."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:LONGEST_HOST]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
