@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -20,29 +20,23 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory that is not
     touched costs no time, and no page of it exists yet.
     """
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, held in part._parameters.items():
-            if held is None:
-                continue
-            if id(held) not in made:
-                empty = torch.empty(held.shape, dtype=dtype, device="cpu")
-                made[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
-                made[id(held)].__dict__.update(held.__dict__)
-            part._parameters[name] = made[id(held)]
-    return module
+    return _over(module, lambda held: torch.empty(held.shape, dtype=dtype, device="cpu"))
 
 
 def without_memory(module: nn.Module) -> nn.Module:
     """Give every parameter its shape and one element: its values are elsewhere. Tied ones stay tied."""
+    return _over(module, lambda held: torch.empty(1, dtype=held.dtype, device="cpu").expand(held.shape))
+
+
+def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
+    """Put a new parameter over `memory(parameter)` in the place of each; what is set on it stays."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, held in part._parameters.items():
             if held is None:
                 continue
             if id(held) not in made:
-                one = torch.empty(1, dtype=held.dtype, device="cpu").expand(held.shape)
-                made[id(held)] = nn.Parameter(one, requires_grad=held.requires_grad)
+                made[id(held)] = nn.Parameter(memory(held), requires_grad=held.requires_grad)
                 made[id(held)].__dict__.update(held.__dict__)
             part._parameters[name] = made[id(held)]
     return module
