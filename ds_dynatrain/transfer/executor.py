@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, Moves
-from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.transfer.messages import Message, messages
-from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, regions
-from ds_dynatrain.transfer.series import series
-from ds_dynatrain.transfer.stream import SLOTS, Staging, Stream
-from ds_dynatrain.transfer.transport import MESSAGE_BYTES, Transport
+from ds_dynatrain.plan import MemberPlan
+from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
+from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
+from ds_dynatrain.transfer.stream import Stream
+from ds_dynatrain.transfer.transport import Transport
 
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Longest staged message; all slots of both directions full are 32 MiB."""
 MINIMUM_BUDGET_BYTES = 64 * 1024
 TAG = 1
 """Two members meet once in a plan and messages of one tag keep their order, so one tag does for all."""
-_BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
-"""What two moves must have in common to be parts of one copy."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class TransferStats:
 
 
 def execute(
-    plan: MemberPlan,
+    plan: MemberPlan | ReadyPlan,
     source: Buffers,
     target: Buffers,
     transport: Transport,
@@ -56,6 +51,9 @@ def execute(
     budget_bytes: int,
 ) -> TransferStats:
     """Fill the target buffers: local moves, then the exchanges in the plan's order, then the derived moves.
+
+    Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
+    members of the first one are in it, so nobody waits in a circle.
 
     `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging and must be the same on every member.
     Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
@@ -68,35 +66,38 @@ def execute(
         raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
     begin = time.monotonic()
     deadline = begin + deadline_seconds
-    staging = Staging(min(CHUNK_BYTES, budget_bytes // (2 * SLOTS)))
-    read, written = regions(plan.local, source, "source"), regions(plan.local, target, "target")
-    exchanges = [_resolve(exchange, source, target) for exchange in plan.rounds]
-    is_kept = read.addresses() == written.addresses()
+    ready = _ready(plan, source, target, budget_bytes)
+    read, written = ready.local[0].among(source), ready.local[1].among(target)
+    exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
+    for places in ready.derived:
+        places.among(target)
+    moved = np.flatnonzero(read.addresses() != written.addresses())
     check_disjoint(
-        [read, *(sends for sends, _ in exchanges)],
-        [_rows(written, np.flatnonzero(~is_kept)), *(receives for _, receives in exchanges)],
+        [read, *(sends for sends, _ in exchanges)], [written.rows(moved), *(receives for _, receives in exchanges)]
     )
-    streams = [
-        _streams(exchange.peer, *both, transport, staging)
-        for exchange, both in zip(plan.rounds, exchanges, strict=True)
-    ]
-    for stream in streams[0] if streams else ():  # the wire works while this member copies
+    streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
+    at_once = concurrent(budget_bytes, ready.chunk)
+    for stream in chain.from_iterable(streams[:at_once]):  # the wire works while this member copies
         stream.advance()
-    moved = np.flatnonzero(~is_kept)
-    _rows(read, moved).copy_to(_rows(written, moved))
+    is_all = len(moved) == len(read.begin)
+    read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
-    for incoming, outgoing in streams:
+    for number, (incoming, outgoing) in enumerate(streams):
         _exchange(incoming, outgoing, deadline)
+        for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
+            stream.advance()
     exchange_done = time.monotonic()
-    _derive(plan.derived, target)
+    for cast in ready.casts:
+        _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
     end = time.monotonic()
+    bytes_moved = int(read.length[moved].sum())
     return TransferStats(
         bytes_sent=sum(int(sends.length.sum()) for sends, _ in exchanges),
         bytes_received=sum(int(receives.length.sum()) for _, receives in exchanges),
-        bytes_local=int(read.length[~is_kept].sum()),
-        bytes_in_place=int(read.length[is_kept].sum()),
-        bytes_derived=_bytes_written(plan.derived),
-        staging_peak=staging.peak,
+        bytes_local=bytes_moved,
+        bytes_in_place=int(read.length.sum()) - bytes_moved,
+        bytes_derived=int(ready.derived[1].length.sum()),
+        staging_peak=ready.staging.peak,
         seconds=end - begin,
         seconds_local=local_done - begin,
         seconds_exchange=exchange_done - local_done,
@@ -104,21 +105,22 @@ def execute(
     )
 
 
-def _resolve(exchange: Exchange, source: Buffers, target: Buffers) -> tuple[Regions, Regions]:
-    return regions(exchange.sends, source, "source"), regions(exchange.receives, target, "target")
-
-
-def _rows(found: Regions, rows: Ints) -> Regions:
-    return Regions(found.data, found.which[rows], found.begin[rows], found.length[rows])
+def _ready(plan: MemberPlan | ReadyPlan, source: Buffers, target: Buffers, budget_bytes: int) -> ReadyPlan:
+    """The plan, made ready for this budget and type of device, if it is not yet."""
+    on_host = all(held.device.type == "cpu" for held in chain(source.values(), target.values()))
+    if not isinstance(plan, ReadyPlan):
+        return ReadyPlan.of(plan, budget_bytes, on_host)
+    fits = (plan.chunk, plan.longest) == lengths(budget_bytes, on_host)
+    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, on_host)
 
 
 def _streams(
-    peer: int, sends: Regions, receives: Regions, transport: Transport, staging: Staging
+    ready: ReadyPlan, number: int, sends: Regions, receives: Regions, transport: Transport
 ) -> tuple[Stream, Stream]:
-    """Both directions with one peer: (incoming, outgoing)."""
-    incoming = Stream(transport, peer, TAG, False, receives, _cut(receives, staging.chunk), staging)
-    outgoing = Stream(transport, peer, TAG, True, sends, _cut(sends, staging.chunk), staging)
-    return incoming, outgoing
+    """Both directions of an exchange: (incoming, outgoing)."""
+    peer, out, into = ready.exchanges[number]
+    incoming = Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging)
+    return incoming, Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging)
 
 
 def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
@@ -130,55 +132,17 @@ def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
         outgoing.finish(deadline)
 
 
-def _cut(found: Regions, chunk: int) -> list[Message]:
-    """On an accelerator every message is staged, so none exceeds a chunk; the peer has the same type of device."""
-    on_host = all(data.device.type == "cpu" for data in found.data)
-    return messages(found.length.tolist(), chunk, MESSAGE_BYTES if on_host else chunk)
+def _cast(origin: torch.Tensor, into: torch.Tensor, cast: Cast) -> None:
+    """Runs of one length at equal steps, as matrices, or one by one where steps go back.
 
-
-def _derive(moves: Moves, target: Buffers) -> None:
-    """Casts and second copies within the target buffers, in order; rounding is torch's (to nearest, ties to even)."""
-    regions(moves, target, "source")
-    regions(moves, target, "target")
-    first, length = _neighbors(moves)
-    source, written = moves.source_offset[first], moves.target_offset[first]
-    same = np.zeros(len(first), dtype=np.int64)
-    for column in (*(getattr(moves, name)[first] for name in _BUFFERS), length):
-        same = same * (int(column.max(initial=0)) + 1) + column
-    for row, count in zip(*series(same, source, written), strict=True):
-        move = next(iter(moves.select(slice(int(first[row]), int(first[row]) + 1))))
-        origin, into = target[move.source_kind, move.source_buffer], target[move.kind, move.target_buffer]
-        rows = slice(int(row), int(row) + int(count))
-        _copy_series(origin.detach(), source[rows], into.detach(), written[rows], int(length[row]))
-
-
-def _neighbors(moves: Moves) -> tuple[Ints, Ints]:
-    """(first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
-    if not len(moves):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    length = moves.stop - moves.start
-    joined = np.ones(len(moves) - 1, dtype=bool)
-    for name in _BUFFERS:
-        joined &= np.diff(getattr(moves, name)) == 0
-    for name in ("source_offset", "target_offset"):
-        joined &= np.diff(getattr(moves, name)) == length[:-1]
-    first = np.flatnonzero(np.append(True, ~joined))
-    return first, np.add.reduceat(length, first)
-
-
-def _copy_series(origin: torch.Tensor, begins: Ints, into: torch.Tensor, targets: Ints, length: int) -> None:
-    """Copy runs of one length at equal steps between flat buffers: as matrices, or one by one where steps go back."""
-    sides = ((origin, begins.tolist()), (into, targets.tolist()))
-    if len(begins) == 1 or any(at[1] - at[0] < length for _, at in sides):
-        for begin, at in zip(sides[0][1], sides[1][1], strict=True):
+    Rounding is torch's (to nearest, ties to even).
+    """
+    length, sides = cast.length, ((origin, cast.read), (into, cast.written))
+    if len(cast.read) == 1 or any(at[1] - at[0] < length for _, at in sides):
+        for begin, at in zip(cast.read, cast.written, strict=True):
             into[at : at + length].copy_(origin[begin : begin + length])
         return
     read, written = (
         held.as_strided((len(at), length), (at[1] - at[0], 1), held.storage_offset() + at[0]) for held, at in sides
     )
     written.copy_(read)
-
-
-def _bytes_written(moves: Moves) -> int:
-    itemsize = np.array([kind.itemsize for kind in moves.kinds], dtype=np.int64)[moves.kind]
-    return int(((moves.stop - moves.start) * itemsize).sum())

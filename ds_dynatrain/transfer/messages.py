@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 DIRECT_BYTES = 256 * 1024
 """Moves from this size on are not packed: a message of its own costs less than two copies."""
 
@@ -35,19 +37,18 @@ class Message:
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
     """The messages for moves of `lengths` bytes, in the order of sending."""
-    found: list[Message] = []
-    small: list[int] = []
-    filled = 0
-    for row, length in enumerate(lengths):
-        if length >= min(DIRECT_BYTES, chunk):
-            found += [Message((row,), start, min(start + longest, length)) for start in range(0, length, longest)]
-            continue
-        if filled + length > chunk:
-            found.append(Message(tuple(small), 0, filled))
-            small, filled = [], 0
-        if length:
-            small.append(row)
-            filled += length
-    if small:
-        found.append(Message(tuple(small), 0, filled))
-    return found
+    length = np.array([*lengths], dtype=np.int64)
+    direct = length >= min(DIRECT_BYTES, chunk)
+    found: list[tuple[int, Message]] = []
+    for row, total in zip(np.flatnonzero(direct).tolist(), length[direct].tolist(), strict=True):
+        cuts = range(0, total, longest)
+        found += [(row, Message((row,), start, min(start + longest, total))) for start in cuts]
+    small = np.flatnonzero(~direct & (length > 0))
+    ends = np.cumsum(length[small])
+    first, before = 0, 0
+    while first < len(small):  # a message is sent when the next move does not go into it
+        last = int(np.searchsorted(ends, before + chunk, side="right"))
+        when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
+        found.append((when, Message(tuple(small[first:last].tolist()), 0, after - before)))
+        first, before = last, after
+    return [message for _, message in sorted(found, key=lambda each: each[0])]

@@ -1,9 +1,14 @@
-"""Regions: the bytes of local buffers that moves read or write, found by numbers before any byte is touched."""
+"""Regions: the bytes of local buffers that moves read or write, found by numbers before any byte is touched.
+
+`Places` know the buffers by name: they are found once, while training runs. `Regions` are the same in the memory that
+there is when the bytes move.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -13,10 +18,72 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId, interval
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.transfer.series import Bytes, rows_of, series
+from ds_dynatrain.transfer.series import Bytes, Matrix, matrices, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """Every local 1-D contiguous buffer, by the name of its state kind and its id."""
+Side = Literal["source", "target"]
+Key = tuple[str, BufferId, int]
+"""State kind, buffer, bytes of an element."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """One region of bytes per move, on one side of a switch, in buffers that are named.
+
+    keys: the buffers. which, begin, length: per move, the index into `keys`, the first byte, the bytes.
+    """
+
+    moves: Moves
+    side: Side
+    keys: tuple[Key, ...]
+    which: Ints
+    begin: Ints
+    length: Ints
+
+    @staticmethod
+    def of(moves: Moves, side: Side) -> Places:
+        """What the moves read (side "source") or write ("target")."""
+        is_source = side == "source"
+        kind = moves.source_kind if is_source else moves.kind
+        buffer = moves.source_buffer if is_source else moves.target_buffer
+        offset = moves.source_offset if is_source else moves.target_offset
+        names = moves.source_buffers if is_source else moves.target_buffers
+        codes, which = np.unique(kind * max(1, len(names)) + buffer, return_inverse=True)
+        numbers = [divmod(code, len(names)) for code in codes.tolist()]
+        keys = tuple((moves.kinds[one].name, names[other], moves.kinds[one].itemsize) for one, other in numbers)
+        itemsize = np.array([size for _, _, size in keys], dtype=np.int64)[which] if keys else offset
+        length = (moves.stop - moves.start) * itemsize
+        return Places(moves, side, keys, which.reshape(-1), offset * itemsize, length)
+
+    def matrices(self, rows: Sequence[int]) -> list[Matrix]:
+        """The regions of `rows`, one after another."""
+        chosen = list(rows)
+        return matrices(self.which[chosen], self.begin[chosen], self.length[chosen])
+
+    def among(self, buffers: Buffers) -> Regions:
+        """The regions in the memory of `buffers`.
+
+        TransferError names kind and buffer that is missing, has another item size or another shape, or is too short.
+        """
+        data = tuple(_bytes_of(buffers, *key, self.side) for key in self.keys)
+        room = np.array([held.numel() for held in data], dtype=np.int64)
+        short = np.flatnonzero(self._reach > room)
+        if len(short):
+            over = np.flatnonzero(self.begin + self.length > room[self.which])
+            move, row = next(iter(self.moves.select(over[:1]))), int(over[0])
+            raise TransferError(
+                f"{self.side} of {move.kind} [{move.start}, {move.stop}): bytes {self.begin[row]} to "
+                f"{self.begin[row] + self.length[row]} leave a buffer of {room[self.which[row]]} bytes"
+            )
+        return Regions(data, self.which, self.begin, self.length)
+
+    @cached_property
+    def _reach(self) -> Ints:
+        """Bytes that each buffer must have."""
+        reach = np.zeros(len(self.keys), dtype=np.int64)
+        np.maximum.at(reach, self.which, self.begin + self.length)
+        return reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,109 +99,80 @@ class Regions:
     begin: Ints
     length: Ints
 
-    def part(self, row: int, start: int, stop: int) -> torch.Tensor:
-        """Bytes start to stop of the region of move `row`."""
-        return self.data[int(self.which[row])].narrow(0, int(self.begin[row]) + start, stop - start)
-
-    def whole(self, row: int) -> torch.Tensor:
-        """The region of move `row`."""
-        return self.part(row, 0, int(self.length[row]))
-
-    def pack(self, rows: Sequence[int], staged: torch.Tensor) -> None:
-        """Copy the regions of `rows`, one after another, into host memory."""
-        if not self._on_host:
-            for region, place in self._pairs(rows, staged):
-                place.copy_(region)
+    def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
+        """Copy matrices of bytes, one after another, into host memory."""
+        if not self.is_on_host:
+            for runs, room in self._views(found, staged):
+                room.copy_(runs)
             return
-        for runs, room in self._matrices(rows, staged.numpy()):
-            room[:] = runs
+        for matrix, place in _placed(found, staged.numpy()):
+            place[:] = self._runs(matrix)
 
-    def unpack(self, rows: Sequence[int], staged: torch.Tensor) -> None:
-        """Copy host memory, one region after another, into the regions of `rows`."""
-        if not self._on_host:
-            for region, place in self._pairs(rows, staged):
-                region.copy_(place)
+    def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
+        """Copy host memory into matrices of bytes, one after another."""
+        if not self.is_on_host:
+            for runs, room in self._views(found, staged):
+                runs.copy_(room)
             return
-        for runs, room in self._matrices(rows, staged.numpy()):
-            runs[:] = room
+        for matrix, place in _placed(found, staged.numpy()):
+            self._runs(matrix)[:] = place
 
-    def copy_to(self, other: Regions) -> None:
-        """Copy each region into the region of the other at the same row; equal lengths, nothing overlaps."""
-        if not (self._on_host and other._on_host):
-            for row in range(len(self.begin)):
-                other.whole(row).copy_(self.whole(row))
+    def copy_to(self, other: Regions, both: Sequence[tuple[Matrix, Matrix]]) -> None:
+        """Copy matrices of bytes into those of the other; nothing overlaps."""
+        if self.is_on_host and other.is_on_host:
+            for mine, theirs in both:
+                other._runs(theirs)[:] = self._runs(mine)
             return
-        mine, theirs = ([data.numpy() for data in side.data] for side in (self, other))
-        same = (self.which * max(1, len(other.data)) + other.which) * (
-            int(self.length.max(initial=0)) + 1
-        ) + self.length
-        for row, count in zip(*series(same, self.begin, other.begin), strict=True):
-            source, target = self._matrix(mine, row, count), other._matrix(theirs, row, count)
-            target[:] = source
+        for mine, theirs in both:
+            for one, another in zip(_one_by_one(mine), _one_by_one(theirs), strict=True):
+                other.view(another).copy_(self.view(one))
 
-    @property
-    def _on_host(self) -> bool:
-        return all(data.device.type == "cpu" for data in self.data)
+    def view(self, matrix: Matrix) -> torch.Tensor:
+        """A matrix of one run, as it lies."""
+        return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
-    def _matrix(self, flat: Sequence[Bytes], row: int, count: int) -> Bytes:
-        """The series of `count` regions from `row` on."""
-        begin, length = int(self.begin[row]), int(self.length[row])
-        step = int(self.begin[row + 1]) - begin if count > 1 else 0
-        return rows_of(flat[self.which[row]], begin, step, int(count), length)
-
-    def _matrices(self, rows: Sequence[int], staged: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """(regions, their place in the staged bytes) of each series among `rows`."""
-        chosen = Regions(self.data, *(column[list(rows)] for column in (self.which, self.begin, self.length)))
-        flat = [data.numpy() for data in self.data]
-        same = chosen.which * (int(chosen.length.max(initial=0)) + 1) + chosen.length
-        at = 0
-        for row, count in zip(*series(same, chosen.begin), strict=True):
-            found = chosen._matrix(flat, row, count)
-            yield found, staged[at : at + found.size].reshape(found.shape)
-            at += found.size
-
-    def _pairs(self, rows: Sequence[int], staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        at = 0
-        for row in rows:
-            length = int(self.length[row])
-            yield self.whole(row), staged[at : at + length]
-            at += length
+    def rows(self, rows: Ints) -> Regions:
+        """The regions of some moves."""
+        return Regions(self.data, self.which[rows], self.begin[rows], self.length[rows])
 
     def addresses(self) -> Ints:
         """Address of the first byte of each region."""
-        bases = np.array([data.data_ptr() for data in self.data], dtype=np.int64)
-        return bases[self.which] + self.begin if len(bases) else self.begin
+        return self.bases[self.which] + self.begin if len(self.data) else self.begin
 
+    @cached_property
+    def bases(self) -> Ints:
+        """Address of each buffer."""
+        return np.array([data.data_ptr() for data in self.data], dtype=np.int64)
 
-def regions(moves: Moves, buffers: Buffers, side: Literal["source", "target"]) -> Regions:
-    """What the moves read of `buffers` (side "source") or write to them ("target").
+    @cached_property
+    def is_on_host(self) -> bool:
+        """Whether no buffer is an accelerator's."""
+        return all(data.device.type == "cpu" for data in self.data)
 
-    TransferError names kind and buffer that is missing, has another item size or another shape, or is too short.
-    """
-    is_source = side == "source"
-    kind = moves.source_kind if is_source else moves.kind
-    buffer = moves.source_buffer if is_source else moves.target_buffer
-    offset = moves.source_offset if is_source else moves.target_offset
-    names = moves.source_buffers if is_source else moves.target_buffers
-    codes, which = np.unique(kind * max(1, len(names)) + buffer, return_inverse=True)
-    data, sizes = [], []
-    for code in codes.tolist():
-        kind_number, buffer_number = divmod(code, len(names))
-        wanted, name = moves.kinds[kind_number], names[buffer_number]
-        data.append(_bytes_of(buffers, wanted.name, name, wanted.itemsize, side))
-        sizes.append(wanted.itemsize)
-    itemsize = np.array(sizes, dtype=np.int64)[which] if sizes else offset
-    found = Regions(tuple(data), which.reshape(-1), offset * itemsize, (moves.stop - moves.start) * itemsize)
-    _check_room(found, moves, side)
-    return found
+    @cached_property
+    def _flat(self) -> list[Bytes]:
+        return [data.numpy() for data in self.data]
+
+    def _runs(self, matrix: Matrix) -> Bytes:
+        return rows_of(self._flat[matrix.which], matrix.begin, matrix.step, matrix.number, matrix.length)
+
+    def _views(self, found: Sequence[Matrix], staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(runs, their place in the staged bytes); torch has no steps that go back."""
+        at = 0
+        for matrix in found:
+            for part in [matrix] if matrix.step >= matrix.length else _one_by_one(matrix):
+                data, shape = self.data[part.which], (part.number, part.length)
+                runs = data.as_strided(shape, (part.step, 1), data.storage_offset() + part.begin)
+                yield runs, staged[at : at + part.nbytes].view(shape)
+                at += part.nbytes
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
     """TransferError if a byte that is still needed would be overwritten: a buffer that moves within its own storage."""
-    start, stop = _runs(read)
-    start, stop = interval.union(start, stop)
-    into_start, into_stop = _runs(written)
-    _, _, low, high = interval.intersect(into_start, into_stop, start, stop)
+    start, stop = _shared(read, written)
+    read, written = ([_within(part, start, stop) for part in parts] for parts in (read, written))
+    start, stop = interval.union(*_all(read))
+    _, _, low, high = interval.intersect(*_all(written), start, stop)
     if len(low):
         raise TransferError(
             f"{int((high - low).sum())} bytes from address {int(low[0]):#x} on are needed and would be lost: source "
@@ -142,9 +180,42 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
         )
 
 
-def _runs(parts: list[Regions]) -> tuple[Ints, Ints]:
+def _shared(read: list[Regions], written: list[Regions]) -> tuple[Ints, Ints]:
+    """The memory of buffers that are both read and written, as tidy runs of addresses."""
+    sides = []
+    for parts in (read, written):
+        base = np.concatenate([part.bases for part in parts])
+        size = np.array([data.numel() for part in parts for data in part.data], dtype=np.int64)
+        sides.append(interval.union(base, base + size))
+    _, _, start, stop = interval.intersect(*sides[0], *sides[1])
+    return start, stop
+
+
+def _within(part: Regions, start: Ints, stop: Ints) -> Regions:
+    """The regions in buffers that touch tidy runs of addresses."""
+    size = np.array([data.numel() for data in part.data], dtype=np.int64)
+    row, _, _, _ = interval.intersect(part.bases, part.bases + size, start, stop)
+    return part.rows(np.flatnonzero(np.isin(part.which, row)))
+
+
+def _all(parts: list[Regions]) -> tuple[Ints, Ints]:
+    """First and last addresses of all regions."""
     start = np.concatenate([part.addresses() for part in parts])
     return start, start + np.concatenate([part.length for part in parts])
+
+
+def _placed(found: Sequence[Matrix], staged: Bytes) -> Iterator[tuple[Matrix, Bytes]]:
+    """Each matrix, and its place in staged bytes."""
+    at = 0
+    for matrix in found:
+        yield matrix, rows_of(staged, at, matrix.length, matrix.number, matrix.length)
+        at += matrix.nbytes
+
+
+def _one_by_one(matrix: Matrix) -> list[Matrix]:
+    """The runs of a matrix."""
+    which, begin, step, number, length = matrix
+    return [Matrix(which, begin + row * step, length, 1, length) for row in range(number)]
 
 
 def _bytes_of(buffers: Buffers, kind: str, name: BufferId, itemsize: int, side: str) -> torch.Tensor:
@@ -157,15 +228,3 @@ def _bytes_of(buffers: Buffers, kind: str, name: BufferId, itemsize: int, side: 
     if tensor.element_size() != itemsize:
         raise TransferError(f"{where}: {tensor.dtype} has {tensor.element_size()} bytes, the kind has {itemsize}")
     return tensor.detach().view(torch.uint8)
-
-
-def _check_room(found: Regions, moves: Moves, side: str) -> None:
-    room = np.array([data.numel() for data in found.data], dtype=np.int64)
-    over = np.flatnonzero(found.begin + found.length > room[found.which]) if len(room) else found.begin
-    if len(over):
-        move = next(iter(moves.select(over[:1])))
-        row = int(over[0])
-        raise TransferError(
-            f"{side} of {move.kind} [{move.start}, {move.stop}): bytes {found.begin[row]} to "
-            f"{found.begin[row] + found.length[row]} leave a buffer of {room[found.which[row]]} bytes"
-        )

@@ -5,11 +5,58 @@ A dim that the tensor axis cuts leaves a run for every row of a matrix; one by o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+
+class Matrix(NamedTuple):
+    """`number` runs of `length` bytes in buffer `which`, each `step` bytes behind the one before it."""
+
+    which: int
+    begin: int
+    step: int
+    number: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.number * self.length
+
+
+def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
+    """The runs, in order, as few matrices; runs that touch are one."""
+    first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
+    step = np.append(begin[1:], 0)[first] - begin[first]
+    rows = zip(*(column.tolist() for column in (which[first], begin[first], step, count, length[first])), strict=True)
+    return [_matrix(*row) for row in rows]
+
+
+def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
+    """Runs on two sides, (which, begin) of each, as few pairs of matrices of equal counts and lengths."""
+    (which, begin), (into, at) = mine, others
+    same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
+    first, count = series(same, begin, at)
+    columns = [count.tolist(), length[first].tolist()]
+    for buffer, start in (mine, others):
+        step = np.append(start[1:], 0)[first] - start[first]
+        columns += [column.tolist() for column in (buffer[first], start[first], step)]
+    return [
+        (Matrix(*one, *shape), Matrix(*other, *shape))
+        for *shape, a, b, c, d, e, f in zip(*columns, strict=True)
+        for one, other in [((a, b, c), (d, e, f))]
+    ]
+
+
+def _matrix(which: int, begin: int, step: int, count: int, length: int) -> Matrix:
+    if count > 1 and step == length:
+        return Matrix(which, begin, 0, 1, count * length)
+    return Matrix(which, begin, step, count, length)
 
 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
@@ -39,11 +86,9 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
 
 def rows_of(data: Bytes, begin: int, step: int, count: int, length: int) -> Bytes:
     """The runs of a series in a flat array of bytes, as a matrix of `count` x `length` bytes; writing goes through."""
-    if count == 1:
-        return data[begin : begin + length].reshape(1, length)
-    low = min(begin, begin + step * (count - 1))
-    high = max(begin, begin + step * (count - 1)) + length
-    window = data[low:high]  # numpy checks the bounds here, and not below
-    if len(window) != high - low:
-        raise IndexError(f"runs from byte {low} to {high} leave an array of {len(data)} bytes")
-    return np.lib.stride_tricks.as_strided(window[begin - low :], (count, length), (step, 1))
+    try:
+        return np.ndarray((count, length), np.uint8, data, begin, (step, 1))
+    except ValueError as error:
+        ends = begin, begin + step * (count - 1)
+        where = f"from byte {min(ends)} to {max(ends) + length} leave an array of {len(data)} bytes"
+        raise IndexError(f"runs {where}") from error

@@ -17,6 +17,7 @@ import torch
 
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.transfer.regions import Regions
+from ds_dynatrain.transfer.series import matrices
 from tests.engine import walks
 from tests.engine.paths import part
 from tests.engine.pool import RankPool
@@ -106,14 +107,14 @@ def test_packing_beside_a_copy(pieces: int) -> None:
     data, staged = values_of(torch.float32).cuda().view(torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
     length = np.full(pieces, NBYTES // pieces)
     held = Regions((data,), np.zeros(pieces, dtype=np.int64), np.arange(pieces) * (NBYTES // pieces), length)
-    rows = range(pieces)
+    found = matrices(held.which, held.begin, held.length)
     copying = speed(lambda: staged.copy_(data), NBYTES)
     packing, unpacking = (
-        speed(lambda: held.pack(rows, staged), NBYTES),
-        speed(lambda: held.unpack(rows, staged), NBYTES),
+        speed(lambda: held.pack(found, staged), NBYTES),
+        speed(lambda: held.unpack(found, staged), NBYTES),
     )
     print(f"{pieces} pieces: copy {copying:.1f} GB/s, pack {packing:.1f} GB/s, unpack {unpacking:.1f} GB/s")
     before = data.clone()
     data.zero_()
-    held.unpack(rows, staged)
+    held.unpack(found, staged)
     assert torch.equal(data, before)

@@ -1,0 +1,172 @@
+"""A member's part of a plan made ready while training runs: every copy and message, in buffers that are known by name.
+
+Nothing here depends on where memory is, so the pause is left with the copies themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves
+from ds_dynatrain.space import BufferId
+from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.transfer.messages import messages
+from ds_dynatrain.transfer.regions import Places
+from ds_dynatrain.transfer.series import Matrix, pairs, series
+from ds_dynatrain.transfer.staging import SLOTS, Staging
+from ds_dynatrain.transfer.transport import MESSAGE_BYTES
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Longest staged message; all slots of both directions full are 32 MiB."""
+_BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
+"""What two moves must have in common to be parts of one copy."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message, and where its bytes lie: in matrices, one after another."""
+
+    nbytes: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the bytes must be put together in memory of their own."""
+        return len(self.matrices) > 1 or self.matrices[0].number > 1
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One direction of an exchange."""
+
+    places: Places
+    parcels: tuple[Parcel, ...]
+
+    @staticmethod
+    def of(places: Places, chunk: int, longest: int) -> Outline:
+        """The messages of moves, the same at both ends; which of them are packed is each end's own affair."""
+        parcels = []
+        for message in messages(places.length.tolist(), chunk, longest):
+            if len(message.rows) > 1:
+                parcels.append(Parcel(message.nbytes, tuple(places.matrices(message.rows))))
+            else:
+                (row,) = message.rows
+                begin = int(places.begin[row]) + message.start
+                part = Matrix(int(places.which[row]), begin, message.nbytes, 1, message.nbytes)
+                parcels.append(Parcel(message.nbytes, (part,)))
+        return Outline(places, tuple(parcels))
+
+    @property
+    def slots(self) -> int:
+        """How many slots of staging it can use."""
+        return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
+
+
+class Cast(NamedTuple):
+    """A copy between target buffers, of `length` elements at each of `read` to each of `written`."""
+
+    source: tuple[str, BufferId]
+    target: tuple[str, BufferId]
+    read: list[int]
+    written: list[int]
+    length: int
+
+
+@dataclass(frozen=True)
+class ReadyPlan:
+    """What `execute` needs to know of a plan.
+
+    chunk: longest staged message. longest: of the others. local: what is read and what is written by local moves;
+    copies: the same as matrices. exchanges: (peer, sends, receives). derived: the places that casts read and write,
+    all of them in target buffers. staging: touched already, as far as it will be used.
+    """
+
+    plan: MemberPlan
+    chunk: int
+    longest: int
+    local: tuple[Places, Places]
+    copies: list[tuple[Matrix, Matrix]]
+    exchanges: tuple[tuple[int, Outline, Outline], ...]
+    derived: tuple[Places, Places]
+    casts: list[Cast]
+    staging: Staging
+
+    @staticmethod
+    def of(plan: MemberPlan, budget_bytes: int, on_host: bool = True) -> ReadyPlan:
+        """Make a plan ready. on_host: whether no buffer is an accelerator's, the same on all members."""
+        chunk, longest = lengths(budget_bytes, on_host)
+        read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
+        exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in plan.rounds)
+        staging = Staging(chunk)
+        at_once = concurrent(budget_bytes, chunk)
+        used = [sends.slots + receives.slots for _, sends, receives in exchanges]
+        staging.reserve(max((sum(used[at : at + at_once]) for at in range(len(used))), default=0))
+        return ReadyPlan(
+            plan,
+            chunk,
+            longest,
+            (read, written),
+            copies(read, written),
+            exchanges,
+            (Places.of(plan.derived, "source"), Places.of(plan.derived, "target")),
+            _casts(plan.derived),
+            staging,
+        )
+
+
+def lengths(budget_bytes: int, on_host: bool) -> tuple[int, int]:
+    """The longest message that is staged, and the longest of all.
+
+    On an accelerator every message is staged, so none exceeds a chunk; the peer has the same type of device.
+    """
+    chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
+    return chunk, MESSAGE_BYTES if on_host else chunk
+
+
+def concurrent(budget_bytes: int, chunk: int) -> int:
+    """How many exchanges may be under way without their staging exceeding the budget."""
+    return max(1, budget_bytes // (2 * SLOTS * chunk))
+
+
+def copies(read: Places, written: Places, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
+    """The local moves of `rows`, as matrices that are read and written."""
+    sides = [(side.which[rows], side.begin[rows]) for side in (read, written)]
+    return pairs(sides[0], sides[1], read.length[rows])
+
+
+def _outlines(exchange: Exchange, chunk: int, longest: int) -> tuple[Outline, Outline]:
+    sends, receives = Places.of(exchange.sends, "source"), Places.of(exchange.receives, "target")
+    return Outline.of(sends, chunk, longest), Outline.of(receives, chunk, longest)
+
+
+def _casts(moves: Moves) -> list[Cast]:
+    """Casts and second copies, in order; those at equal steps are one."""
+    first, length = _neighbors(moves)
+    source, written = moves.source_offset[first], moves.target_offset[first]
+    same = np.zeros(len(first), dtype=np.int64)
+    for column in (*(getattr(moves, name)[first] for name in _BUFFERS), length):
+        same = same * (int(column.max(initial=0)) + 1) + column
+    found = []
+    for row, count in zip(*(column.tolist() for column in series(same, source, written)), strict=True):
+        at, rows = int(first[row]), slice(row, row + count)
+        read = moves.kinds[moves.source_kind[at]].name, moves.source_buffers[moves.source_buffer[at]]
+        into = moves.kinds[moves.kind[at]].name, moves.target_buffers[moves.target_buffer[at]]
+        found.append(Cast(read, into, source[rows].tolist(), written[rows].tolist(), int(length[row])))
+    return found
+
+
+def _neighbors(moves: Moves) -> tuple[Ints, Ints]:
+    """(first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
+    if not len(moves):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    length = moves.stop - moves.start
+    joined = np.ones(len(moves) - 1, dtype=bool)
+    for name in _BUFFERS:
+        joined &= np.diff(getattr(moves, name)) == 0
+    for name in ("source_offset", "target_offset"):
+        joined &= np.diff(getattr(moves, name)) == length[:-1]
+    first = np.flatnonzero(np.append(True, ~joined))
+    return first, np.add.reduceat(length, first)
