@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,6 +26,10 @@ from ds_dynatrain.transfer import Transport
 TAG = 3
 NAMED = 3
 """Tensors that a message names; the others it counts."""
+
+
+Distances = dict[str, dict[str, float]]
+"""By kind and tensor, how far a rank's values were from the owners' at most: a share of the owner's largest value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +48,17 @@ class Parts:
 class Settlement:
     """What was done on one rank.
 
-    before: (memory, the values that were in it). distances: by kind and tensor, as `weight of 'norm.weight'`, how far
-    this rank's values were from the owners' at most, as a share of the owner's largest value.
+    before: (memory, the values that were in it). distances: see `Distances`.
     """
 
     before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    distances: dict[str, float] = field(default_factory=dict)
+    distances: Distances = field(default_factory=dict)
 
-    def take(self, what: str, held: torch.Tensor, values: torch.Tensor) -> None:
-        """Write an owner's values over this rank's, and keep these."""
-        own = held.clone()
+    def take(self, kind: str, name: str, held: torch.Tensor, values: torch.Tensor) -> None:
+        """Write an owner's values of a part of a tensor over this rank's, and keep these."""
+        own, of_kind = held.clone(), self.distances.setdefault(kind, {})
         self.before.append((held, own))
-        self.distances[what] = max(self.distances.get(what, 0.0), distance(own, values))
+        of_kind[name] = max(of_kind.get(name, 0.0), distance(own, values))
         held.copy_(values)
 
     def undo(self) -> None:
@@ -85,37 +89,37 @@ def settle(
             sends.append(transport.send(torch.cat(views), vps.members[parts.holder], TAG))
         elif rank == parts.holder:
             numbers, views = _views(vps, parts, rank, buffers)
-            names = [f"{parts.kind} of {vps.tensors[number].name!r}" for number in numbers]
+            names = [vps.tensors[number].name for number in numbers]
             room = torch.empty_like(torch.cat(views))
-            receives.append((names, views, room, transport.receive(room, vps.members[parts.owner], TAG)))
+            receives.append((parts.kind, names, views, room, transport.receive(room, vps.members[parts.owner], TAG)))
     for handle in sends:
         handle.wait(deadline)
-    for names, views, room, handle in receives:
+    for kind, names, views, room, handle in receives:
         handle.wait(deadline)
         for name, held, values in zip(names, views, room.split([len(view) for view in views]), strict=True):
-            made.take(name, held, values)
+            made.take(kind, name, held, values)
     return made
 
 
-def judge(distances: Iterable[Mapping[str, float]], tolerance: float, types: Mapping[str, torch.dtype]) -> str:
+def judge(distances: Iterable[Distances], tolerance: float, types: Mapping[str, torch.dtype]) -> str:
     """What to say of replicas that were set to their owners' values; CertificateError if one was too far from it.
 
     distances: of all ranks. types: of each kind; a kind of few bits may be off by one of its own steps, as a cast of
     masters within the tolerance may.
     """
-    furthest: dict[str, float] = {}
-    for each in distances:
-        for what, far in each.items():
-            furthest[what] = max(furthest.get(what, 0.0), far)
-    for what, far in furthest.items():
-        allowed = max(tolerance, torch.finfo(types[what.split(" of ")[0]]).eps)
+    furthest: dict[tuple[str, str], float] = {}
+    for kind, found in chain.from_iterable(each.items() for each in distances):
+        for name, far in found.items():
+            furthest[kind, name] = max(furthest.get((kind, name), 0.0), far)
+    for (kind, name), far in furthest.items():
+        allowed = max(tolerance, torch.finfo(types[kind]).eps)
         if not far <= allowed:
             raise CertificateError(
-                f"replicas of the {what} on several pipeline stages or tensor ranks differ by {far:.1e} of its largest "
-                f"value, and {allowed:.1e} is allowed: train on from a checkpoint, or, if that much is harmless, raise "
-                "dynatrain.replica_tolerance"
+                f"replicas of the {kind} of {name!r} on several pipeline stages or tensor ranks differ by {far:.1e} of "
+                f"its largest value, and {allowed:.1e} is allowed: train on from a checkpoint, or, if that much is "
+                "harmless, raise dynatrain.replica_tolerance"
             )
-    named = sorted(furthest)
+    named = sorted(f"{kind} of {name!r}" for kind, name in furthest)
     more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
     return (
         f"replicas of the {', '.join(named[:NAMED])}{more} had drifted apart by up to {max(furthest.values()):.1e} of "

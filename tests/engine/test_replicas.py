@@ -128,7 +128,7 @@ def test_distances() -> None:
 
 def test_low_precision_may_be_off_by_its_own_step() -> None:
     types = {"weight": torch.bfloat16, "master": torch.float32}
-    said = judge([{"weight of 'a'": 0.004}, {"master of 'a'": 1e-7}], 1e-5, types)
+    said = judge([{"weight": {"a": 0.004}}, {"master": {"a": 1e-7}}], 1e-5, types)
     assert said.startswith("replicas of the master of 'a', weight of 'a' had drifted apart by up to 4.0e-03")
     with pytest.raises(CertificateError, match=r"replicas of the master of 'a' .* 4.0e-03 .* 1.0e-05 is allowed"):
-        judge([{"master of 'a'": 0.004}], 1e-5, types)
+        judge([{"master": {"a": 0.004}}], 1e-5, types)
