@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from typing import Any, TypeVar
 
-from deepspeed import set_optimizer_flags, zero
+from deepspeed import ops, set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
@@ -26,6 +27,12 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
     zero.partition_parameters.restore_init_context()
     configure_python_gc(engine)
     return engine
+
+
+def start_without_compiler() -> None:
+    """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def import_what_is_lazy() -> None:

@@ -6,7 +6,6 @@ import atexit
 import copy
 import hashlib
 import platform
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.staged import put_together, start_stages
-from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy
+from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, start_without_compiler
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import (
@@ -112,7 +111,7 @@ def initialize(
     if model is None:
         raise ConfigError("initialize needs a model")
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
-    _without_compiler()
+    start_without_compiler()
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
         "args": args,
@@ -353,9 +352,3 @@ def _split(
     if settings is not None and len(given) > 1:
         raise ConfigError("several DeepSpeed configurations (config, config_params, args.deepspeed_config): give one")
     return own, settings
-
-
-def _without_compiler() -> None:
-    """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
-    if shutil.which("c++") is None and shutil.which("g++") is None:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
