@@ -17,9 +17,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ds_dynatrain.errors import MemberMissing
 
 SHORTEST_POLL_SECONDS = 0.0003
+POLL_SECONDS = 0.0015
 LONGEST_POLL_SECONDS = 0.005
+GROWTH = 1.25
 PATIENT_AFTER_SECONDS = 0.1
-"""A pause is short: poll fast at first, then spare the store."""
+"""A pause is short: poll fast at first. Soon spare the store, and the cores that those who are waited for work on."""
+STOP_SECONDS = 0.005
+"""Between two looks for a reason to give up."""
 
 
 class Control:
@@ -86,17 +90,19 @@ class Control:
         names = {member: f"{key}/{member}" for member in members}
         begin = time.monotonic()
         end = begin + self.timeout_seconds if deadline is None else deadline
-        pause = SHORTEST_POLL_SECONDS
+        pause, look = SHORTEST_POLL_SECONDS, begin
         while not self._store.check(list(names.values())):
             if time.monotonic() > end:
                 missing = [member for member, name in names.items() if not self._store.check([name])]
                 if missing:
                     raise MemberMissing(what, missing, time.monotonic() - begin)
-            if stop is not None:
+            now = time.monotonic()
+            if stop is not None and now >= look:
                 stop()
+                look = now + STOP_SECONDS
             time.sleep(pause)
-            if time.monotonic() - begin > PATIENT_AFTER_SECONDS:
-                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            is_long = now - begin > PATIENT_AFTER_SECONDS
+            pause = min(pause * GROWTH, LONGEST_POLL_SECONDS if is_long else POLL_SECONDS)
         values = self._store.multi_get(list(names.values()))
         return {member: json.loads(value) for member, value in zip(names, values, strict=True)}
 
