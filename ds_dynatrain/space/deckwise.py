@@ -36,7 +36,8 @@ class DeckSharding:
     def of(mesh: Mesh, cutter: Cutter) -> DeckSharding:
         """One kind, cut deck by deck."""
         cuts = tuple(cutter(deck) for deck in mesh.decks)
-        table = tuple(dict.fromkeys(name for cut in cuts for name in cut.buffers))
+        different = {id(cut.buffers): cut.buffers for cut in cuts}  # most decks share one table
+        table = tuple(dict.fromkeys(name for names in different.values() for name in names))
         return DeckSharding(mesh, cuts, table)
 
     @property

@@ -56,11 +56,17 @@ class Atlas:
 
     def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """(row, first local coordinate, start, stop on the line) of runs of the local line; padding is nowhere."""
+        local, end, origin = self._by_local
+        row, run, low, high = interval.intersect(start, stop, local, end)
+        begin = origin[run] + low - local[run]
+        return row, low, begin, begin + high - low
+
+    @cached_property
+    def _by_local(self) -> tuple[Ints, Ints, Ints]:
+        """The runs in the order of the local line: start and stop there, start on the line."""
         order = np.argsort(self.local, kind="stable")
         local = self.local[order]
-        row, run, low, high = interval.intersect(start, stop, local, local + (self.stop - self.start)[order])
-        begin = self.start[order][run] + low - local[run]
-        return row, low, begin, begin + high - low
+        return local, local + (self.stop - self.start)[order], self.start[order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +159,12 @@ class Mesh:
         pairs = zip(self.line.tensors, self.partition, strict=True)
         return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
 
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The first tensor of those with one number of `_alike`, by that number."""
+        firsts: list[int] = np.unique(self._alike, return_index=True)[1].tolist()
+        return firsts
+
     def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
         """What the shard of a tensor at a place depends on."""
         cuts, (pipe, expert, index) = self.partition[tensor], place
@@ -178,25 +190,26 @@ class Mesh:
 
     def _local_line(self, place: Place) -> Line:
         if place not in self._lines:
-            shapes = tuple(self._shard(place, number).shape for number in range(len(self.line.tensors)))
+            shapes = tuple(self._shard(place, first).shape for first in self._firsts)
             if shapes not in self._alike_lines:
-                pairs = zip(self.line.tensors, shapes, strict=True)
+                pairs = zip(self.line.tensors, self._alike, strict=True)
                 self._alike_lines[shapes] = Line(
-                    LogicalTensor(held.name, shape, held.group, held.expert) for held, shape in pairs
+                    LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs
                 )
             self._lines[place] = self._alike_lines[shapes]
         return self._lines[place]
 
     def _atlas(self, place: Place, experts: bool) -> Atlas:
         """Where the elements of a place's dense or expert tensors lie."""
-        line, parts = self._local_line(place), []
-        for number in np.flatnonzero(self.line.experts == experts).tolist():
-            base, local_base = self.line.bases[number], line.bases[number]
-            for start, stop, local in self._runs_at(place, number):
-                parts.append((start + base, stop + base, local + local_base))
-        if not parts:
-            nothing = np.empty(0, np.int64)
-            return Atlas(nothing, nothing, nothing)
+        line, alike = self._local_line(place), np.array(self._alike)
+        nothing = np.empty(0, np.int64)
+        parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
+        for one, first in enumerate(self._firsts):
+            numbers = np.flatnonzero((alike == one) & (self.line.experts == experts))
+            bases, local_bases = self.line.bases[numbers, None], line.bases[numbers, None]
+            for start, stop, local in self._runs_at(place, first) if len(numbers) else ():
+                runs = start + bases, stop + bases, local + local_bases
+                parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
         start, stop, local = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Atlas.of(start, stop, local)
 

@@ -172,7 +172,7 @@ class VirtualParameterSpace:
             mesh = self.mesh(layout)
             lines = [self.line] if mesh is None else [deck.line for deck in mesh.decks]
             cut = zero.as_cut(self.rules, layout)
-            tables = [zero.buffer_table(line, self.rules, cut) for line in lines]
+            tables = {id(line): zero.buffer_table(line, self.rules, cut) for line in lines}.values()
             self._tables[layout] = tuple(dict.fromkeys(name for table in tables for name in table))
         return self._tables[layout]
 

@@ -97,19 +97,18 @@ _Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
     """The buffers that a rank has under a layout, for all of its shardings."""
     tensors, count = len(line.tensors), line.trainable_count
-    whole = _numbered("tensor", tensors)
     if layout.zero_stage == 3:
-        subgroups = _numbered("subgroup", subgroup_count(line, rules, layout))
-        return whole + _numbered("partition", tensors) + subgroups
+        subgroups = subgroup_count(line, rules, layout)
+        return _numbered(("tensor", tensors), ("partition", tensors), ("subgroup", subgroups))
     if has_flat_groups(rules, layout):
-        return whole + _numbered("group", int(line.groups[:count].max(initial=-1)) + 1)
-    return whole
+        return _numbered(("tensor", tensors), ("group", int(line.groups[:count].max(initial=-1)) + 1))
+    return _numbered(("tensor", tensors))
 
 
 @lru_cache(maxsize=32)
-def _numbered(place: str, count: int) -> Table:
-    """Buffers 0 to `count` - 1 of one sort; the many decks of a mesh have the same."""
-    return tuple(BufferId(place, number) for number in range(count))
+def _numbered(*sorts: tuple[str, int]) -> Table:
+    """Buffers 0 to `count` - 1 of each (sort, count); the many decks of a mesh have the same object."""
+    return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
 
 
 def sharding(
