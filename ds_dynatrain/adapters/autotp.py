@@ -14,11 +14,10 @@ from typing import Any
 
 import torch.distributed as td
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject import auto_tp, set_autotp_mode
 from deepspeed.module_inject.layers import TensorParallel_Layer, is_autotp_training_mode
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
@@ -54,8 +53,12 @@ def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     return block
 
 
-def partition(model: nn.Module, config: Mapping[str, Any], size: int) -> None:
-    """Let AutoTP cut a model on the meta device for this rank of the tensor group that DeepSpeed speaks of."""
+def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
+    """Let AutoTP cut a model on the meta device for the rank at `place` of a tensor group of `size`.
+
+    Without peers, whatever world is installed, in any thread; one call at a time. Layers hold a group that is gone:
+    give them that of the world before they are used.
+    """
     engine = SimpleNamespace(
         autotp_size=lambda: size,
         local_rank=-1,
@@ -63,8 +66,9 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int) -> None:
         compile_autotp=lambda: False,
     )
     real = dict(model.named_buffers())
-    with _for_training():
-        DeepSpeedEngine._apply_autotp_partitioning(engine, model, TPTrainingConfig(**settings(config, size)))
+    block = TPTrainingConfig(**settings(config, size))
+    with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, _said_once():
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # moved there beside its weight
@@ -78,8 +82,7 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
     raises for a model or a size that it does not take, passes.
     """
     made = template.copy()
-    with _tensor_group(size):
-        partition(made, config, size)
+    partition(made, config, size, 0)
     before = dict(template.module.named_parameters())
     after = dict(made.named_parameters())
     if set(before) != set(after):
@@ -135,18 +138,37 @@ def _for_training() -> Iterator[None]:
 
 
 @contextmanager
-def _tensor_group(size: int) -> Iterator[None]:
-    """DeepSpeed speaks of a tensor group of `size` in the block, without peers, in which this is rank 0."""
-    names = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP")
-    before = {name: getattr(groups, name) for name in names}
-    rank = td.get_rank()
-    group, store = make_fake_group("dynatrain_asked", 0, size)
-    register(group, store, [rank, *(other for other in range(size) if other != rank)][:size])
-    for name in names:
-        setattr(groups, name, group)
+def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
+    """A tensor group of `size` without peers in which this is the rank at `place`; AutoTP finds it where it asks."""
+    rank, known = td.get_rank(), auto_tp.groups
+    ranks = [other for other in range(size) if other != rank][: size - 1]
+    group, store = make_fake_group("dynatrain_asked", place, size)
+    register(group, store, [*ranks[:place], rank, *ranks[place:]])
+    auto_tp.groups = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: group, get_tensor_model_parallel_world_size=lambda: size
+    )
+    try:
+        yield group
+    finally:
+        auto_tp.groups = known
+        unregister(group)
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """A module that prints itself again in the block says what it said first.
+
+    AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time.
+    """
+    printed, said = nn.Module.__repr__, dict[nn.Module, str]()
+
+    def again(module: nn.Module) -> str:
+        if module not in said:
+            said[module] = printed(module)
+        return said[module]
+
+    nn.Module.__repr__ = again  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name, held in before.items():
-            setattr(groups, name, held)
-        unregister(group)
+        nn.Module.__repr__ = printed  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -12,6 +13,14 @@ from torch import nn
 from ds_dynatrain.adapters.template import HOOKS
 
 _TABLES = ("_modules", "_parameters")
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Children for a root module, in a module of their own on the meta device, and what is to be set on the root."""
+
+    module: nn.Module
+    on_root: Mapping[str, Any] = field(default_factory=dict)
 
 
 def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:

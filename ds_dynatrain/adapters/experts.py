@@ -22,9 +22,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as td
 from deepspeed.utils import groups
 from torch import nn
 
+from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.expert_groups import (
     check_size,
     enter_layers,
@@ -100,10 +102,14 @@ class AutoEPShaper:
         whole = self._tensor.cuts(layout.replace(expert=1))
         return {name: replace(whole[name], expert=cut.expert) for name, cut in self._cuts[layout.expert].items()}
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
+    def make(self, layout: Layout, rank: int) -> Made:
+        """The template's children, converted by AutoEP and cut by AutoTP."""
+        made = convert(self._template.copy(), self._block, layout.expert, layout.expert_place(rank)[0])
+        return self._tensor.cut(made, layout, rank)
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """New parameters have memory that is not written yet; buffers are those of the template."""
-        made = convert(self._template.copy(), self._block, layout.expert, expert_index(layout))
-        self._tensor.cut(root, made, layout)
+        self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """A stack has one name at any size."""

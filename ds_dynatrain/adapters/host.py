@@ -17,6 +17,7 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
+from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
@@ -257,17 +258,24 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
-    def reshape(self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor]) -> Replaced | None:
+    def make_children(self, layout: Layout, rank: int) -> Made | None:
+        """What `reshape` can do ahead, in any thread; None if there is nothing."""
+        return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
+
+    def reshape(
+        self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
+    ) -> Replaced | None:
         """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
 
-        tensors: the local ones of that rank. Returns what `undo_reshape` takes, None if nothing had to change.
+        tensors: the local ones of that rank. made: by `make_children`, if it was asked. Returns what `undo_reshape`
+        takes, None if nothing had to change.
         """
         shape = Shape.of(layout, rank)
         if shape == self.shape:
             return None
         before = Replaced(self.shape, Children.of(self.module), self.model_map, self.param_names)
         try:
-            self.shaper.reshape(self.module, layout)
+            self.shaper.reshape(self.module, layout, made)
             before.children.pass_on(self.module)
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as td
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_dynatrain.adapters.children import adopt, with_memory, without_memory
+from ds_dynatrain.adapters.children import Made, adopt, with_memory, without_memory
 from ds_dynatrain.adapters.expert_groups import (
     check_size,
     enter_layers,
@@ -75,10 +76,14 @@ class NativeShaper:
             self._cuts[layout.expert] = cuts_of(convert(self._template.copy(), 1), layout.expert)
         return self._cuts[layout.expert]
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
+    def make(self, layout: Layout, rank: int) -> Made:
+        """The template's children, with as many experts as a rank has."""
+        return Made(convert(self._template.copy(), layout.expert))
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """New parameters have memory that is not written yet; buffers are those of the template."""
-        dtype = next(root.parameters()).dtype
-        adopt(root, with_memory(convert(self._template.copy(), layout.expert), dtype))
+        made = made or self.make(layout, td.get_rank())
+        adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """By the numbers of experts in the whole layer."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
-from ds_dynatrain.adapters.children import pass_hooks_on
+from ds_dynatrain.adapters.children import Made, pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.stage_module import PipelineShaper
@@ -36,11 +36,18 @@ class Shaper(Protocol):
         """
         ...
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
+    def make(self, layout: Layout, rank: int) -> Made | None:
+        """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.
+
+        In any thread and whatever world is installed; it changes nothing that training uses.
+        """
+        ...
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give the root the children of this rank under `layout`, whose world is installed.
 
-        Every parameter is a new one of its local shape. Children are replaced, never changed: a switch that fails puts
-        the old ones back.
+        made: by `make` for this rank, used up by this; made now if None. Every parameter is a new one of its local
+        shape. Children are replaced, never changed: a switch that fails puts the old ones back.
         """
         ...
 
@@ -71,7 +78,11 @@ class Rigid:
         """LayoutError: there are none."""
         raise LayoutError(f"{layout}: {self._reason}")
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
+    def make(self, layout: Layout, rank: int) -> Made | None:
+        """Nothing is ever made."""
+        return None
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """LayoutError, but for a layout that every rank has whole."""
         if is_partitioned(layout):
             self.cuts(layout)

@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters import moe
-from ds_dynatrain.adapters.children import with_memory
+from ds_dynatrain.adapters.children import Made, with_memory
 from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate
@@ -49,7 +49,11 @@ class PipelineShaper:
         cuts = moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
+    def make(self, layout: Layout, rank: int) -> Made | None:
+        """Nothing ahead: DeepSpeed's module builds its layers itself."""
+        return None
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """The layers of this rank's stage; no random number is drawn."""
         dtype = next(held.dtype for held in root.parameters() if held.is_floating_point())
         reshape(root, self.template, layout, layout.coordinate(td.get_rank())["pipe"], dtype)

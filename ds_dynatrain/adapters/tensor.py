@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
@@ -17,7 +18,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.autotp import Cuts, describe, partition, refuse_empty, refuse_model, settings
-from ds_dynatrain.adapters.children import adopt, with_memory
+from ds_dynatrain.adapters.children import Made, adopt, with_memory
 from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, Layout
@@ -40,6 +41,7 @@ class TensorShaper:
         """template: None, for the `reason`, of a model that has none."""
         self._template, self._config, self._reason = template, config, reason
         self._cuts: dict[int, Cuts] = {}
+        self._one_at_a_time = threading.Lock()
 
     @staticmethod
     def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
@@ -52,9 +54,8 @@ class TensorShaper:
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """How the tensor axis cuts each logical tensor. For any layout, whatever world is installed.
 
-        Not while another thread asks DeepSpeed for groups, which are others for a moment. UnsupportedError, naming the
-        parameter or the model, for what AutoTP does not cut, or not in a way that it describes; LayoutError, with the
-        nearest size, for a size that it cannot do.
+        UnsupportedError, naming the parameter or the model, for what AutoTP does not cut, or not in a way that it
+        describes; LayoutError, with the nearest size, for a size that it cannot do.
         """
         if layout.pipe * layout.expert > 1:
             raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")
@@ -72,26 +73,33 @@ class TensorShaper:
             raise LayoutError(f"tensor={size}: {error}; nearest: tensor={nearest}") from error
         return found
 
-    def reshape(self, root: nn.Module, layout: Layout) -> None:
-        """Give `root` the children of this rank; what AutoTP sets on a root is set on it, or gone."""
-        self.cut(root, self._known.copy(), layout)
+    def make(self, layout: Layout, rank: int) -> Made:
+        """The template's children, cut by AutoTP."""
+        return self.cut(self._known.copy(), layout, rank)
 
-    def cut(self, root: nn.Module, made: nn.Module, layout: Layout) -> None:
-        """Give `root` the children of `made`, a copy of the template, as this rank has them."""
-        before = dict(made.__dict__)
+    def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
+        """Children out of `module`, a copy of the template, as a rank of `layout` has them."""
+        before = dict(module.__dict__)
         if layout.tensor > 1:
-            partition(made, self._config, layout.tensor)
-        with_memory(made, next(root.parameters()).dtype)
-        for held in made.parameters():
+            with self._one_at_a_time:
+                partition(module, self._config, layout.tensor, layout.coordinate(rank)["tensor"])
+        after = module.__dict__.items()
+        return Made(module, {name: value for name, value in after if before.get(name, before) is not value})
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Give `root` the children of this rank; what AutoTP sets on a root is set on it, or gone."""
+        made = made or self.make(layout, td.get_rank())
+        with_memory(made.module, next(root.parameters()).dtype)
+        for held in made.module.parameters():
             for name in _METHODS & held.__dict__.keys():
                 setattr(held, name, _loosely(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
         _take_off(root, self._known.module)
-        adopt(root, made)
-        for name, value in made.__dict__.items():
-            if before.get(name, before) is not value:
-                root.__dict__[name] = value
+        adopt(root, made.module)
+        root.__dict__.update(made.on_root)
+        if layout.tensor > 1:
+            _speak_over(root, groups.get_tensor_model_parallel_group())
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """The root's own, under their names."""
@@ -133,7 +141,8 @@ class TensorShaper:
 
     def _described(self, size: int) -> Cuts:
         if size not in self._cuts:
-            self._cuts[size] = describe(self._known, self._config, size)
+            with self._one_at_a_time:
+                self._cuts[size] = describe(self._known, self._config, size)
         return self._cuts[size]
 
     def _nearest(self, layout: Layout) -> int:

@@ -74,6 +74,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 "DeepSpeedEngine._configure_tensor_parallel_states",
             ),
             "deepspeed.runtime.tensor_parallel.config": ("TPTrainingConfig",),
+            "deepspeed.module_inject.auto_tp": ("groups",),
             "deepspeed.module_inject.layers": (
                 "TensorParallel_Layer",
                 "configure_tensor_parallel_runtime",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.host import HostEngine, Replaced
@@ -492,9 +493,11 @@ class DynatrainEngine(HostEngine):
         self.take_shape(space, self.layout, self.rank)
         self.attach_first(self.layout, self.world, self.config_for(self.layout), buffers)
 
-    def take_shape(self, space: VirtualParameterSpace, layout: Layout, rank: int) -> Replaced | None:
+    def take_shape(
+        self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None
+    ) -> Replaced | None:
         """`reshape` to a rank of a layout, whose world must be installed."""
-        return self.reshape(layout, rank, space.local(layout, rank).tensors)
+        return self.reshape(layout, rank, space.local(layout, rank).tensors, made)
 
     def _fill(
         self, incoming: Incoming, values: Iterator[tuple[nn.Parameter, torch.Tensor]], numbers: dict[int, int]

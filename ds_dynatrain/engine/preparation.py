@@ -1,24 +1,25 @@
-"""What is made ready while training still runs: groups of the next world, the plan, and touched memory."""
+"""What is made ready while training still runs: groups of the next world, the plan, modules, and touched memory."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import World, build_world, drop
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import SwitchFailed
-from ds_dynatrain.plan import MemberPlan, SwitchPlan, plan_switch
-from ds_dynatrain.space import BufferId, VirtualParameterSpace
-from ds_dynatrain.transfer import allocate, prefault
+from ds_dynatrain.plan import SwitchPlan, plan_switch
+from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
 ABANDON_SECONDS = 5.0
 
@@ -27,7 +28,8 @@ ABANDON_SECONDS = 5.0
 class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
 
-    control: the notice board over the connection for work in the background; nobody else may use it meanwhile.
+    control: the notice board over the connection for work in the background; nobody else may use it meanwhile. make:
+    the module's next children for a rank of a layout. made: these, for this member. budget_bytes: of staging.
     """
 
     proposal: Proposal
@@ -35,11 +37,14 @@ class Preparation:
     vps: VirtualParameterSpace
     live: Buffers
     types: Mapping[str, torch.dtype]
+    make: Callable[[Layout, int], Made | None]
+    budget_bytes: int
+    made: Made | None = None
     world: World | None = None
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
-    mine: dict[tuple[str, ...], MemberPlan] = field(default_factory=dict)
+    mine: dict[tuple[str, ...], ReadyPlan] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
     _thread: threading.Thread | None = None
@@ -65,13 +70,15 @@ class Preparation:
         if self.error is not None:
             raise self.error
 
-    def plan(self, kinds: tuple[str, ...]) -> tuple[SwitchPlan, MemberPlan]:
+    def plan(self, kinds: tuple[str, ...]) -> tuple[SwitchPlan, ReadyPlan]:
         """The plan for the state kinds that are there now (no moments before the first step),
         and this member's part.
         """
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
-            self.mine[kinds] = self.plans[kinds].for_member(self.control.member)
+            mine = self.plans[kinds].for_member(self.control.member)
+            on_host = all(held.device.type == "cpu" for held in (*self.live.values(), *self.buffers.values()))
+            self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host)
         return self.plans[kinds], self.mine[kinds]
 
     def abandon(self) -> None:
@@ -82,14 +89,16 @@ class Preparation:
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None
-        self.buffers = {}
+        self.buffers, self.mine, self.made = {}, {}, None
 
     def _run(self) -> None:
         begin = time.monotonic()
         record: dict[str, Any] = {"error": None}
         try:
-            self.plan(self.vps.present_kinds())
             self._reserve()
+            self.plan(self.vps.present_kinds())
+            if self.target_rank is not None:
+                self.made = self.make(self.proposal.layout, self.target_rank)
             self._wait_for_all()
             board = self.control
             self.world = build_world(
@@ -108,6 +117,7 @@ class Preparation:
         except Exception as error:
             self.error = error
             record["error"] = f"{type(error).__name__}: {error}"
+        self.live = {}
         self.seconds = time.monotonic() - begin
         self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
 
@@ -133,7 +143,6 @@ class Preparation:
         self.buffers = provide(
             vps.local(self.proposal.layout, self.target_rank), self.types, self.kept, self.live, self._touched
         )
-        self.live = {}
 
     def _touched(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = allocate(numel, dtype)

@@ -43,7 +43,7 @@ from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
-from ds_dynatrain.transfer import GroupTransport, TransferStats, execute
+from ds_dynatrain.transfer import GroupTransport, ReadyPlan, TransferStats, execute
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
@@ -293,7 +293,10 @@ class Transaction:
             install(self.preparation.world)
             scalars = self.scalars if self.source_rank is not None else scalars_of(self.shared)
             config = self.engine.config_for(self.proposal.layout)
-            self.before_reshape = self.engine.take_shape(self.preparation.vps, self.proposal.layout, self.target_rank)
+            made, self.preparation.made = self.preparation.made, None
+            self.before_reshape = self.engine.take_shape(
+                self.preparation.vps, self.proposal.layout, self.target_rank, made
+            )
             self.is_attached = True
             self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
 
@@ -308,7 +311,7 @@ class Transaction:
             raise SwitchFailed("the groups of the next world are not there")
         return GroupTransport(world.transfer, world.transfer_members)
 
-    def _execute(self, plan: MemberPlan, transport: GroupTransport) -> TransferStats:
+    def _execute(self, plan: MemberPlan | ReadyPlan, transport: GroupTransport) -> TransferStats:
         engine = self.engine
         return execute(
             plan, self.source, self.target, transport, self.control.timeout_seconds, engine.settings.memory_budget_bytes
@@ -453,7 +456,7 @@ class Transaction:
 
     # ---- small things --------------------------------------------------------------------------------------------
 
-    def _plans(self) -> tuple[SwitchPlan, MemberPlan]:
+    def _plans(self) -> tuple[SwitchPlan, ReadyPlan]:
         return self.preparation.plan(self.kinds)
 
     @property

@@ -18,7 +18,7 @@ from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId
-from ds_dynatrain.transfer import GroupTransport
+from ds_dynatrain.transfer import GroupTransport, ReadyPlan
 from tests.engine import jobs
 
 WHERE = 0
@@ -175,15 +175,15 @@ def _followed(method: str, by_generation: Mapping[int, str]) -> Iterator[None]:
 def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator[None]:
     own = Transaction._execute
 
-    def wrapped(self: Transaction, plan: MemberPlan, transport: GroupTransport) -> Any:
+    def wrapped(self: Transaction, plan: ReadyPlan, transport: GroupTransport) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
-            return own(self, without_a_piece(self, plan), transport)
+            return own(self, without_a_piece(self, plan.plan), transport)
         if name == "stale moment" and self.control.member == WHERE:
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
             with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
-        if name == "corrupted message" and plan.bytes_sent:
+        if name == "corrupted message" and plan.plan.bytes_sent:
             with patch.object(GroupTransport, "send", _corrupting(GroupTransport.send)):
                 return own(self, plan, transport)
         return own(self, plan, transport)

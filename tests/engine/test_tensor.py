@@ -171,15 +171,17 @@ def test_other_samples_on_a_tensor_rank_are_found(pool: RankPool) -> None:
 
 
 def torn(method: str) -> Story:
-    """One member fails inside of the rebuild, the first time."""
+    """One member fails in the preparation or inside of the rebuild, the first time."""
     own, failed = getattr(TensorShaper, method), []
 
     def wrapped(self: TensorShaper, *arguments: Any) -> Any:
-        own(self, *arguments)
-        if arguments[-1].tensor == 4 and not failed:
+        result = own(self, *arguments)
+        wanted = next(each for each in arguments if isinstance(each, Layout))
+        if wanted.tensor == 4 and not failed:
             failed.append(True)
             if int(os.environ["LOCAL_RANK"]) == 1:
                 raise RuntimeError("a test's failure")
+        return result
 
     def each(engine: Any, story: Story) -> None:
         story.notes[engine.global_steps] = engine.last_switch and engine.last_switch.outcome
@@ -188,7 +190,7 @@ def torn(method: str) -> Story:
         return told("llama", at(2, 2, 1), {2: at(1, 4, 1), 4: at(1, 4, 1)}, 6, each)
 
 
-@pytest.mark.parametrize("method", ["reshape", "enter"])
+@pytest.mark.parametrize("method", ["make", "reshape", "enter"])
 def test_a_member_that_fails_inside_of_the_rebuild(pool: RankPool, method: str) -> None:
     expected = pool.run(told, name="llama", start=at(2, 2, 1), schedule={}, steps=6)
     found = pool.run(torn, method=method)
