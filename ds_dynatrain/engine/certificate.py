@@ -214,19 +214,19 @@ def _widened_digest(
 
 def drifted(mesh: Mesh, found: list[Digests]) -> Iterator[tuple[int, int, int]]:
     """(tensor, rank, rank) where two decks hold the same part of a tensor and their digests differ."""
-    for number, parts in enumerate(mesh.parts):
-        for first, *others in parts:
-            for other in others:
-                if found[first][number] != found[other][number]:
-                    yield number, int(mesh.decks[first].ranks[0]), int(mesh.decks[other].ranks[0])
+    tensors, decks, firsts = mesh.holders
+    every = np.stack(found)
+    for row in np.flatnonzero(every[decks, tensors] != every[firsts, tensors]).tolist():
+        one, other = mesh.decks[firsts[row]], mesh.decks[decks[row]]
+        yield int(tensors[row]), int(one.ranks[0]), int(other.ranks[0])
 
 
 def _joined(mesh: Mesh, found: list[Digests]) -> Digests:
     """Digests of whole tensors out of those of decks: parts add up, and one deck speaks for each."""
+    tensors, decks, firsts = mesh.holders
+    speaks = decks == firsts
     total = np.zeros(len(found[0]), np.uint64)
-    for number, parts in enumerate(mesh.parts):
-        for deck, *_ in parts:
-            total[number] += found[deck][number]
+    np.add.at(total, tensors[speaks], np.stack(found)[decks[speaks], tensors[speaks]])
     return total
 
 

@@ -97,6 +97,7 @@ class Preparation:
         try:
             self._reserve()
             self.plan(self.vps.present_kinds())
+            self._look_ahead()
             if self.target_rank is not None:
                 self.made = self.make(self.proposal.layout, self.target_rank)
             self._wait_for_all()
@@ -133,6 +134,14 @@ class Preparation:
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
             raise SwitchFailed("the switch was given up while it was being prepared")
+
+    def _look_ahead(self) -> None:
+        """What would be computed once, and in the pause: what the certificate and the event are to ask."""
+        for plan in self.plans.values():
+            _ = plan.bytes_sent
+        for layout in (self.proposal.source_layout, self.proposal.layout):
+            mesh = self.vps.mesh(layout)
+            _ = mesh and mesh.holders
 
     def _reserve(self) -> None:
         if self.target_rank is None:

@@ -114,17 +114,20 @@ class Mesh:
         object.__setattr__(self, "decks", tuple(decks))
 
     @cached_property
-    def parts(self) -> list[list[list[int]]]:
-        """For each tensor and each of the parts that it is dealt out in, the numbers of the decks that hold it."""
-        found = []
+    def holders(self) -> tuple[Ints, Ints, Ints]:
+        """(tensor, deck, the first deck that has the same) of each part of a tensor that a deck holds.
+
+        Computed once, in any thread.
+        """
+        rows: list[tuple[int, int, int]] = []
         for number, tensor in enumerate(self.line.tensors):
-            parts: dict[tuple[Box, ...], list[int]] = {}
+            first: dict[tuple[Box, ...], int] = {}
             for index, deck in enumerate(self.decks):
                 boxes = tuple(piece.box for piece in self.shard(int(deck.ranks[0]), number).pieces)
                 if deck.experts == tensor.expert and boxes:
-                    parts.setdefault(boxes, []).append(index)
-            found.append(list(parts.values()))
-        return found
+                    rows.append((number, index, first.setdefault(boxes, index)))
+        tensors, decks, firsts = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return tensors, decks, firsts
 
     def local_line(self, rank: int) -> Line:
         """The local tensors of a rank: numbered as the logical ones, an empty one where it holds nothing."""
