@@ -9,11 +9,14 @@ import logging
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection
+from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE
 from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
+from ds_dynatrain.elastic.world import node_of
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 logger = logging.getLogger("ds_dynatrain.elastic")
@@ -86,13 +89,29 @@ class AgentLine:
 
     def _end_worker(self, order: Fence) -> None:
         """Kill a worker that the others go on without, if it is a child of this agent."""
-        if not is_child(order.pid):
-            logger.warning("process %d of %s is no worker of this agent; left alone", order.pid, order.member)
-            return
-        logger.warning(
-            "%s does not answer and is replaced by the others: its process %d is ended", order.member, order.pid
-        )
-        os.kill(order.pid, signal.SIGKILL)
+        found = processes_of(order.member) if order.pid is None else [order.pid]
+        for pid in found:
+            if not is_child(pid):
+                logger.warning("process %d of %s is no worker of this agent; left alone", pid, order.member)
+                continue
+            logger.warning("%s does not answer and the others go on: its process %d is ended", order.member, pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(member: str) -> list[int]:
+    """Processes of this machine that were started as this member: a worker, and what it has started itself."""
+    node, local_rank = node_of(member), member.rpartition("/")[2]
+    wanted = {f"{NODE}={node}".encode(), f"{LOCAL_RANK}={local_rank}".encode()}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended since, or another user's
+        if wanted.issubset(variables):
+            found.append(int(folder.name))
+    return found
 
 
 def is_child(process: int) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import defaultdict
 
 from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
@@ -56,6 +57,7 @@ class Coordinator:
         self._job = job
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
+        self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._strangers = 0
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._stirred = asyncio.Event()
@@ -181,6 +183,8 @@ class Coordinator:
             raise JobFinished
         peer.name = f"agent of {node}"
         self._agents[node] = peer
+        for fence in self._owed.pop(node, []):
+            peer.send(fence)
         try:
             while True:
                 message = await asyncio.wait_for(peer.receive(), self.membership.settings.silent_seconds)
@@ -219,14 +223,21 @@ class Coordinator:
                 self._send_all(encode(Changed(world=world)), to)
             case GiveUp(member, pid, reason):
                 logger.warning("%s: given up: %s", member, reason)
-                agent, peer = self._agents.get(node_of(member)), self._workers.pop(member, None)
-                if agent is not None:
-                    agent.send(Fence(member=member, pid=pid))
+                peer = self._workers.pop(member, None)
+                self._fence(node_of(member), Fence(member=member, pid=pid))
                 if peer is not None:
                     peer.refuse(reason)
             case Finish(to):
                 logger.info("the job has finished")
                 self._send_all(encode(Finished()), to)
+
+    def _fence(self, node: str, fence: Fence) -> None:
+        """Tell the agent of a node, or as soon as it comes back."""
+        agent = self._agents.get(node)
+        if agent is not None:
+            agent.send(fence)
+        else:
+            self._owed[node].append(fence)
 
     def _send_all(self, wire: bytes, to: tuple[str, ...]) -> None:
         for member in to:

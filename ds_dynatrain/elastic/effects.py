@@ -17,10 +17,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the connection of a member, and its process if its agent can."""
+    """End the connection of a member, and its process if its agent can; pid is None if nobody has said it."""
 
     member: str
-    pid: int
+    pid: int | None
     reason: str
 
 

@@ -141,7 +141,7 @@ class Membership:
         return self._recovery is not None or self.world is None
 
     def _recall(self, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world, and part with members that it does not know."""
+        """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
@@ -157,6 +157,10 @@ class Membership:
         effects: list[Effect] = [GiveUp(entry.member, entry.pid, reason) for entry in strangers]
         for entry in strangers:
             self.lost(entry.member, reason, now)
+        for member in self.world.members:
+            if member not in self.roster and member not in self._done:
+                self._gone.setdefault(member, "it did not come back")
+                effects.append(GiveUp(member, None, self._gone[member]))
         self.changes.append((self.world, now))
         return [*effects, Publish(self.world, self._present(known))]
 

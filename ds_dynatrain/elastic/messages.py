@@ -156,11 +156,14 @@ class Leave(Record):
 
 
 class Fence(Record):
-    """To an agent: this worker of yours is silent and the others go on without it; end it."""
+    """To an agent: this worker of yours is silent and the others go on without it; end it.
+
+    pid: None if the coordinator never heard it: it hung while that one was started anew.
+    """
 
     kind: Literal["fence"] = "fence"
     member: MemberId
-    pid: Annotated[int, Field(ge=1)]
+    pid: Annotated[int, Field(ge=1)] | None
 
 
 class Finished(Record):

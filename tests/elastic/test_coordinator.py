@@ -100,6 +100,26 @@ def test_a_silent_worker_is_fenced_through_its_agent() -> None:
             again.expect(SECONDS)
 
 
+def test_a_worker_that_hung_while_the_coordinator_was_away_is_fenced() -> None:
+    """A new coordinator has never heard it; its agent may come back later than the decision."""
+    with serving() as served:
+        a, b = served.join("a"), served.join("b")
+        world = told(a)
+        while len(world.members) < 2:
+            enter(a, world.generation)
+            world = told(a)
+        a.close(), b.close()
+    with serving() as served:
+        a = served.connect()
+        a.send(Announce(node="a", local_rank=0, local_size=1, pid=1, world=world))
+        a.send(Report(ready=True, entered=world.generation))
+        while told(a).change != "failure":
+            pass
+        agent = served.connect()
+        agent.send(Agent(node="b"))
+        assert agent.expect(SECONDS) == Fence(member="b/0", pid=None)
+
+
 def test_waiting_members_are_sent_home() -> None:
     with serving(most=1) as served:
         a, spare = served.join("a"), served.join("b")

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ds_dynatrain.elastic import environment
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.agent import AgentLine, is_child
+from ds_dynatrain.elastic.agent import AgentLine, is_child, processes_of
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, rewrite_rank, token_from, worker_place
 from ds_dynatrain.elastic.handler import NAME, create, get_handler
 from ds_dynatrain.elastic.query import ask_status
@@ -113,6 +113,15 @@ def test_a_worker_that_hangs_is_ended() -> None:
         assert worker.wait(SECONDS) == -9
         connection.close()
         line.close()
+
+
+def test_a_worker_is_found_by_what_it_was_started_as() -> None:
+    """For a coordinator that was started anew and never heard its process id."""
+    variables = {environment.NODE: "host-1", environment.LOCAL_RANK: "1"}
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}) as worker:
+        assert processes_of("host-1/1") == [worker.pid]
+        assert processes_of("host-1/0") == processes_of("host-2/1") == []
+        worker.kill()
 
 
 def test_only_workers_of_this_agent_are_ended() -> None:

@@ -229,6 +229,7 @@ class TestRestart:
         driver.wait(10)
         assert (driver.world.change, driver.world.members, driver.world.lost) == ("failure", ("a/0", "c/0"), ("b/0",))
         assert driver.world.survivors == 2
+        assert driver.fenced == ["b/0"], "it may hang, and nobody else will see to that"
 
     def test_a_newcomer_cannot_start_a_second_job(self) -> None:
         driver = running("a", "b")

@@ -37,6 +37,7 @@ SAMPLES: list[Message] = [
     Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5),
     Changed(world=WORLD),
     Fence(member="n1/0", pid=5),
+    Fence(member="n1/0", pid=None),
     Dismiss(node="n1"),
     Dismissed(members=("n1/0", "n1/1")),
     Leave(),
