@@ -30,6 +30,9 @@ class WorkerStart:
     A worker inherits the sockets of its parent. If it outlived a parent that was killed, the parent's peers would see
     its connections open and notice the death only seconds later. Linux only; elsewhere torch's own watchdog ends the
     worker.
+
+    It has a process group of its own: torchrun sends SIGTERM to the group of the parent, which may still need batches
+    before it goes.
     """
 
     then: Callable[[int], None] | None = None
@@ -41,6 +44,7 @@ class WorkerStart:
         gc.freeze()  # what the parent had not collected yet is not this process's to destroy: process groups, above all
         gc.enable()
         if sys.platform == "linux":
+            os.setpgid(0, 0)
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if self.parent is not None and os.getppid() != self.parent:
                 os._exit(1)  # the parent died before the line above

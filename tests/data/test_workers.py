@@ -127,6 +127,39 @@ def test_a_worker_dies_with_its_parent() -> None:
     assert not alive
 
 
+STAYS = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from ds_dynatrain.data import Source, TrainLoader
+from tests.data.fakes import Job, Member
+
+signal.signal(signal.SIGTERM, lambda *_: print("told to go", flush=True))
+source = Source.build(list(range(64)), num_workers=2, shuffle=False)
+turning = iter(TrainLoader(source, Member(Job([0], 4, 4), 0)))
+print("began with", next(turning), flush=True)
+sys.stdin.readline()
+print("ended with", [next(turning) for _ in range(12)][-1], flush=True)
+"""
+
+
+def test_workers_go_on_when_the_group_of_their_parent_is_told_to_go() -> None:
+    """As torchrun does it; the parent may need batches until its state is handed over."""
+    script = STAYS.format(root=str(Path(__file__).parents[2]))
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        if process.stdin is None or process.stdout is None:
+            raise AssertionError("no pipes")
+        assert process.stdout.readline().startswith("began with")
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stdout.readline() == "told to go\n"
+        time.sleep(0.2)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("ended with")
+
+
 def running(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
