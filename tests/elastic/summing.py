@@ -1,7 +1,11 @@
-"""A training script as small as one can be: each step adds up a one of every member, in whatever world there is.
+"""A training script as small as one can be: each step adds up the samples of a batch, in whatever world there is.
 
 Run by torchrun; writes a line of JSON for each step and each event into `$OUT/PID.jsonl`, until `$OUT/stop` is there.
-All members hold the whole state (the step, and the sum over all steps), so whoever survives has it.
+All members hold the whole state (the step, and the sum over all samples so far), so whoever survives has it. After a
+step the sum is one certain number (`tools/history.py`) in any history of worlds: a sample that is lost, or used twice,
+is seen at once. Samples come from `$LOADERS` loader processes.
+
+Without our back-end it does what torch advises for elastic jobs: every world is a new process that loads a snapshot.
 """
 
 from __future__ import annotations
@@ -10,34 +14,108 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
+from ds_dynatrain.data import WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import rewrite_rank, token_from, worker_place
-from ds_dynatrain.elastic.member import Member
+from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished, WorldChanged
 
 OUT = Path(os.environ["OUT"])
+LOADERS = int(os.environ.get("LOADERS", "2"))
+BATCH = 12
+STEPS = 1 << 31
 STEP_SECONDS = 0.02
 WAIT = timedelta(seconds=20)
 
 
+class Batches(Dataset[torch.Tensor]):
+    """The samples of each step, a number each."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        return torch.arange(step * BATCH, (step + 1) * BATCH) * 7919 % 1_000_003
+
+
+class Feed:
+    """The batch of whichever step is wanted; loader processes start anew only if it is not the next one."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._batch = torch.zeros(0)
+        self._stream: Iterator[torch.Tensor] = iter(())
+
+    def batch(self, step: int) -> torch.Tensor:
+        if step == self._step:
+            return self._batch
+        if step != self._step + 1 or self._step < 0:
+            start = WorkerStart(parent=os.getpid()) if LOADERS else None
+            order = range(step, STEPS)
+            self._stream = iter(
+                DataLoader(Batches(), sampler=order, batch_size=None, num_workers=LOADERS, worker_init_fn=start)
+            )
+        self._step, self._batch = step, next(self._stream)
+        return self._batch
+
+
+class Work:
+    """The steps, in the default group."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(2, dtype=torch.int64)  # steps, and the sum over their samples
+        self.feed = Feed()
+        self.log = (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1)
+        self.generation = 0
+
+    def step(self, newest: int = 0) -> tuple[int, bool]:
+        """One step: the generation that all members know of, and whether it was the last step."""
+        time.sleep(STEP_SECONDS)
+        batch = self.feed.batch(int(self.state[0]))
+        mine = batch[dist.get_rank() :: dist.get_world_size()].sum()
+        total = torch.stack([torch.ones_like(mine), mine])
+        dist.all_reduce(total)
+        known, stop = torch.tensor([newest]), torch.tensor([int((OUT / "stop").exists())])
+        dist.all_reduce(known, dist.ReduceOp.MIN)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        self.state = torch.stack([self.state[0] + 1, self.state[1] + total[1]])
+        self.say(event="step", sum=int(self.state[1]), size=int(total[0]))
+        return int(known), bool(stop)
+
+    def agree(self) -> None:
+        """All take the state of whoever has come furthest: a death leaves some a step behind."""
+        states = [torch.zeros_like(self.state) for _ in range(dist.get_world_size())]
+        dist.all_gather(states, self.state)
+        self.state = max(states, key=lambda state: int(state[0]))
+
+    def say(self, **what: Any) -> None:
+        line = {"pid": os.getpid(), "time": time.monotonic(), "step": int(self.state[0])}
+        self.log.write(json.dumps({**line, "generation": self.generation, **what}) + "\n")
+
+
 class Script:
+    """A member of the job, whose process goes on from world to world."""
+
     def __init__(self) -> None:
         place = worker_place()
         if place is None:
             raise SystemExit("run this with torchrun --rdzv-backend=dynatrain")
+        self.work = Work()
         self.sockets = WorldSockets()
-        self.member = Member(place, token_from(), on_world=self.hear)
+        patience = float(os.environ.get("ORPHAN_SECONDS", ORPHAN_SECONDS))
+        self.member = Member(place, token_from(), on_world=self.hear, orphan_seconds=patience)
         self.world: World | None = None
-        self.state = torch.zeros(2, dtype=torch.int64)  # steps, and the sum over them
-        self.log = (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1)
+        self.known = 0
 
     def hear(self, world: World) -> None:
         """A failure interrupts whatever is in flight."""
@@ -52,7 +130,7 @@ class Script:
                 if not self.train():
                     break
         except JobFinished:
-            self.say(event="sent home")
+            self.work.say(event="sent home")
         self.member.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -60,32 +138,33 @@ class Script:
     def form(self) -> bool:
         """Build the newest world that there is; False if this member is not in it."""
         while True:
-            world = self.member.wait_for_world(0 if self.world is None else self.world.generation, 60)
+            world = self.member.wait_for_world(self.work.generation, 60)
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.sockets.forget()
-            self.world = world
+            self.world, self.work.generation = world, world.generation
             rank = world.rank(self.member.id)
             if rank is None:
-                self.say(event="left")
+                self.work.say(event="left")
                 return False
             try:
                 self.build(world, rank)
             except (RuntimeError, WorldChanged) as error:
-                self.say(event="build failed", why=str(error)[:200])
+                self.work.say(event="build failed", why=str(error)[:200])
                 self.member.broken(world)
                 continue
             self.member.enter(world)
             rewrite_rank(rank, len(world.members))
-            self.say(event="formed", change=world.change, members=world.members, survivors=world.survivors)
+            what: dict[str, Any] = {"change": world.change, "members": world.members, "survivors": world.survivors}
+            self.work.say(event="formed", reason=world.reason, lost=world.lost, leaving=world.leaving, **what)
             return True
 
     def build(self, world: World, rank: int) -> None:
-        """The group of a world, with the state of its first survivor on all members."""
+        """The group of a world, with the state of whoever has come furthest on all members."""
         with self.sockets.building(lambda: self.member.is_newest(world)):
             store = self.member.store(world, WAIT.total_seconds())
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(world.members), timeout=WAIT)
-            dist.broadcast(self.state, 0)
+            self.work.agree()
             dist.barrier()
 
     def train(self) -> bool:
@@ -95,7 +174,7 @@ class Script:
                 if self.step():
                     return False
             except RuntimeError as error:
-                self.say(event="broken", why=str(error)[:200])
+                self.work.say(event="broken", why=str(error)[:200])
                 if self.world is not None:
                     self.member.broken(self.world)
                 return True
@@ -104,31 +183,36 @@ class Script:
 
     def step(self) -> bool:
         """One step; whether it was the last one."""
-        time.sleep(STEP_SECONDS)
-        one = torch.ones(1, dtype=torch.int64)
-        dist.all_reduce(one)
         newest = self.member.newest
-        said = torch.tensor([0 if newest is None else newest.generation, int((OUT / "stop").exists())])
-        known, stop = said[:1].clone(), said[1:].clone()
-        dist.all_reduce(known, dist.ReduceOp.MIN)
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        self.state += torch.cat([torch.ones_like(one), one])
-        self.known = int(known)
-        self.member.progress(int(self.state[0]), f"data={int(one)}")
-        self.say(event="step", sum=int(self.state[1]), size=int(one))
-        return bool(stop)
+        self.known, stop = self.work.step(0 if newest is None else newest.generation)
+        self.member.progress(int(self.work.state[0]), f"data={dist.get_world_size()}")
+        return stop
 
     @property
     def is_due(self) -> bool:
         """Whether all members know of a later generation."""
         return self.world is not None and self.known > self.world.generation
 
-    def say(self, **what: Any) -> None:
-        generation = 0 if self.world is None else self.world.generation
-        line = {"pid": os.getpid(), "step": int(self.state[0]), "generation": generation, **what}
-        self.log.write(json.dumps(line) + "\n")
+
+def start_anew() -> None:
+    """The same work under any other back-end: rank 0 saves each step, and every new process loads it."""
+    work, snapshot = Work(), OUT / "snapshot.pt"
+    dist.init_process_group("gloo", timeout=WAIT)
+    if dist.get_rank() == 0 and snapshot.exists():
+        work.state = torch.load(snapshot, weights_only=True)
+    work.agree()
+    stop = False
+    while not stop:
+        _, stop = work.step()
+        if dist.get_rank() == 0:
+            torch.save(work.state, snapshot.with_suffix(".new"))
+            snapshot.with_suffix(".new").rename(snapshot)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    Script().run()
+    if worker_place() is None:
+        start_anew()
+    else:
+        Script().run()
     sys.exit(0)
