@@ -30,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-deepspeed lint types format bench feasibility clean
+.PHONY: help install demo test test-all test-deepspeed chaos lint types format bench feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -66,6 +66,9 @@ $(OTHER)/.installed: $(STAMP)
 	$(BIN)/python -m pip --python $(OTHER)/bin/python install --quiet --disable-pip-version-check --no-deps deepspeed==$(VERSION)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" > $$($(OTHER)/bin/python $(PACKAGES))/behind.pth
 	@touch $@
+
+chaos: $(STAMP)  ## 200 random events in an elastic job on a busy machine; about ten minutes
+	$(BIN)/python tools/chaos.py $(ARGS)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,27 @@ def test_a_worker_that_hangs_is_replaced(start: Callable[..., Job]) -> None:
     assert alone and processes(replaced)[0] == processes(first)[0]
     assert not Path(f"/proc/{hung}").exists()
     finish(job, "a", "b")
+
+
+@pytest.mark.full
+def test_loader_processes_hide_no_death(start: Callable[..., Job]) -> None:
+    """They inherit the sockets of the worker that is killed; copies that stay open would hide its death for 5 s."""
+    job = start()
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    job.node("b", is_host=0)
+    joined = job.settled(2, first.generation)
+    victim = processes(joined)[1]
+    loaders = [int(pid) for pid in Path(f"/proc/{victim}/task/{victim}/children").read_text().split()]
+    assert len(loaders) == 2
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    left = job.settled(1, joined.generation)
+    formed = [row["time"] for row in job.rows("formed") if row["generation"] == left.generation]
+    assert formed[0] - begin < 2
+    job.wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in loaders), "the end of the loader processes")
+    finish(job, "a", "coordinator")
 
 
 @pytest.mark.full

@@ -1,0 +1,361 @@
+"""Measure what it costs those that stay when nodes come, leave, die and hang, and the same with stock torchrun.
+
+python tools/bench_membership.py                                    # about eight minutes
+python tools/bench_membership.py --parts join-kill hang             # some of it
+python tools/bench_membership.py --kept build/membership.json       # adds to what that file has, and shows all of it
+python tools/bench_membership.py --write docs/figures.md
+
+Real agents on one machine, over loopback, with one worker each; the script is `tests/elastic/summing.py`: a step is
+20 ms of sleep and three small all-reduces, batches come from two loader processes. A pause is the time from the last
+step of the old world to the first one that all members of the new world have made, less the median step; a switch that
+the script makes itself (`switch_ms` of its `formed` line) is taken off, too.
+
+Stock torchrun is the c10d back-end: "default", with restarts allowed and no other setting, one event of each kind; and
+"best", with what made it fastest in our hands (`BEST`). It replaces all processes at every change, and they load a
+snapshot that rank 0 writes after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from figures import keep, machine, table
+from nodes import SCRIPT, TIMES, Job, Row
+
+BEST = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+BEST_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RESTARTS = "--max-restarts=1000"
+LIMIT_SECONDS = 120.0
+REST_SECONDS = 0.6
+"""Between two events, so that there are steps to compare with."""
+AWAY_SECONDS = 2.0
+"""How long a coordinator is away."""
+ROWS_BEFORE = 300
+
+Event = dict[str, Any]
+
+
+class JobEndedError(Exception):
+    """Nobody is left."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From one world to the next, in seconds of the machine's clock."""
+
+    last: float
+    """The last step of the old one."""
+    formed: float
+    """The last of the new one's members was in it."""
+    first: float
+    """All of them have made a step."""
+    usual: float
+    """Median seconds of a step of the old one."""
+    switch: float
+    """What the script's own switch took."""
+    lost: int
+    """Steps that were made before and had to be made again."""
+
+    @property
+    def pause_ms(self) -> float:
+        """What the change cost those that stayed, beyond the switch."""
+        return 1e3 * (self.first - self.last - self.usual - self.switch)
+
+
+def crossing(rows: list[Row], begin: float, size: int) -> Crossing | None:
+    """The first one after `begin` into a world of `size`; None if it is not through yet."""
+    steps = sorted((row for row in rows if row["event"] == "step"), key=lambda row: float(row["time"]))
+    new: dict[int, Row] = {}
+    for row in steps:
+        if row["time"] > begin and row["size"] == size:
+            new.setdefault(row["pid"], row)
+    old = [row for row in steps if row["size"] != size and (row["time"] < begin or row["generation"])]
+    old = [row for row in old if not new or row["time"] < min(one["time"] for one in new.values())]
+    if len(new) < size or not old:
+        return None
+    formed = [row for row in rows if row["event"] == "formed" and row["time"] > begin and row["pid"] in new]
+    first = max(row["time"] for row in new.values())
+    return Crossing(
+        last=old[-1]["time"],
+        formed=max((row["time"] for row in formed if row["time"] < first), default=first),
+        first=first,
+        usual=usual(old),
+        switch=max((row.get("switch_ms", 0.0) / 1e3 for row in formed), default=0.0),
+        lost=max(row["step"] for row in old) - min(row["step"] for row in new.values()) + 1,
+    )
+
+
+def usual(steps: list[Row]) -> float:
+    """Median seconds from one step to the next, of the process that made the last of them."""
+    mine = [float(row["time"]) for row in steps if row["pid"] == steps[-1]["pid"]]
+    return median([after - before for before, after in pairwise(mine)] or [0.0])
+
+
+class Scene:
+    """Two nodes that stay, and others that come and go; what that costs goes into `events`."""
+
+    def __init__(self, job: Job, system: str, events: list[Event], conf: dict[str, Any]) -> None:
+        self.job, self.system, self.events, self.conf = job, system, events, conf
+        self.count = 2
+
+    def begin(self, *names: str) -> None:
+        """Start nodes, the first one as host of stock torchrun's store; wait for the steps of all."""
+        is_ours = self.system == "ours"
+        if is_ours:
+            self.job.coordinator("coordinator")
+        for name in names:
+            self._node(name, is_host=int(not is_ours and name == names[0]))
+        self.job.wait(lambda: any(row["size"] == len(names) for row in self.job.rows("step")), "a start", LIMIT_SECONDS)
+        self._rest()
+
+    def join(self, name: str = "c") -> None:
+        """A node comes."""
+        self._cross("join", 3, lambda: self._node(name, is_host=0))
+
+    def kill(self, name: str = "c") -> None:
+        """All processes of a node are killed, as when a machine loses its power, but that connections end."""
+        pids = [self.job.processes[name].pid, *self.job.workers_of(name)]
+
+        def act() -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        self._cross("kill", 2, act)
+        self.job.code(name)
+
+    def leave(self, name: str = "c") -> None:
+        """SIGTERM to a node's agent."""
+        self._cross("leave", 2, lambda: self.job.kill(name, signal.SIGTERM))
+        self.job.code(name)
+
+    def hang(self, name: str = "c") -> None:
+        """A worker is stopped; it is replaced before the next event."""
+        pid = self.job.workers_of(name)[0]
+        self._cross("hang", 2, lambda: os.kill(pid, signal.SIGSTOP))
+        begin = self.events[-1]["first"]
+        self.job.wait(lambda: crossing(self._rows(), begin, 3), "a replacement")
+        self._rest()
+
+    def lose_coordinator(self) -> None:
+        """It is killed, and started again after a while."""
+        begin = time.monotonic()
+        time.sleep(AWAY_SECONDS)
+        middle = time.monotonic()
+        self.job.kill("coordinator")
+        self.job.code("coordinator")
+        time.sleep(AWAY_SECONDS)
+        end = time.monotonic()
+        self.job.coordinator("coordinator")
+        self.job.wait(lambda: (status := self.job.status()) is not None and len(status.ranks) == 2, "its return")
+        quiet, away = (longest(self.job.rows("step"), *span) for span in ((begin, middle), (middle, end)))
+        self._note("coordinator", pause_ms=1e3 * (away - quiet), away_ms=1e3 * away)
+
+    def _node(self, name: str, **conf: Any) -> None:
+        self.job.node(name, RESTARTS, **{**self.conf, **conf})
+
+    def _cross(self, kind: str, size: int, act: Callable[[], object]) -> None:
+        """Do something, and wait for the world that comes of it; or for the end of the job."""
+        begin = time.monotonic()
+        act()
+        try:
+            found = self.job.wait(lambda: self._unless_ended(crossing(self._rows(), begin, size)), kind, LIMIT_SECONDS)
+        except JobEndedError as error:
+            self._note(kind, outcome=f"{error} after {time.monotonic() - begin:.0f} s")
+            return
+        what = {"pause_ms": found.pause_ms, "formed_ms": 1e3 * (found.formed - begin), "lost": found.lost}
+        self._note(kind, **what, step_ms=1e3 * (found.first - begin), first=found.first)
+        self._rest()
+
+    def _unless_ended(self, found: Crossing | None) -> Crossing | None:
+        """What was found; JobEndedError if it was nothing, and the nodes that stay have ended."""
+        if found is None and all(self.job.processes[name].poll() is not None for name in ("a", "b")):
+            raise JobEndedError("the whole job ended")
+        return found
+
+    def _rows(self) -> list[Row]:
+        return self.job.rows()[-ROWS_BEFORE:]
+
+    def _note(self, kind: str, **values: object) -> None:
+        self.events.append({"system": self.system, "kind": kind, **values})
+
+    def _rest(self) -> None:
+        time.sleep(REST_SECONDS)
+
+
+def longest(steps: list[Row], begin: float, end: float) -> float:
+    """Seconds of the longest step of any process in that time."""
+    times: dict[int, list[float]] = {}
+    for row in steps:
+        if begin < row["time"] < end:
+            times.setdefault(row["pid"], []).append(row["time"])
+    return max(after - before for each in times.values() for before, after in pairwise(sorted(each)))
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scene(system: str, events: list[Event], script: Path, nodes: str = "2:3") -> Iterator[Scene]:
+    """Of one of three systems; nothing of it is left."""
+    is_ours = system == "ours"
+    with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
+        job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", script=(str(script),))
+        job.times = dict(TIMES) if is_ours else {}
+        job.variables |= BEST_VARIABLES if system == "best" else {}
+        try:
+            yield Scene(job, system, events, dict(BEST) if system == "best" else {})
+        finally:
+            job.end()
+            job.clean_up()
+
+
+def join_and_kill(events: list[Event], script: Path, times: int) -> None:
+    """Ours."""
+    with scene("ours", events, script) as ours:
+        ours.begin("a", "b")
+        for _ in range(times):
+            ours.join()
+            ours.kill()
+
+
+def join_and_leave(events: list[Event], script: Path, times: int) -> None:
+    """Ours."""
+    with scene("ours", events, script) as ours:
+        ours.begin("a", "b")
+        for _ in range(times):
+            ours.join()
+            ours.leave()
+
+
+def hang_and_coordinator(events: list[Event], script: Path, times: int) -> None:
+    """Ours."""
+    with scene("ours", events, script) as ours:
+        ours.begin("a", "b")
+        for _ in range(times):
+            ours.lose_coordinator()
+        ours.join()
+        for _ in range(times):
+            ours.hang()
+
+
+def stock_at_its_best(events: list[Event], script: Path, times: int) -> None:
+    """Half as many events, since each takes long; and what happens if the host of its store dies."""
+    with scene("best", events, script) as stock:
+        stock.begin("a", "b")
+        for _ in range((times + 1) // 2):
+            stock.join()
+            stock.kill()
+            stock.join()
+            stock.leave()
+
+
+def stock_by_default(events: list[Event], script: Path, times: int) -> None:
+    """One event of each kind, side by side: they wait for most of their time."""
+
+    def one(kind: str) -> None:
+        with scene("default", events, script) as stock:
+            stock.begin(*("ab" if kind == "join" else "abc"))
+            getattr(stock, kind)()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, ("join", "kill", "leave")))
+
+
+PARTS: dict[str, Callable[[list[Event], Path, int], None]] = {
+    "join-kill": join_and_kill,
+    "join-leave": join_and_leave,
+    "hang-coordinator": hang_and_coordinator,
+    "best": stock_at_its_best,
+    "default": stock_by_default,
+}
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+HANG_BAR = 1e3 * (TIMES["silent_seconds"] + 1)
+ROWS = (
+    ("a node joins: pause", "join", "pause_ms", 150.0),
+    ("a node is killed: until the others have formed a world", "kill", "formed_ms", 300.0),
+    ("a node is killed: until their next step", "kill", "step_ms", None),
+    ("a node gets SIGTERM: pause", "leave", "pause_ms", 300.0),
+    (
+        f"a worker hangs ({TIMES['silent_seconds']:g} s of silence allowed): until the next step",
+        "hang",
+        "step_ms",
+        HANG_BAR,
+    ),
+    ("the coordinator is away: longest step, beyond the longest before", "coordinator", "pause_ms", 20.0),
+)
+HEAD = ("event, ms", "events", "median", "range", "bar", "", "stock, best", "÷ ours", "stock, default", "÷ ours")
+
+
+def values(events: list[Event], system: str, kind: str, name: str) -> list[float]:
+    """All figures of one kind."""
+    return [float(one[name]) for one in events if (one["system"], one["kind"]) == (system, kind) and name in one]
+
+
+def line(events: list[Event], title: str, kind: str, name: str, bar: float | None) -> list[object] | None:
+    """A row of the table; None if that was not measured."""
+    ours = values(events, "ours", kind, name)
+    if not ours:
+        return None
+    middle = median(ours)
+    state = "" if bar is None else "met" if middle <= bar else f"missed by {middle - bar:.0f}"
+    row: list[object] = [title, len(ours), f"{middle:.0f}", f"{min(ours):.0f}–{max(ours):.0f}"]
+    row += ["" if bar is None else f"{bar:.0f}", state]
+    for system in ("best", "default"):
+        other = values(events, system, kind, "step_ms" if name == "formed_ms" else name)
+        told = [one["outcome"] for one in events if (one["system"], one["kind"]) == (system, kind) and "outcome" in one]
+        row += [f"{median(other):.0f}" if other else (told or ["not measured"])[0]]
+        row += [f"{median(other) / middle:.0f} ×" if other else ""]
+    return row
+
+
+def report(events: list[Event]) -> str:
+    """Everything that was measured."""
+    rows = [row for each in ROWS if (row := line(events, *each)) is not None]
+    lost = {kind: [int(one) for one in values(events, "ours", kind, "lost")] for kind in ("join", "leave", "kill")}
+    steps = "; ".join(f"{kind} {sum(each)} in {len(each)} events" for kind, each in lost.items() if each)
+    return f"{table(HEAD, rows)}\n\nSteps of ours that had to be made again: {steps or 'not measured'}."
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--events", type=int, default=10, help="events of a kind (default 10)")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
+    parser.add_argument("--kept", type=Path, help="a file with what was measured before; this run's figures are added")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    events: list[Event] = []
+    where = machine()
+    for part in args.parts:
+        PARTS[part](events, args.script, args.events)
+    if args.kept is not None:
+        events = [*(json.loads(args.kept.read_text()) if args.kept.exists() else []), *events]
+        args.kept.parent.mkdir(parents=True, exist_ok=True)
+        args.kept.write_text(json.dumps(events))
+    text = f"Measured on: {where} at the beginning.\n\n{report(events)}"
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_membership", text)
+
+
+if __name__ == "__main__":
+    main()

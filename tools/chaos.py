@@ -1,0 +1,121 @@
+"""Random events in an elastic job on a busy machine, and what has to be right afterwards.
+
+python tools/chaos.py                              # 200 events, about ten minutes
+python tools/chaos.py --events 15 --seed 3 --busy 0
+python tools/chaos.py --write docs/figures.md
+
+Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
+stopped; sometimes two of it at once. Every few events the job has to come to rest: all nodes train, nobody is left
+behind. At the end every step has to be there, with the sum of all samples up to it, and those that lived longest may
+hold no more descriptors or threads than at their beginning. The exit status is 1 if anything is not so; then the folder
+with all logs stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+from figures import keep, machine, table
+from history import mistakes, sums_of_samples
+from nodes import SCRIPT, TIMES, Job, Row
+from storm import Storm
+
+CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0}
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many other processes want a core all the time."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def gaps(rows: list[Row]) -> dict[str, list[float]]:
+    """Seconds from a process's last step of one world to its first of a later one, by the kind of the change."""
+    kinds = {row["generation"]: row["change"] for row in rows if row["event"] == "formed"}
+    last: dict[int, Row] = {}
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        before = last.get(row["pid"])
+        if row["event"] == "step":
+            if before is not None and before["generation"] < row["generation"]:
+                found[kinds[row["generation"]]].append(row["time"] - before["time"])
+            last[row["pid"]] = row
+    return found
+
+
+def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> str:
+    """What happened, and what it cost those that stayed."""
+    counts = table(("event", "times"), [*sorted(storm.counts.items()), ("two of these at once", storm.pairs)])
+    pauses = table(
+        ("change", "pauses of survivors", "median ms", "nine of ten below ms", "longest ms"),
+        (
+            [name, len(each), *(f"{1e3 * value:.0f}" for value in (median(each), quantiles(each, n=10)[-1], max(each)))]
+            for name, each in sorted(gaps(rows).items())
+            if len(each) > 1
+        ),
+    )
+    steps = max((row["step"] for row in rows), default=0)
+    generations = max((row["generation"] for row in rows), default=0)
+    verdict = "; ".join(faults) if faults else "nothing was wrong"
+    told = f"{storm.counts.total()} events in {seconds:.0f} s, {generations} generations, {steps} steps: {verdict}."
+    return f"{told}\n\n{counts}\n\n{pauses}"
+
+
+def main() -> None:
+    """Let it happen, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="processes that keep the machine busy")
+    parser.add_argument("--workers", type=int, default=1, help="workers of a node (default 1)")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
+    job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=(str(args.script),))
+    storm, begin, faults = Storm(job, args.seed), time.monotonic(), list[str]()
+    try:
+        with busy(args.busy):
+            storm.begin()
+            storm.run(args.events)
+            storm.end()
+    except (TimeoutError, RuntimeError, subprocess.TimeoutExpired) as error:
+        faults.append(f"{type(error).__name__}: {error}")
+    finally:
+        job.clean_up()
+    rows = job.rows()
+    faults += storm.faults + storm.growth.found()
+    faults += mistakes(rows, sums_of_samples if args.script == SCRIPT else None)[:20]
+    text = f"Measured on: {machine()}, {args.busy} processes beside it that do nothing else than to keep it busy. "
+    text += f"Seed {args.seed}, {args.workers} workers a node, each with two loader processes. "
+    text += report(storm, rows, time.monotonic() - begin, faults)
+    print(text)
+    if faults:
+        print(f"\nAll logs are in {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
+    if args.write is not None:
+        keep(args.write, "chaos", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Other processes as Linux's /proc shows them: what they hold, whose they are, and who was left behind."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SAMPLES = 6
+"""From so many on, it can be seen whether a process grows."""
+
+
+def held(pid: int) -> dict[str, int]:
+    """Number of open descriptors and of threads; nothing if the process is gone."""
+    try:
+        return {name: len(os.listdir(f"/proc/{pid}/{folder}")) for name, folder in (("fd", "fd"), ("thread", "task"))}
+    except OSError:
+        return {}
+
+
+def parent(pid: int) -> int:
+    """The process that started it, or who took it over; 0 if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return 0 if fields["State"].split()[0] == "Z" else int(fields["PPid"])
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Processes that were started with this environment variable, zombies apart."""
+    wanted, found = f"{name}={value}".encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if wanted in variables:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def is_below(pid: int, top: int) -> bool:
+    """Whether a process, or one that it was started by, was started by `top`."""
+    while pid > 1:
+        pid = parent(pid)
+        if pid == top:
+            return True
+    return False
+
+
+@dataclass
+class Growth:
+    """What processes hold, time and again, beside the size of the world that they were in then."""
+
+    samples: defaultdict[int, list[tuple[int, dict[str, int]]]] = field(default_factory=lambda: defaultdict(list))
+    names: dict[int, str] = field(default_factory=dict)
+
+    def sample(self, pid: int, name: str, size: int) -> None:
+        """Look at a process."""
+        if found := held(pid):
+            self.samples[pid].append((size, found))
+            self.names[pid] = name
+
+    def found(self) -> list[str]:
+        """Who holds more at the end than ever at the beginning, in words. Compared are worlds of one size only."""
+        grown = []
+        for pid, samples in self.samples.items():
+            size, times = Counter(size for size, _ in samples).most_common(1)[0]
+            if times < SAMPLES:
+                continue
+            alike = [what for one, what in samples if one == size]
+            third = len(alike) // 3
+            for kind in ("fd", "thread"):
+                early, late = max(what[kind] for what in alike[:third]), min(what[kind] for what in alike[-third:])
+                if late > early:
+                    history = ", ".join(str(what[kind]) for what in alike)
+                    grown.append(f"{self.names[pid]} (process {pid}), {kind}s in worlds of {size}: {history}")
+        return grown
+
+    def longest(self) -> int:
+        """In how many samples the one was that lived longest."""
+        return max((len(each) for each in self.samples.values()), default=0)

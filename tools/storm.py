@@ -1,0 +1,200 @@
+"""Random events in an elastic job: nodes come and go, processes are killed and stopped, also two at one time.
+
+One worker is always spared, so that somebody has the state: another one every `SPARED_EVENTS` events, the youngest
+of the world, so that rank 0 is killed often enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from nodes import Job, processes
+from processes import Growth, is_below, with_variable
+
+from ds_dynatrain.elastic.messages import Status
+
+SPARED_EVENTS = 30
+SETTLED_EVERY = 6
+"""Events from one time when everything has to be in order to the next."""
+SECONDS = 90.0
+"""How long that may take."""
+AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
+
+
+class Storm:
+    """Does things to a job whose coordinator is a process of its own.
+
+    least, most: how many nodes there are; more than the job's MAX: some of them wait.
+    """
+
+    def __init__(self, job: Job, seed: int, least: int = 2, most: int = 5) -> None:
+        self.job = job
+        self.chance = random.Random(seed)
+        self.least, self.most = least, most
+        self.counts: Counter[str] = Counter()
+        self.pairs = 0
+        self.growth = Growth()
+        self.faults: list[str] = []
+        self.agents: list[str] = []
+        self.spared = ""
+        self._spared_until = 0
+        self._ended: list[str] = []
+        self._names = itertools.count()
+        self._coordinator = ""
+        self._touched: set[int] = set()
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A coordinator, and as many nodes as there are at least and one more."""
+        self._start_coordinator()
+        for _ in range(self.least + 1):
+            self.join()
+        self.settle()
+
+    def run(self, events: int) -> None:
+        """So many events. TimeoutError if the job does not come to rest after some of them."""
+        while (done := self.counts.total()) < events:
+            self._one()
+            if self.chance.random() < 0.2:
+                self._one()
+                self.pairs += 1
+            time.sleep(self.chance.choice((0.05, 0.2, 0.5, 1.0)))
+            if done // SETTLED_EVERY != self.counts.total() // SETTLED_EVERY:
+                self.settle()
+
+    def end(self) -> None:
+        """Let the scripts end, and see that all have."""
+        self.settle()
+        self.job.end()
+        for name in (*self.agents, self._coordinator):
+            code = self.job.processes[name].wait(SECONDS)
+            if code:
+                self.faults.append(f"{name} ended with code {code}")
+        left = with_variable("OUT", str(self.job.folder))
+        if left:
+            self.faults.append(f"processes {left} are still there")
+
+    def settle(self) -> None:
+        """Wait until all nodes that may train do; see that nobody was left behind, and what everybody holds."""
+        size = min(len(self.agents), int(self.job.nodes.partition(":")[2])) * self.job.workers
+        status = self.job.wait(lambda: self._rest(size), f"{size} members at rest ({self.agents})", SECONDS)
+        members = processes(status)
+        for name in self.agents:
+            self.growth.sample(self.job.processes[name].pid, f"agent {name}", size)
+        self.growth.sample(self.job.processes[self._coordinator].pid, "coordinator", size)
+        for pid in members:
+            self.growth.sample(pid, "worker", size)
+        if alone := self._alone():
+            self.faults.append(f"processes {sorted(alone)} have lost their agents, and go on")
+        if self.counts.total() >= self._spared_until:
+            self.spared = next(name for name in self.agents if members[-1] in self.job.workers_of(name))
+            self._spared_until = self.counts.total() + SPARED_EVENTS
+
+    def _alone(self) -> set[int]:
+        """Processes of this job that were started by nobody who is there, and have not ended a little later."""
+
+        def look() -> set[int]:
+            return {pid for pid in with_variable("OUT", str(self.job.folder)) if not is_below(pid, os.getpid())}
+
+        found = look()
+        if found:
+            time.sleep(1.0)
+        return found and found & look()
+
+    def _rest(self, size: int) -> Status | None:
+        """The status, if the world has that many members, all are in it, make steps, and nobody is on the way out."""
+        for name in self.agents:
+            if self.job.processes[name].poll() is not None:
+                raise RuntimeError(f"agent {name} has ended by itself\n{self.job.logs()}")
+        if any(self.job.processes[name].poll() is None for name in self._ended):
+            return None
+        status = self.job.status()
+        if status is None or len(status.ranks) != size or len(status.members) != len(self.agents) * self.job.workers:
+            return None
+        working = [one for one in status.members if one.rank is not None]
+        is_in = len(working) == size and all(one.entered == status.generation for one in working)
+        return status if is_in and self.job.steps(status.generation) > 2 * size else None
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _one(self) -> None:
+        """One event that is possible now."""
+        events: dict[str, Callable[[], bool]] = {
+            "a node joins": self.join,
+            "SIGTERM to an agent": lambda: self._end_agent(signal.SIGTERM),
+            "SIGKILL to an agent": lambda: self._end_agent(signal.SIGKILL),
+            "SIGKILL to a worker": lambda: self._hit(signal.SIGKILL),
+            "SIGKILL to rank 0": self._kill_first,
+            "SIGSTOP to a worker": lambda: self._hit(signal.SIGSTOP),
+            "SIGKILL to the coordinator": self._kill_coordinator,
+        }
+        weights = (6, 2, 2, 2, 2, 1, 1)
+        while True:
+            name = self.chance.choices(list(events), weights)[0]
+            if events[name]():
+                self.counts[name] += 1
+                return
+
+    def join(self) -> bool:
+        """A node comes, if there is room for one."""
+        if len(self.agents) >= self.most:
+            return False
+        name = f"n{next(self._names)}"
+        self.job.node(name, *AGENT_OPTIONS, is_host=0)
+        self.agents.append(name)
+        return True
+
+    def _end_agent(self, number: int) -> bool:
+        name = self._victim()
+        if name is None or len(self.agents) <= self.least:
+            return False
+        self.job.kill(name, number)
+        self.agents.remove(name)
+        self._ended.append(name)
+        return True
+
+    def _hit(self, number: int) -> bool:
+        name = self._victim()
+        workers = [] if name is None else self.job.workers_of(name)
+        return bool(workers) and self._signal(self.chance.choice(workers), number)
+
+    def _kill_first(self) -> bool:
+        status = self.job.status()
+        first = None if status is None else next((one.pid for one in status.members if one.rank == 0), None)
+        is_spared = first in self.job.workers_of(self.spared)
+        return first is not None and not is_spared and self._signal(first, signal.SIGKILL)
+
+    def _kill_coordinator(self) -> bool:
+        self.job.kill(self._coordinator)
+        self.job.code(self._coordinator)
+        time.sleep(self.chance.choice((0.0, 0.5, 1.5)))
+        self._start_coordinator()
+        return True
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _start_coordinator(self) -> None:
+        self._coordinator = f"coordinator{next(self._names)}"
+        self.job.coordinator(self._coordinator)
+
+    def _victim(self) -> str | None:
+        names = [name for name in self.agents if name != self.spared]
+        return self.chance.choice(names) if names else None
+
+    def _signal(self, pid: int, number: int) -> bool:
+        """Send a signal to a worker, once in its life: one that is stopped is not killed by us, too."""
+        if pid in self._touched:
+            return False
+        self._touched.add(pid)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return False
+        return True
