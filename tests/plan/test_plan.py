@@ -185,10 +185,11 @@ def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:
 def test_one_rank_of_a_large_world_plans_quickly(source: tuple[int, int], target: tuple[int, int]) -> None:
     tensors = [LogicalTensor(f"t{i}", (1000 + i, 1000) if i % 2 else (1000 + i,)) for i in range(1000)]
     before, after = (Layout(zero_stage=stage, data=data) for stage, data in (source, target))
+    # Processor time: it is about work, whatever else the machine does.
     seconds = []
     for _ in range(3):
         vps = space(tensors, ZeroRules(), before, tuple(range(before.data)))
-        begun = time.perf_counter()
+        begun = time.process_time()
         plan_switch(vps, after, tuple(range(after.data)), kinds_of(before, after)).for_member(200)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
     assert min(seconds) < 0.2
