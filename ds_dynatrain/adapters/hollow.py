@@ -9,6 +9,7 @@ buffers in afterwards; the census checks that none was missed.
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ LARGE = 1 << 14
 _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _IN_PLACE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+_FRESH = {_aten.full.default, _aten.cat.default, _aten.clone.default, _aten._to_copy.default}
+_HOLLOW = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 
 
 class HollowMode(TorchDispatchMode):
@@ -39,6 +42,8 @@ class HollowMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _HOLLOW:
+            return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             return func(*args, **kwargs)
@@ -63,9 +68,8 @@ class HollowMode(TorchDispatchMode):
 def _zeros(shape: tuple[int, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     like = args[0] if func is not _aten.zeros.default else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
-    count = int(np.prod(shape))
-    raw = np.zeros(count * torch.empty((), dtype=dtype).element_size(), dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    area = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)  # an allocator may zero memory that it has had before
+    return torch.frombuffer(area, dtype=dtype).view(shape)
 
 
 class _Done:
