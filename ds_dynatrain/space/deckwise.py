@@ -112,26 +112,36 @@ class DeckSharding:
 
         rank: one per row; each must hold its row.
         """
-        number = {name: index for index, name in enumerate(self.buffers)}
-        parts = []
+        nothing = np.empty(0, np.int64)
+        parts = [(nothing, nothing, nothing, nothing, nothing)]
         for deck, cut in self._pairs():
             index = _index_in(deck.ranks, rank)
             rows = np.flatnonzero(index != ABSENT)
+            if not len(rows):
+                continue
             row, line, low, high = deck.atlas.to_local(start[rows], stop[rows])
             part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
             begin = line[part] + first - low[part]
-            code = np.array([number[name] for name in cut.buffers] or [0], dtype=np.int64)
-            parts.append((rows[row][part], begin, begin + last - first, code[buffer], offset))
+            parts.append((rows[row][part], begin, begin + last - first, self._code(cut)[buffer], offset))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
         row, low, high, buffer, offset = (column[order] for column in columns)
         return row, low, high, buffer, offset
 
+    @cached_property
+    def _codes(self) -> dict[int, Ints]:
+        """The numbers of a cut's buffers in `buffers`, by the identity of its table."""
+        number = {name: index for index, name in enumerate(self.buffers)}
+        tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
+        return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
+
+    def _code(self, cut: ZeroSharding) -> Ints:
+        return self._codes[id(cut.buffers)]
+
     def _pairs(self) -> Iterator[tuple[Deck, ZeroSharding]]:
         return zip(self.mesh.decks, self.cuts, strict=True)
 
     def _pieces(self, rank: int, held: Callable[[ZeroSharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
-        number = {name: index for index, name in enumerate(self.buffers)}
         parts = [Pieces.empty(self.buffers)]
         for deck, cut in self._pairs():
             index = np.flatnonzero(deck.ranks == rank)
@@ -139,9 +149,8 @@ class DeckSharding:
                 continue
             local = held(cut, int(index[0]))
             row, first, start, stop = atlas(deck).to_line(local.start, local.stop)
-            code = np.array([number[name] for name in local.buffers] or [0], dtype=np.int64)
             offset = local.offset[row] + first - local.start[row]
-            parts.append(Pieces(start, stop, code[local.buffer[row]], offset, self.buffers))
+            parts.append(Pieces(start, stop, self._code(cut)[local.buffer[row]], offset, self.buffers))
         start, stop, buffer, offset = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("start", "stop", "buffer", "offset")
         )

@@ -104,12 +104,14 @@ class Mesh:
         for name in ("_lines", "_alike_lines", "_shards", "_runs"):
             object.__setattr__(self, name, {})
         decks: list[Deck] = []
-        taken: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        nothing = np.empty(0, np.int64)
+        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
         for ranks, experts in self._groups():
             place = self.place(int(ranks[0]))
             atlas = self._atlas(place, experts)
-            primary = atlas.without(*taken)
-            taken = interval.union(np.append(taken[0], atlas.start), np.append(taken[1], atlas.stop))
+            start, stop = taken[experts]
+            primary = atlas.without(start, stop)
+            taken[experts] = interval.union(np.append(start, atlas.start), np.append(stop, atlas.stop))
             decks.append(Deck(ranks, self._local_line(place), experts, atlas, primary))
         object.__setattr__(self, "decks", tuple(decks))
 

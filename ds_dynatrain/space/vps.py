@@ -156,9 +156,12 @@ class VirtualParameterSpace:
             if mesh is None:
                 self._shardings[key] = cut_kind(self.line, self.rules, layout, held, copies)
             else:
-                self._shardings[key] = DeckSharding.of(
-                    mesh, lambda deck: cut_kind(deck.line, self.rules, layout, held, copies, deck.experts)
-                )
+                alike = {(id(deck.line), deck.experts): deck for deck in mesh.decks}  # most decks have one line
+                cuts = {
+                    one: cut_kind(deck.line, self.rules, layout, held, copies, deck.experts)
+                    for one, deck in alike.items()
+                }
+                self._shardings[key] = DeckSharding.of(mesh, lambda deck: cuts[id(deck.line), deck.experts])
         return self._shardings[key]
 
     def has(self, kind: str, group: int) -> bool:
