@@ -13,6 +13,7 @@ from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SI
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import init_autocast_params
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
 from torch import nn
 
@@ -276,6 +277,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         before = Replaced(self.shape, Children.of(self.module), self.model_map, self.param_names)
         try:
             self.shaper.reshape(self.module, layout, made)
+            self._mark_for_autocast()
             before.children.pass_on(self.module)
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))
@@ -283,6 +285,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.undo_reshape(before)
             raise
         return before
+
+    def _mark_for_autocast(self) -> None:
+        """Say on new parameters, as DeepSpeed did on those before, in which type ranks add their gradients up."""
+        if self.torch_autocast_enabled():
+            modules = self.torch_autocast_lower_precision_safe_modules()
+            init_autocast_params(self, self.torch_autocast_dtype(), modules)
 
     def undo_reshape(self, before: Replaced) -> None:
         """Go back to what `reshape` replaced; nothing may be attached."""

@@ -61,6 +61,7 @@ NAMES: Names = {
         "FP16_UnfusedOptimizer._update_scale",
     ),
     "deepspeed.runtime.pipe.engine": (
+        "PipelineEngine._allocate_or_extend_buffers",
         "PipelineEngine._take_model_step",
         "PipelineEngine.compile",
         "PipelineEngine.reset_activation_shape",
@@ -77,6 +78,7 @@ NAMES: Names = {
         "PipeDataParallelTopology.filter_match",
         "PipelineParallelGrid._build_p2p_groups",
     ),
+    "deepspeed.runtime.torch_autocast": ("init_autocast_params",),
     "deepspeed.runtime.utils": (
         "check_internal_apis_for_count_used_parameters",
         "is_model_parallel_parameter",

@@ -88,6 +88,18 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.total_loss = self.total_additional_losses = self.agg_additional_losses = None
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
 
+    def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """DeepSpeed's, but that a buffer of another type is not taken again.
+
+        A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed then receives their
+        gradients, which are in bf16, into the memory of the fp32 ones, and reads two of them as one number.
+        """
+        held = self._grad_layer_buf
+        if idx < len(held) and held[idx].dtype != dtype:
+            held[idx] = torch.empty(0, dtype=dtype, device=self.device)
+        made: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return made
+
     def _after_attach(self) -> None:
         super()._after_attach()
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()

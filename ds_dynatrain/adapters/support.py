@@ -87,9 +87,8 @@ def refuse_changes(engine: Any) -> None:
 
 def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a section that was not tried with pipelines."""
-    for section in ("torch_autocast", "data_efficiency"):
-        if (config.get(section) or {}).get("enabled"):
-            raise practice("beside a pipeline").error(section)
+    if (config.get("data_efficiency") or {}).get("enabled"):
+        raise practice("data_efficiency beside a pipeline").error("data_efficiency")
     if experts.is_on(config):
         raise practice("AutoEP in a pipeline").error("expert_parallel")
 

@@ -50,9 +50,9 @@ def module() -> Subject:
     return Subject(small_gpt, Sequences, groups=decay_groups)
 
 
-def pipelined(name: str = "tied") -> Subject:
+def pipelined(name: str = "tied", **settings: Any) -> Subject:
     """One of the models in `pipelines`."""
-    return Subject(partial(pipeline, name), Sequences, step=batch_step, groups=decay_groups)
+    return Subject(partial(pipeline, name), Sequences, settings=settings, step=batch_step, groups=decay_groups)
 
 
 def batch_step(engine: Any, batch: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from ds_dynatrain.errors import ConfigError
 from tests.engine import jobs
+from tests.engine.axis_walks import compare
 from tests.engine.pipeline_walks import STEPS, Path, job, layout, settings, walk, whole
 from tests.engine.pool import RankPool
+from tests.engine.subjects import pipelined
 
+AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 OFFLOAD: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 ROUND: Path = [layout(2, 2), layout(4, 1), layout(3, 1), layout(1, 4)]
 WALKS: dict[str, tuple[str, dict[str, Any], Path]] = {
@@ -22,6 +26,7 @@ WALKS: dict[str, tuple[str, dict[str, Any], Path]] = {
     ),
     "fp16": ("fp16", {}, [*ROUND, layout(1, 2, 0), layout(2, 2)]),
     "fp16 of one scale": ("static fp16", {}, ROUND),
+    "autocast": ("fp32", AUTOCAST, [*ROUND, layout(2, 2, 0), layout(3, 1)]),
     "offload": ("fp32", OFFLOAD, ROUND),
     "offload in bf16": ("bf16", OFFLOAD, ROUND),
 }
@@ -41,6 +46,12 @@ def test_walks(pool: RankPool, title: str) -> None:
     assert len(losses) == STEPS * len(path)
     assert jobs.furthest(losses, whole(expected)) < (1e-6 if title == "offload" else 2e-3)
     assert {number for rank in found if rank for number in rank.compared} == set(range(1, len(path)))
+
+
+def test_autocast_as_where_it_was_started(pool: RankPool) -> None:
+    """Of three stages the one in the middle receives fp32 and sends bf16; ranks add gradients up in bf16."""
+    find = partial(pipelined, "inner tie", **AUTOCAST)
+    compare(pool, find, [layout(3, 1), layout(1, 4), layout(2, 2), layout(3, 1), layout(2, 2, 0), layout(4, 1)])
 
 
 def refused() -> None:

@@ -62,6 +62,15 @@ def test_precisions(pool: RankPool, dtype: str, rows: tuple[str, ...]) -> None:
     axis_walks.compare(pool, SUBJECTS["AutoTP"], path(pairs(rows)), dtype)
 
 
+def test_autocast(pool: RankPool) -> None:
+    """Parameters of new layers have their gradients added up in the low type, too, where DeepSpeed does so."""
+    given = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    modules = ["torch.nn.Linear", "deepspeed.module_inject.layers.LinearLayer"]
+    for block in (given["torch_autocast"], {**given["torch_autocast"], "lower_precision_safe_modules": modules}):
+        find = partial(language_model, "llama of 4 kv", torch_autocast=block)
+        axis_walks.compare(pool, find, [at(2, 2, 1), at(1, 4, 2), at(4, 1, 1), at(2, 2, 1)])
+
+
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
