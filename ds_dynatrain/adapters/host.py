@@ -395,6 +395,26 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.basic_optimizer.param_groups[:] = groups
         self._gradients = GradientWatch(model)
 
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        """DeepSpeed's. In stage 0, too, weights that come without the optimizer's states become the masters.
+
+        DeepSpeed does so in its other stages alone: in stage 0 the old masters stay, and the next step writes over what
+        was loaded.
+        """
+        found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *others, **named)
+        has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
+        if found[0] is not None and not load_optimizer_states and has_masters:
+            self.optimizer.refresh_fp32_params()
+        return found
+
     def settle_parameters(self) -> None:
         """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""
         if int(self.zero_optimization_stage()) == 3:

@@ -31,6 +31,7 @@ NAMES: Names = {
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler.get_next_global_batch",),
     "deepspeed.runtime.engine": (
         "DeepSpeedEngine.backward",
+        "DeepSpeedEngine.load_checkpoint",
         "DeepSpeedEngine._configure_optimizer",
         "DeepSpeedEngine._configure_basic_optimizer",
         "DeepSpeedEngine._configure_checkpointing",
@@ -54,10 +55,14 @@ NAMES: Names = {
         "BF16_Optimizer._create_param_mapping",
         "see_memory_usage",
     ),
-    "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer.initialize_optimizer_states",),
+    "deepspeed.runtime.fp16.fused_optimizer": (
+        "FP16_Optimizer.initialize_optimizer_states",
+        "FP16_Optimizer.refresh_fp32_params",
+    ),
     "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaler"),
     "deepspeed.runtime.fp16.unfused_optimizer": (
         "FP16_UnfusedOptimizer.initialize_optimizer_states",
+        "FP16_UnfusedOptimizer.refresh_fp32_params",
         "FP16_UnfusedOptimizer._update_scale",
     ),
     "deepspeed.runtime.pipe.engine": (

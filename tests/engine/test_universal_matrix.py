@@ -120,6 +120,12 @@ def test_after_a_checkpoint(pool: RankPool, tmp_path: Path, load_optimizer: bool
     walk(pool, ("bf16", False, SMALL_GROUPS), UPSTREAM, tmp_path, load_optimizer)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_masters_are_those_of_weights_that_come_alone(pool: RankPool, tmp_path: Path, dtype: str) -> None:
+    """Without ZeRO, too: else a weight and its master would be two things, and the next step would undo the load."""
+    walk(pool, (dtype, True, WHOLE_GROUPS), [(2, 0), (4, 0), (2, 2), (2, 0)], tmp_path, load_optimizer=False)
+
+
 def test_the_walk_makes_every_change() -> None:
     edges = set(pairwise(every_change()))
     for (one, other), low, high in product(WORLDS, STAGES, STAGES):
