@@ -19,7 +19,15 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import SwitchFailed
 from ds_dynatrain.plan import SwitchPlan, plan_switch
 from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace
-from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
+from ds_dynatrain.transfer import (
+    GroupTransport,
+    Neighbors,
+    ReadyPlan,
+    RoutedTransport,
+    Transport,
+    allocate,
+    prefault,
+)
 
 ABANDON_SECONDS = 5.0
 
@@ -39,8 +47,10 @@ class Preparation:
     types: Mapping[str, torch.dtype]
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
+    reads_neighbors: bool = True
     made: Made | None = None
     world: World | None = None
+    neighbors: Neighbors | None = None
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
@@ -81,11 +91,25 @@ class Preparation:
             self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host)
         return self.plans[kinds], self.mine[kinds]
 
+    def transport(self) -> Transport:
+        """Between all members of both worlds; after `join`. SwitchFailed if there is none."""
+        if self.world is None or self.world.transfer is None:
+            raise SwitchFailed("the groups of the next world are not there")
+        group = GroupTransport(self.world.transfer, self.world.transfer_members)
+        return group if self.neighbors is None else RoutedTransport(self.neighbors, group)
+
+    def end_neighbors(self) -> None:
+        """Let no neighbor read this member any more."""
+        if self.neighbors is not None:
+            self.neighbors.close()
+            self.neighbors = None
+
     def abandon(self) -> None:
         """Let go of groups and memory of a switch that does not come about."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
+        self.end_neighbors()
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None
@@ -112,7 +136,10 @@ class Preparation:
                 self.proposal.layout,
                 self.vps.ties(self.proposal.layout),
             )
+            if self.reads_neighbors:
+                self.neighbors = Neighbors.meet(board.member, self._share, board.timeout_seconds)
             if self._stop.is_set():
+                self.end_neighbors()
                 self.control.bury(drop(self.world))
                 self.world = None
         except Exception as error:
@@ -130,6 +157,12 @@ class Preparation:
         board, key = self.control, f"building/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", True)
         board.gather(key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned)
+
+    def _share(self, what: str, record: Any) -> dict[int, Any]:
+        """Tell all members of both worlds a record, and read theirs."""
+        board, key = self.control, f"{what}/{self.proposal.generation}"
+        board.post(f"{key}/{board.member}", record)
+        return board.gather(key, self.proposal.union, "finding neighbors", stop=self._stop_if_abandoned)
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():

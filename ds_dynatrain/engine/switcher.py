@@ -276,8 +276,9 @@ class Switcher:
         for layout in (proposal.source_layout, proposal.layout):
             self.engine.vps.mesh(layout)  # here: asking DeepSpeed how it cuts is not for a thread
         background, types = self.engine.job.background, self.types(proposal.layout)
-        make, budget = self.engine.make_children, self.engine.settings.memory_budget_bytes
-        self._preparation = Preparation(proposal, background, self.engine.vps, live, types, make, budget)
+        make, settings = self.engine.make_children, self.engine.settings
+        budget, reads = settings.memory_budget_bytes, settings.transport == "auto"
+        self._preparation = Preparation(proposal, background, self.engine.vps, live, types, make, budget, reads)
         self.attempt = proposal.generation
         self._preparation.start()
 

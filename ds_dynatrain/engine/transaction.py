@@ -43,7 +43,7 @@ from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
-from ds_dynatrain.transfer import GroupTransport, ReadyPlan, TransferStats, execute
+from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
@@ -255,7 +255,7 @@ class Transaction:
         if not drifting:
             return
         seconds = self.control.timeout_seconds
-        self.settlement = settle(vps, self.source_rank, self.source, drifting, self._transport(), seconds)
+        self.settlement = settle(vps, self.source_rank, self.source, drifting, self.preparation.transport(), seconds)
         self.control.post(f"settled/{generation}/{mine}", self.settlement.distances)
         distances = self._await(f"settled/{generation}", members, "the values of replicas").values()
         types = self.engine.element_types
@@ -301,23 +301,17 @@ class Transaction:
             self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
 
     def _move(self) -> None:
-        plan, transport = self._plans()[1], self._transport()
+        plan, transport = self._plans()[1], self.preparation.transport()
         self.outcome.stats = self._execute(plan, transport)
         self._send_rest(transport)
 
-    def _transport(self) -> GroupTransport:
-        world = self.preparation.world
-        if world is None or world.transfer is None:
-            raise SwitchFailed("the groups of the next world are not there")
-        return GroupTransport(world.transfer, world.transfer_members)
-
-    def _execute(self, plan: MemberPlan | ReadyPlan, transport: GroupTransport) -> TransferStats:
+    def _execute(self, plan: MemberPlan | ReadyPlan, transport: Transport) -> TransferStats:
         engine = self.engine
         return execute(
             plan, self.source, self.target, transport, self.control.timeout_seconds, engine.settings.memory_budget_bytes
         )
 
-    def _send_rest(self, transport: GroupTransport) -> None:
+    def _send_rest(self, transport: Transport) -> None:
         """Tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work."""
         deadline = time.monotonic() + self.control.timeout_seconds
         if self.source_rank == 0:
@@ -411,6 +405,7 @@ class Transaction:
             self.outcome.warnings.append(str(missing))
         if self.target_rank is not None:
             engine.forget_steps()
+        self.preparation.end_neighbors()
         self._release_source()
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))

@@ -6,6 +6,7 @@ certificate compares; `allocate` and `prefault` make memory ready before it is n
 
 from ds_dynatrain.transfer.digest import digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.executor import TransferStats, execute
+from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
@@ -15,7 +16,9 @@ __all__ = [
     "Buffers",
     "GroupTransport",
     "Handle",
+    "Neighbors",
     "ReadyPlan",
+    "RoutedTransport",
     "TransferStats",
     "Transport",
     "allocate",

@@ -66,14 +66,14 @@ class GroupTransport:
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to send; an accelerator's tensor is copied to the host first, and may be changed when this returns."""
         rank = self._peer(member)
-        data = _bytes_of(tensor).to("cpu")
+        data = bytes_of(tensor).to("cpu")
         works = [_start(self._group.send, part, rank, tag, "send to", member) for part in _messages(data)]
         return _GroupHandle(works, f"send of {data.numel()} bytes", member)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to receive; an accelerator's tensor is filled during `wait`."""
         rank = self._peer(member)
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         works = [_start(self._group.recv, part, rank, tag, "receive from", member) for part in _messages(host)]
         return _GroupHandle(works, f"receive of {data.numel()} bytes", member, None if host is data else (data, host))
@@ -119,7 +119,7 @@ def _start(call: _Start, part: torch.Tensor, rank: int, tag: int, what: str, mem
         raise TransferError(f"cannot {what} member {member}: {error}") from error
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as uint8, which every back-end can send."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")

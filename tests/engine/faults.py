@@ -18,7 +18,7 @@ from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId
-from ds_dynatrain.transfer import GroupTransport, ReadyPlan
+from ds_dynatrain.transfer import ReadyPlan, Transport
 from tests.engine import jobs
 
 WHERE = 0
@@ -175,7 +175,7 @@ def _followed(method: str, by_generation: Mapping[int, str]) -> Iterator[None]:
 def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator[None]:
     own = Transaction._execute
 
-    def wrapped(self: Transaction, plan: ReadyPlan, transport: GroupTransport) -> Any:
+    def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
             return own(self, without_a_piece(self, plan.plan), transport)
@@ -184,7 +184,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
             with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
         if name == "corrupted message" and plan.plan.bytes_sent:
-            with patch.object(GroupTransport, "send", _corrupting(GroupTransport.send)):
+            with patch.object(type(transport), "send", _corrupting(type(transport).send)):
                 return own(self, plan, transport)
         return own(self, plan, transport)
 
@@ -195,7 +195,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
 def _corrupting(send: Callable[..., Any]) -> Callable[..., Any]:
     alive: list[torch.Tensor] = []
 
-    def corrupted(self: GroupTransport, tensor: torch.Tensor, member: int, tag: int) -> Any:
+    def corrupted(self: Transport, tensor: torch.Tensor, member: int, tag: int) -> Any:
         alive.append(tensor.clone())
         alive[-1].view(torch.uint8)[0] ^= 1
         return send(self, alive[-1], member, tag)

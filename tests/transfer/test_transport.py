@@ -1,4 +1,4 @@
-"""GroupTransport over real gloo: three processes, started once, run every case of gloo_rank.py."""
+"""Transports in real processes: three, started once, run every case of transport_rank.py over gloo and as neighbors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.gloo_rank", str(rank), str(folder)],
+            [sys.executable, "-m", "tests.transfer.transport_rank", str(rank), str(folder)],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -39,32 +39,52 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", ["every_dtype", "split_messages", "switches"])
-def test_all_bytes_arrive(seen: Seen, case: str) -> None:
-    assert [rank[case] for rank in seen] == [[], [], []]
+both = pytest.mark.parametrize("way", ["gloo", "near"])
 
 
-def test_wrong_uses_are_refused(seen: Seen) -> None:
-    for rank, refused in enumerate(case["refusals"] for case in seen):
-        few, twice, self_, stranger, shape = refused
+@both
+@pytest.mark.parametrize("case", ["every_dtype", "split_messages", "switches", "out_of_step"])
+def test_all_bytes_arrive(seen: Seen, way: str, case: str) -> None:
+    assert [rank[f"{way} {case}"] for rank in seen] == [[], [], []]
+
+
+def test_processes_of_one_machine_are_neighbors(seen: Seen) -> None:
+    assert [rank["neighbors"] for rank in seen] == [[11, 12], [10, 12], [10, 11]]
+
+
+def test_wrong_groups_are_refused(seen: Seen) -> None:
+    for few, twice in (case["wrong_groups"] for case in seen):
         assert "a group of 3 ranks needs as many different members, got [10, 11]" in few
         assert "got [10, 11, 11]" in twice
-        assert f"member {10 + rank} is no peer" in self_
-        assert "member 99 is no peer" in stranger
+
+
+@both
+def test_wrong_uses_are_refused(seen: Seen, way: str) -> None:
+    for rank, refused in enumerate(case[f"{way} refusals"] for case in seen):
+        self_, stranger, shape = refused
+        kind = {"gloo": "peer", "near": "neighbor"}[way]
+        assert f"member {10 + rank} is no {kind}" in self_
+        assert f"member 99 is no {kind}" in stranger
         assert "1-D contiguous" in shape
 
 
-def test_a_silent_member_is_named_within_the_time_out(seen: Seen) -> None:
+def test_a_message_of_another_length_is_refused(seen: Seen) -> None:
+    assert seen[1]["unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
+
+
+@both
+def test_a_silent_member_is_named_within_the_time_out(seen: Seen, way: str) -> None:
     for rank in seen[:2]:
-        case = rank["silent_member"]
+        case = rank[f"{way} silent_member"]
         assert case["error"] == "MemberMissing"
         assert case["members"] == [12]
         assert 0.4 < case["seconds"] < 1.4
 
 
-def test_a_dead_member_is_named_at_once(seen: Seen) -> None:
+@both
+def test_a_dead_member_is_named_at_once(seen: Seen, way: str) -> None:
     for rank in seen[:2]:
-        case = rank["dying_member"]
+        case = rank[f"{way} dying_member"]
         assert case["error"] == "TransferError"
         assert "with member 12 failed" in case["text"]
         assert case["seconds"] < 10

@@ -1,0 +1,186 @@
+"""One rank of the transports' tests: runs every case over gloo, and over the memory of neighbors; writes what it saw.
+
+Started by test_transport.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import _dist2
+
+from ds_dynatrain.errors import MemberMissing, TransferError
+from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.space import Layout
+from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, transport
+from tests.transfer.states import buffers_of, differences, logical_state, space
+
+MEMBERS = (10, 11, 12)
+"""Member ids differ from ranks, as in a world that has changed."""
+
+
+def make_group(store: Store, name: str, rank: int) -> dist.ProcessGroup:
+    prefixed = PrefixStore(name, store)
+    return _dist2._gloo_factory(prefixed, rank, len(MEMBERS), timedelta(seconds=30), torch.device("cpu"))
+
+
+def every_dtype(rank: int, ends: Transport) -> list[str]:
+    wrong = []
+    ahead, behind = MEMBERS[(rank + 1) % 3], MEMBERS[(rank - 1) % 3]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64):
+        for numel in (0, 1, 1000):
+            values, got = torch.full((numel,), 1 + (rank - 1) % 3).to(dtype), torch.zeros(numel, dtype=dtype)
+            handles = [ends.receive(got, behind, 5), ends.send(torch.full((numel,), 1 + rank).to(dtype), ahead, 5)]
+            for handle in handles:
+                handle.wait(time.monotonic() + 20)
+            if not torch.equal(values, got):
+                wrong.append(f"{dtype} {numel}")
+    return wrong
+
+
+def split_messages(rank: int, ends: Transport) -> list[str]:
+    transport.MESSAGE_BYTES = cross_memory.MOST_BYTES = 1000
+    wrong = every_dtype(rank, ends)
+    transport.MESSAGE_BYTES = cross_memory.MOST_BYTES = 1 << 30
+    return wrong
+
+
+def switches(rank: int, ends: Transport) -> list[str]:
+    wrong = []
+    for stage, members, next_stage, next_members in (
+        (1, (10, 11), 1, (10, 11, 12)),
+        (3, (10, 11, 12), 2, (12, 11)),
+        (0, (11,), 3, (10, 12)),
+    ):
+        layout = Layout(zero_stage=stage, data=len(members))
+        target = Layout(zero_stage=next_stage, data=len(next_members))
+        me, vps = MEMBERS[rank], space(layout, members)
+        state, plan = logical_state(vps), plan_switch(vps, target, next_members)
+        source = buffers_of(vps, layout, members.index(me), state) if me in members else {}
+        into = buffers_of(vps, target, next_members.index(me), None) if me in next_members else {}
+        execute(plan.for_member(me), source, into, ends, 30, 1 << 20)
+        if me in next_members:
+            wrong += differences(vps, target, next_members.index(me), state, into)
+    return wrong
+
+
+def wrong_groups(group: dist.ProcessGroup) -> list[str]:
+    return errors(lambda: GroupTransport(group, (10, 11)), lambda: GroupTransport(group, (10, 11, 11)))
+
+
+def refusals(rank: int, ends: Transport) -> list[str]:
+    return errors(
+        lambda: ends.send(torch.zeros(3), MEMBERS[rank], 0),
+        lambda: ends.receive(torch.zeros(3), 99, 0),
+        lambda: ends.send(torch.zeros(3, 3), MEMBERS[(rank + 1) % 3], 0),
+    )
+
+
+def errors(*calls: Callable[[], object]) -> list[str]:
+    got = []
+    for call in calls:
+        try:
+            call()
+            got.append("no error")
+        except TransferError as error:
+            got.append(str(error))
+    return got
+
+
+def out_of_step(rank: int, ends: Transport) -> list[str]:
+    """Everybody waits for its sends before it waits for what comes, and one has messages of another tag first."""
+    others = [member for member in MEMBERS if member != MEMBERS[rank]]
+    said = [torch.full((5000,), 10.0 * MEMBERS[rank] + tag) for tag in (1, 2)]
+    heard = {(member, tag): torch.zeros(5000) for member in others for tag in (1, 2)}
+    incoming = [ends.receive(into, member, tag) for (member, tag), into in heard.items()]
+    tags = (2, 1) if rank else (1, 2)
+    for handle in [ends.send(said[tag - 1], member, tag) for member in others for tag in tags]:
+        handle.wait(time.monotonic() + 20)
+    for handle in reversed(incoming):
+        handle.wait(time.monotonic() + 20)
+    return [f"{member} {tag}" for (member, tag), into in heard.items() if not bool((into == 10.0 * member + tag).all())]
+
+
+def unequal_lengths(rank: int, ends: Transport) -> str:
+    """Rank 0 offers more than rank 1 awaits."""
+    if rank == 2:
+        return ""
+    if rank == 0:
+        return str(outcome(lambda: ends.send(torch.zeros(4), MEMBERS[1], 3), 0.5).get("text"))
+    return str(outcome(lambda: ends.receive(torch.zeros(3), MEMBERS[0], 3), 0.5).get("text"))
+
+
+def silent_member(rank: int, ends: Transport) -> dict[str, Any]:
+    """Rank 2 does not answer; the others wait for it for half a second."""
+    if rank == 2:
+        time.sleep(1.5)
+        return {}
+    return outcome(lambda: ends.receive(torch.zeros(10), MEMBERS[2], 1), 0.5)
+
+
+def dying_member(rank: int, ends: Transport) -> dict[str, Any]:
+    """Rank 2 is gone before it sends; runs last."""
+    if rank == 2:
+        os._exit(0)
+    return outcome(lambda: ends.receive(torch.zeros(10), MEMBERS[2], 1), 20.0)
+
+
+def outcome(start: Callable[[], transport.Handle], seconds: float) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        start().wait(begin + seconds)
+    except MemberMissing as error:
+        return {"error": "MemberMissing", "members": error.members, "seconds": time.monotonic() - begin}
+    except TransferError as error:
+        return {"error": "TransferError", "text": str(error), "seconds": time.monotonic() - begin}
+    return {"error": None}
+
+
+CASES: tuple[Callable[[int, Transport], Any], ...] = (every_dtype, split_messages, switches, refusals, out_of_step)
+LAST_CASES: tuple[Callable[[int, Transport], Any], ...] = (silent_member, dying_member)
+"""After each of these a transport is of no use."""
+
+
+def neighbors(store: Store, name: str, rank: int) -> Neighbors:
+    """All three are on one machine."""
+    prefixed = PrefixStore(name, store)
+
+    def share(what: str, record: Any) -> dict[int, Any]:
+        prefixed.set(f"{what}/{MEMBERS[rank]}", json.dumps(record))
+        return {member: json.loads(prefixed.get(f"{what}/{member}")) for member in MEMBERS}
+
+    return Neighbors.meet(MEMBERS[rank], share, 20)
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(folder / "store"), len(MEMBERS))
+    group, seen = make_group(store, "shared", rank), dict[str, Any]()
+    near = {name: neighbors(store, name, rank) for name in ("near", "unequal", *(case.__name__ for case in LAST_CASES))}
+    far = {case.__name__: GroupTransport(make_group(store, case.__name__, rank), MEMBERS) for case in LAST_CASES}
+    seen["wrong_groups"] = wrong_groups(group)
+    seen["neighbors"] = sorted(near["near"].members)
+    for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["near"])):
+        seen |= {f"{way} {case.__name__}": case(rank, ends) for case in CASES}
+    seen["unequal_lengths"] = unequal_lengths(rank, near["unequal"])
+    for case in LAST_CASES:
+        for way, kinds in (("gloo", far), ("near", near)):
+            if rank == 2 and case is dying_member:
+                (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+            seen[f"{way} {case.__name__}"] = case(rank, kinds[case.__name__])
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
