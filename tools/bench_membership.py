@@ -213,7 +213,7 @@ def scene(system: str, events: list[Event], script: Path, nodes: str = "2:3") ->
     """Of one of three systems; nothing of it is left."""
     is_ours = system == "ours"
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
-        job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", script=(str(script),))
+        job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", script=script)
         job.times = dict(TIMES) if is_ours else {}
         job.variables |= BEST_VARIABLES if system == "best" else {}
         try:

@@ -32,7 +32,7 @@ from history import mistakes, sums_of_samples
 from nodes import SCRIPT, TIMES, Job, Row
 from storm import Storm
 
-CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0}
+CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0, "recovery_seconds": 3.0}
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
-    job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=(str(args.script),))
+    job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=args.script)
     storm, begin, faults = Storm(job, args.seed), time.monotonic(), list[str]()
     try:
         with busy(args.busy):

@@ -21,9 +21,9 @@ def sums_of_samples() -> Iterator[int]:
 def mistakes(rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = sums_of_samples) -> list[str]:
     """Everything that is wrong with the steps that the scripts wrote, in words; none if all is well.
 
-    Of one process the steps of a generation follow one on another. Between two generations they go on, unless the
-    process was behind the others, or was ahead of all who are still there: then the world's first step is the same for
-    all, and the state that it starts from is a right one. All who made a step agree on the sum after it.
+    Of one process the steps of a generation follow one on another. A generation begins with the same step for all, and
+    goes on where the one before it ended; one step may be made again, if only members that died had made it. All who
+    made a step agree on the sum after it.
 
     right: the sums that there have to be, step by step; None: it only matters that all agree.
     """
@@ -32,10 +32,8 @@ def mistakes(rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = su
     if right is not None and steps:
         last = max(row["step"] for row in steps)
         truth = dict(zip(range(1, last + 1), right(), strict=False))
-        wrong = [row for row in steps if row["sum"] != truth[row["step"]]]
-        found += [
-            f"step {row['step']} of process {row['pid']} is {row['sum']}, not {truth[row['step']]}" for row in wrong
-        ]
+        wrong = {(row["step"], row["sum"]) for row in steps if row["sum"] != truth[row["step"]]}
+        found += [f"the sum after step {step} is {truth[step]}, and not {said}" for step, said in sorted(wrong)]
     made = {row["step"] for row in steps}
     found += [f"nobody made step {step}" for step in range(1, max(made, default=0)) if step not in made]
     return found
@@ -52,7 +50,11 @@ def _gaps(steps: list[Row]) -> Iterator[str]:
             first[generation].add(numbers[0])
             if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
                 yield f"process {pid} skipped or repeated a step in generation {generation}: {numbers[:50]}"
-    yield from (f"generation {one} began with steps {sorted(each)}" for one, each in first.items() if len(each) > 1)
+    done = 0
+    for generation in sorted(first):
+        if len(first[generation]) > 1 or not done <= min(first[generation]) <= done + 1:
+            yield f"generation {generation} began with steps {sorted(first[generation])}, after step {done}"
+        done = max(done, *(row["step"] for row in steps if row["generation"] == generation))
 
 
 def _disagreements(steps: list[Row]) -> Iterator[str]:

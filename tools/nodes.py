@@ -70,7 +70,7 @@ class Journal:
 class Job:
     """Nodes with one coordinator; everything lies in `folder`.
 
-    address: the coordinator's; by default a free port of this machine.
+    seconds: how long anything may take. address: the coordinator's; by default a free port of this machine.
     """
 
     folder: Path
@@ -79,7 +79,8 @@ class Job:
     backend: str = "dynatrain"
     variables: dict[str, str] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
-    script: Sequence[str] = (str(SCRIPT),)
+    script: Path = SCRIPT
+    seconds: float = SECONDS
     address: Address = field(default_factory=lambda: Address("127.0.0.1", free_port()))
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -95,7 +96,7 @@ class Job:
         command = ["torch.distributed.run", f"--nnodes={self.nodes}", f"--nproc-per-node={self.workers}"]
         command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.address}", "--rdzv-id=job"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}"] if settings else []
-        command += [f"--local-addr={at}", *options, *self.script]
+        command += [f"--local-addr={at}", *options, str(self.script)]
         self._start(name, command, host)
 
     def coordinator(self, name: str, host: Sequence[str] = ()) -> None:
@@ -126,7 +127,7 @@ class Job:
 
     def code(self, name: str) -> int:
         """Its exit code, once it has ended."""
-        return self.processes[name].wait(SECONDS)
+        return self.processes[name].wait(self.seconds)
 
     def workers_of(self, name: str) -> list[int]:
         """The processes that an agent has started, and that are still there."""
@@ -153,8 +154,12 @@ class Job:
 
         return self.wait(trains, f"a world of {size} after generation {after}")
 
-    def wait(self, holds: Callable[[], Found | None], what: str, seconds: float = SECONDS) -> Found:
-        """What it returns, as soon as that is true; TimeoutError with all that was printed if it never is."""
+    def wait(self, holds: Callable[[], Found | None], what: str, seconds: float = 0.0) -> Found:
+        """What it returns, as soon as that is true; TimeoutError with all that was printed if it never is.
+
+        seconds: for how long to wait; by default the job's.
+        """
+        seconds = seconds or self.seconds
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if found := holds():
