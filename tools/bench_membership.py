@@ -47,6 +47,8 @@ AWAY_SECONDS = 2.0
 ROWS_BEFORE = 300
 
 Event = dict[str, Any]
+Given = dict[str, Any]
+"""What else a `Job` is made with: its script, and environment variables."""
 
 
 class JobEndedError(Exception):
@@ -209,11 +211,11 @@ def longest(steps: list[Row], begin: float, end: float) -> float:
 
 
 @contextmanager
-def scene(system: str, events: list[Event], script: Path, nodes: str = "2:3") -> Iterator[Scene]:
+def scene(system: str, events: list[Event], given: Given, nodes: str = "2:3") -> Iterator[Scene]:
     """Of one of three systems; nothing of it is left."""
     is_ours = system == "ours"
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
-        job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", script=script)
+        job = Job(Path(folder), nodes, backend="dynatrain" if is_ours else "c10d", **given)
         job.times = dict(TIMES) if is_ours else {}
         job.variables |= BEST_VARIABLES if system == "best" else {}
         try:
@@ -223,27 +225,27 @@ def scene(system: str, events: list[Event], script: Path, nodes: str = "2:3") ->
             job.clean_up()
 
 
-def join_and_kill(events: list[Event], script: Path, times: int) -> None:
+def join_and_kill(events: list[Event], given: Given, times: int) -> None:
     """Ours."""
-    with scene("ours", events, script) as ours:
+    with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
             ours.join()
             ours.kill()
 
 
-def join_and_leave(events: list[Event], script: Path, times: int) -> None:
+def join_and_leave(events: list[Event], given: Given, times: int) -> None:
     """Ours."""
-    with scene("ours", events, script) as ours:
+    with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
             ours.join()
             ours.leave()
 
 
-def hang_and_coordinator(events: list[Event], script: Path, times: int) -> None:
+def hang_and_coordinator(events: list[Event], given: Given, times: int) -> None:
     """Ours."""
-    with scene("ours", events, script) as ours:
+    with scene("ours", events, given) as ours:
         ours.begin("a", "b")
         for _ in range(times):
             ours.lose_coordinator()
@@ -252,9 +254,9 @@ def hang_and_coordinator(events: list[Event], script: Path, times: int) -> None:
             ours.hang()
 
 
-def stock_at_its_best(events: list[Event], script: Path, times: int) -> None:
+def stock_at_its_best(events: list[Event], given: Given, times: int) -> None:
     """Half as many events, since each takes long; and what happens if the host of its store dies."""
-    with scene("best", events, script) as stock:
+    with scene("best", events, given) as stock:
         stock.begin("a", "b")
         for _ in range((times + 1) // 2):
             stock.join()
@@ -263,11 +265,11 @@ def stock_at_its_best(events: list[Event], script: Path, times: int) -> None:
             stock.leave()
 
 
-def stock_by_default(events: list[Event], script: Path, times: int) -> None:
+def stock_by_default(events: list[Event], given: Given, times: int) -> None:
     """One event of each kind, side by side: they wait for most of their time."""
 
     def one(kind: str) -> None:
-        with scene("default", events, script) as stock:
+        with scene("default", events, given) as stock:
             stock.begin(*("ab" if kind == "join" else "abc"))
             getattr(stock, kind)()
 
@@ -275,7 +277,7 @@ def stock_by_default(events: list[Event], script: Path, times: int) -> None:
         list(pool.map(one, ("join", "kill", "leave")))
 
 
-PARTS: dict[str, Callable[[list[Event], Path, int], None]] = {
+PARTS: dict[str, Callable[[list[Event], Given, int], None]] = {
     "join-kill": join_and_kill,
     "join-leave": join_and_leave,
     "hang-coordinator": hang_and_coordinator,
@@ -340,13 +342,17 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=10, help="events of a kind (default 10)")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
     parser.add_argument("--kept", type=Path, help="a file with what was measured before; this run's figures are added")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
+    )
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     events: list[Event] = []
     where = machine()
     for part in args.parts:
-        PARTS[part](events, args.script, args.events)
+        variables = dict(each.split("=", 1) for each in args.set)
+        PARTS[part](events, {"script": args.script, "variables": variables}, args.events)
     if args.kept is not None:
         events = [*(json.loads(args.kept.read_text()) if args.kept.exists() else []), *events]
         args.kept.parent.mkdir(parents=True, exist_ok=True)

@@ -87,11 +87,15 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="processes that keep the machine busy")
     parser.add_argument("--workers", type=int, default=1, help="workers of a node (default 1)")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
+    )
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
-    job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=args.script)
+    variables = dict(each.split("=", 1) for each in args.set)
+    job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=args.script, variables=variables)
     storm, begin, faults = Storm(job, args.seed), time.monotonic(), list[str]()
     try:
         with busy(args.busy):
@@ -99,7 +103,7 @@ def main() -> None:
             storm.run(args.events)
             storm.end()
     except (TimeoutError, RuntimeError, subprocess.TimeoutExpired) as error:
-        faults.append(f"{type(error).__name__}: {error}")
+        faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
         job.clean_up()
     rows = job.rows()

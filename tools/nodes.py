@@ -87,7 +87,8 @@ class Job:
     def __post_init__(self) -> None:
         (self.folder / "metadata").mkdir()
         path = [str(ROOT), str(metadata(self.folder / "metadata"))]
-        self.variables |= {"PYTHONPATH": os.pathsep.join(path), "OUT": str(self.folder), "OMP_NUM_THREADS": "1"}
+        ours = {"PYTHONPATH": os.pathsep.join(path), "OUT": str(self.folder), "OMP_NUM_THREADS": "1"}
+        self.variables = {**self.variables, **ours}
         self.journal = Journal(self.folder)
 
     def node(self, name: str, *options: str, host: Sequence[str] = (), at: str = "127.0.0.1", **conf: object) -> None:

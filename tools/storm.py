@@ -130,9 +130,9 @@ class Storm:
             "a node joins": self.join,
             "SIGTERM to an agent": lambda: self._end_agent(signal.SIGTERM),
             "SIGKILL to an agent": lambda: self._end_agent(signal.SIGKILL),
-            "SIGKILL to a worker": lambda: self._hit(signal.SIGKILL),
+            "SIGKILL to a worker": self._kill_worker,
             "SIGKILL to rank 0": self._kill_first,
-            "SIGSTOP to a worker": lambda: self._hit(signal.SIGSTOP),
+            "SIGSTOP to a worker": self._stop_worker,
             "SIGKILL to the coordinator": self._kill_coordinator,
         }
         weights = (6, 2, 2, 2, 2, 1, 1)
@@ -160,16 +160,19 @@ class Storm:
         self._ended.append(name)
         return True
 
-    def _hit(self, number: int) -> bool:
+    def _kill_worker(self) -> bool:
+        """Also one that is still warming up."""
         name = self._victim()
         workers = [] if name is None else self.job.workers_of(name)
-        return bool(workers) and self._signal(self.chance.choice(workers), number)
+        return bool(workers) and self._signal(self.chance.choice(workers), signal.SIGKILL)
 
     def _kill_first(self) -> bool:
-        status = self.job.status()
-        first = None if status is None else next((one.pid for one in status.members if one.rank == 0), None)
-        is_spared = first in self.job.workers_of(self.spared)
-        return first is not None and not is_spared and self._signal(first, signal.SIGKILL)
+        return any(self._signal(pid, signal.SIGKILL) for pid in self._working()[:1] if not self._is_spared(pid))
+
+    def _stop_worker(self) -> bool:
+        """Of those in the world: one that hangs before it is ready is noticed by nobody."""
+        working = [pid for pid in self._working() if not self._is_spared(pid)]
+        return bool(working) and self._signal(self.chance.choice(working), signal.SIGSTOP)
 
     def _kill_coordinator(self) -> bool:
         self.job.kill(self._coordinator)
@@ -183,6 +186,13 @@ class Storm:
     def _start_coordinator(self) -> None:
         self._coordinator = f"coordinator{next(self._names)}"
         self.job.coordinator(self._coordinator)
+
+    def _working(self) -> list[int]:
+        status = self.job.status()
+        return [] if status is None else processes(status)
+
+    def _is_spared(self, pid: int) -> bool:
+        return pid in self.job.workers_of(self.spared)
 
     def _victim(self) -> str | None:
         names = [name for name in self.agents if name != self.spared]
