@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 BLOCK = "dynatrain"
-LATER_KEYS = ("layouts", "fallback", "elastic")
+LATER_KEYS = ("layouts", "elastic")
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
@@ -57,6 +57,19 @@ class DataConfig(_Block):
     """A new order in every epoch; `False` repeats one order, as stock DeepSpeed does."""
 
 
+class FallbackConfig(_Block):
+    """Checkpoints that are saved by themselves, between two steps."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A folder that all members see."""
+    every_steps: Size | None = None
+    """Save after so many optimizer steps, counted from the start of the job."""
+    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Save when the last one was so long ago, by the clock of rank 0."""
+    keep: Size = 2
+    """So many of the newest checkpoints in the folder stay."""
+
+
 class ReportConfig(_Block):
     """Where switches are reported besides the log."""
 
@@ -83,6 +96,7 @@ class DynatrainConfig(_Block):
     """How long one member waits for another in a switch, in seconds."""
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
+    fallback: FallbackConfig | None = None
 
     @classmethod
     def from_deepspeed(cls, config: Config | None) -> DynatrainConfig | None:
@@ -182,7 +196,12 @@ def _validated(block: object) -> DynatrainConfig:
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     """Return the keys that are valid at a path inside the block."""
     model: type[BaseModel] = DynatrainConfig
-    blocks: dict[str, type[BaseModel]] = {"layout": LayoutConfig, "data": DataConfig, "report": ReportConfig}
+    blocks: dict[str, type[BaseModel]] = {
+        "layout": LayoutConfig,
+        "data": DataConfig,
+        "report": ReportConfig,
+        "fallback": FallbackConfig,
+    }
     for key in path:
         model = blocks[str(key)]
     return list(model.model_fields)

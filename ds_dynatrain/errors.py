@@ -62,6 +62,14 @@ class MemberMissing(TransferError):  # noqa: N818
         super().__init__(f"{what}: no answer from member {names} within {seconds:g} s")
 
 
+class CheckpointError(DynatrainError):
+    """A checkpoint could not be saved or loaded; training goes on as before."""
+
+
+class CheckpointDamaged(CheckpointError):  # noqa: N818
+    """What is on the disk is not what was saved, or is no checkpoint of ours; names the file, or tensor and kind."""
+
+
 class ElasticError(DynatrainError):
     """Membership: a setting, a message or an answer that cannot be used; nothing was joined."""
 

@@ -107,6 +107,9 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"data": {"reshuffle": 1}}, "dynatrain.data.reshuffle: expected boolean, got 1 (integer)"),
         ({"report": {"jsonl": 3}}, "dynatrain.report.jsonl: expected string, got 3 (integer)"),
         ({"safety": "none"}, "dynatrain.safety: expected 'rollback' or 'lean', got 'none' (string)"),
+        ({"fallback": {"every_steps": 5}}, "dynatrain.fallback.path: this key is needed"),
+        ({"fallback": {"path": "x", "evry_steps": 5}}, "evry_steps: unknown key; did you mean 'every_steps'?"),
+        ({"fallback": {"path": "x", "every_seconds": 0}}, "dynatrain.fallback.every_seconds: expected greater than 0"),
         ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
         ("full", "dynatrain: expected an object of keys, got 'full' (string)"),
         (None, "dynatrain: expected an object of keys, got None (null)"),
@@ -124,7 +127,6 @@ def test_mistakes_are_named(block: object, words: str) -> None:
     [
         ({"safety": "lean"}, 'dynatrain.safety: "lean" needs a checkpoint'),
         ({"layouts": "data"}, "dynatrain.layouts: comes in a later version"),
-        ({"fallback": {"path": None}}, "dynatrain.fallback: comes in a later version"),
         ({"elastic": {}}, "dynatrain.elastic: comes in a later version"),
     ],
 )

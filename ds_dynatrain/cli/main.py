@@ -140,6 +140,59 @@ def leave(
     typer.echo(f"told to leave: {', '.join(told)}")
 
 
+checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints.")
+app.add_typer(checkpoint, name="checkpoint")
+
+Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: then the latest.")]
+
+
+@checkpoint.command()
+def inspect(
+    path: Where, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+) -> None:
+    """Say what is in a checkpoint: steps, layout, state kinds, bytes. Tensors are not read.
+
+    Exit code: 0, or 2 if there is none or what it says of itself is damaged.
+    """
+    import json
+
+    from ds_dynatrain.cli import checkpoints
+    from ds_dynatrain.errors import CheckpointError
+
+    try:
+        said = checkpoints.summary(checkpoints.found(path))
+    except CheckpointError as error:
+        typer.echo(f"ds-dynatrain checkpoint inspect: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    if as_json:
+        typer.echo(json.dumps(said, indent=2))
+    else:
+        checkpoints.show(said)
+
+
+@checkpoint.command()
+def verify(path: Where) -> None:
+    """Read a whole checkpoint and compare it with its digests.
+
+    Exit code: 0 all is as it was saved, 1 something is not (a line each), 2 there is none to read.
+    """
+    from ds_dynatrain.cli import checkpoints
+    from ds_dynatrain.errors import CheckpointError
+
+    try:
+        saved = checkpoints.found(path)
+    except CheckpointError as error:
+        typer.echo(f"ds-dynatrain checkpoint verify: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    wrong = 0
+    for line in checkpoints.damage(saved):
+        wrong += 1
+        typer.echo(line)
+    typer.echo(f"{saved.path}: {f'{wrong} places are damaged' if wrong else 'all is as it was saved'}")
+    if wrong:
+        raise typer.Exit(REFUSED)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app(prog_name="ds-dynatrain")

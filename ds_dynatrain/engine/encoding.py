@@ -71,9 +71,9 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     return {key: decode(part, tensors) for key, part in value.items()}
 
 
-def blank_tensors(value: Any) -> list[torch.Tensor]:
-    """Empty tensors of the types and shapes that an encoded value asks for, in the order of their numbers."""
-    found: dict[int, torch.Tensor] = {}
+def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
+    """Number -> (type, shape) of the tensors that an encoded value asks for; TransferError for a type of no tensor."""
+    found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def visit(part: Any) -> None:
         if isinstance(part, list):
@@ -84,13 +84,19 @@ def blank_tensors(value: Any) -> list[torch.Tensor]:
                 dtype = getattr(torch, part["dtype"], None)
                 if not isinstance(dtype, torch.dtype):
                     raise TransferError(f"a tensor of type {part['dtype']!r} was announced, which torch does not know")
-                found[part["__tensor__"]] = torch.empty(part["shape"], dtype=dtype)
+                found[part["__tensor__"]] = dtype, tuple(part["shape"])
             else:
                 for entry in part.values():
                     visit(entry)
 
     visit(value)
-    return [found[number] for number in sorted(found)]
+    return found
+
+
+def blank_tensors(value: Any) -> list[torch.Tensor]:
+    """Empty tensors of the types and shapes that an encoded value asks for, in the order of their numbers."""
+    found = announced(value)
+    return [torch.empty(shape, dtype=dtype) for _, (dtype, shape) in sorted(found.items())]
 
 
 def fingerprint(value: Any) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +32,9 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
+from ds_dynatrain.engine.restore import Restored
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
-from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
+from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
@@ -86,6 +89,8 @@ class DynatrainEngine(HostEngine):
     _switcher: Switcher
     _window_samples: int | None
     global_samples: int
+    _arrived: dict[str, dict[str, Any]]
+    """States that were loaded for loaders and objects which are not there yet."""
     _last_dealt: bool
     """Whether the micro-batch that was dealt last closes its global batch."""
 
@@ -95,6 +100,7 @@ class DynatrainEngine(HostEngine):
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
         self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registrations=0)
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
+        self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, launch=job.launch, control=job.control, nodes=job.nodes)
         self.__dict__.update(_switcher=Switcher(self, job.control, job.on_idle), _heartbeat=Heartbeat(job.control))
@@ -111,6 +117,11 @@ class DynatrainEngine(HostEngine):
     def generation(self) -> int:
         """Number of the present world, from 1."""
         return self.world.generation if self.world is not None else self._switcher.attempt
+
+    @property
+    def attempt(self) -> int:
+        """The highest number of a generation that was ever asked for."""
+        return self._switcher.attempt
 
     @property
     def rank(self) -> int:
@@ -205,7 +216,40 @@ class DynatrainEngine(HostEngine):
         if name in self.carried:
             raise ConfigError(f"carry({name!r}): the name is taken; take another one")
         self.carried[name] = value
+        if name in self._arrived["objects"]:
+            value.load_state_dict(self._arrived["objects"].pop(name))
         return value
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Path:
+        """Save all state into a folder of checkpoints, as one that any layout and any world can load.
+
+        Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
+        folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
+        `latest` names it from then on. Returns the checkpoint's own folder.
+
+        CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
+        can go on.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        return self._switcher.save(path, tag, self._window_is_open)
+
+    def load_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Restored:
+        """Go on from a checkpoint of `save_universal`, whatever layout and world it was saved in, in the present one.
+
+        Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
+        default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
+        objects of `carry`; a loader or object that is made later gets its own then. An iterator over a loader goes on
+        from the position that was loaded.
+
+        CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
+        was saved: training goes on as before the call.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        return self._switcher.load(path, tag, self._window_is_open)
 
     # ---- the boundary --------------------------------------------------------------------------------------------
 
@@ -267,6 +311,8 @@ class DynatrainEngine(HostEngine):
             raise ConfigError(f"loader {name!r} exists; give another name")
         loader = TrainLoader(source, self, name, order)
         self.train_loaders[name] = loader
+        if name in self._arrived["loaders"]:
+            loader.load_state_dict(self._arrived["loaders"].pop(name))
         return loader
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
@@ -535,6 +581,27 @@ class DynatrainEngine(HostEngine):
                     f"{differs[0]!r} was drawn otherwise on member {member} than on member {self.members[0]}: its "
                     "initialization must depend on the random generators alone"
                 )
+
+    def keep_arrived(self, loaders: dict[str, Any], objects: dict[str, Any]) -> None:
+        """States of loaders and carried objects by name: what is not there yet gets its own when it is made."""
+        self._arrived = {
+            "loaders": {name: state for name, state in loaders.items() if name not in self.train_loaders},
+            "objects": {name: state for name, state in objects.items() if name not in self.carried},
+        }
+
+    def begin_anew(self, generation: int) -> None:
+        """No window is open and no change is pending, whatever was; numbers up to `generation` are used up."""
+        self._dealt, self._window_samples, self._last_dealt = False, None, True
+        self.slot_weight, self.slot_is_borrowed, self.window_tokens = 1.0, False, None
+        self._switcher.begin_anew(generation)
+
+    def types_in(self, layout: Layout) -> dict[str, torch.dtype]:
+        """Element type of each state kind under a layout."""
+        return self._switcher.types(layout)
+
+    def room_for(self, layout: Layout, members: tuple[int, ...]) -> dict[int, int]:
+        """Bytes that each member would allocate for a layout, at most."""
+        return self._switcher.needs(layout, members)
 
     def adopt_space(self, space: VirtualParameterSpace) -> None:
         """Register other logical tensors."""

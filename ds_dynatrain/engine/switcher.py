@@ -6,6 +6,7 @@ member stays here, polling the notice board, until it works again or the job has
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,12 +22,14 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, streams
+from ds_dynatrain.engine import agreement, feasible, registration, restore, saving, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.fallback import Fallback
 from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.restore import Restored
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import SwitchRefused
@@ -63,6 +66,7 @@ class Switcher:
         self._preparation: Preparation | None = None
         self._watch = Watch(control)
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
+        self._fallback = Fallback(engine, engine.settings.fallback)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class Switcher:
         try:
             target = self._checked(layout, changes)
             members = self._slots(target)
-            feasible.check_memory(self.control.member, self._needs(target, members), engine.nodes)
+            feasible.check_memory(self.control.member, self.needs(target, members), engine.nodes)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
@@ -119,7 +123,7 @@ class Switcher:
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
             members = self._slots(target)
-            feasible.check_memory(self.control.member, self._needs(target, members), engine.nodes)
+            feasible.check_memory(self.control.member, self.needs(target, members), engine.nodes)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
@@ -159,15 +163,31 @@ class Switcher:
         if is_partitioned(layout):
             plain = layout.replace(pipe=1, expert=1, tensor=1, boundaries=None)
             raise SwitchRefused(f"{layout}: registering needs every tensor whole", f"switch to {plain} first")
-        is_open = "an accumulation window is open" if window_is_open else ""
+        place, is_open = self._place_in_training(), self._in_the_way(window_is_open)
+        return registration.register(self.engine, place, groups, is_open)
+
+    def save(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Path:
+        """See `DynatrainEngine.save_universal`."""
+        return saving.save(self.engine, path, tag, self._place_in_training(), self._in_the_way(window_is_open))
+
+    def load(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Restored:
+        """See `DynatrainEngine.load_universal`; it uses a generation up, as a switch does."""
+        place, is_open = self._place_in_training(), self._in_the_way(window_is_open)
+        self.attempt += 1
+        found = restore.load(self.engine, path, tag, place, self.attempt, is_open)
+        self._fallback.settle()
+        return found
+
+    def _in_the_way(self, window_is_open: bool) -> str:
+        """Why what wants the state to itself cannot be now, in words; nothing if it can."""
         if self._pending is not None and not self._pending.done:
-            is_open = f"a switch to {self._pending.layout} is pending"
-        return registration.register(self.engine, self._place_in_training(), groups, is_open)
+            return f"a switch to {self._pending.layout} is pending"
+        return "an accumulation window is open" if window_is_open else ""
 
     def _slots(self, target: Layout) -> tuple[int, ...]:
         return assign_slots(self.engine.vps, target, range(self.engine.launch.size), self.engine.nodes)
 
-    def _needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
+    def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
         vps, budget = self.engine.vps, self.engine.settings.memory_budget_bytes
         differ = any(is_widened(kind, target) for kind in vps.kinds)
@@ -197,6 +217,8 @@ class Switcher:
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         if not self.engine.idle:
+            if not window_is_open:
+                self._fallback.stand_at()
             if self._preparation is None or window_is_open:
                 return
             proposal, step = self._preparation.proposal, self.engine.global_steps
@@ -206,6 +228,7 @@ class Switcher:
             self._transact(self._preparation, place)
         if self.engine.idle:
             self._wait_for_work(place)
+            self._fallback.settle()
 
     def _wait_for_work(self, place: str) -> None:
         """Poll the notice board until this member works; run the user's `on_idle` in between.
@@ -289,6 +312,8 @@ class Switcher:
         with without_collection():
             outcome = Transaction(engine, preparation, place).run()
         self._preparation = None
+        if not engine.idle:
+            self._fallback.settle()
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
         engine.last_switch, self._first_step_is_due = event, True
         engine.compilations.begin()
@@ -331,6 +356,13 @@ class Switcher:
     def _writer(self) -> EventWriter | None:
         path = self.engine.settings.report.jsonl
         return None if path is None else EventWriter(Path(path))
+
+    def begin_anew(self, generation: int) -> None:
+        """What was pending or being prepared is void; numbers up to `generation` are used up."""
+        self.close()
+        self._pending = None
+        self.attempt = max(self.attempt, generation)
+        self._fallback.settle()
 
     def close(self) -> None:
         """Let go of whatever is being prepared."""

@@ -1,0 +1,36 @@
+"""A checkpoint of a whole training that any layout can read: the format, and who writes and reads which bytes of it.
+
+| file | role |
+|---|---|
+| `flatbuffer` `arrow` | Arrow IPC files at offsets known beforehand |
+| `elements` | element types by name |
+| `stretches` `manifest` | what lies in one piece in a file; the table that says where |
+| `shares` `writing` | what a rank writes, and its files |
+| `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
+| `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
+
+Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/checkpoint.md has the format.
+"""
+
+from ds_dynatrain.checkpoint.folder import latest, newest, tags
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Record, Saved
+from ds_dynatrain.checkpoint.shares import shares_of
+from ds_dynatrain.checkpoint.stretches import Stretch
+from ds_dynatrain.checkpoint.writing import Share, write_shares
+
+__all__ = [
+    "Manifest",
+    "Reader",
+    "Record",
+    "Row",
+    "Saved",
+    "Share",
+    "Stretch",
+    "latest",
+    "newest",
+    "shares_of",
+    "tags",
+    "write_shares",
+]

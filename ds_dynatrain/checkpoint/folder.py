@@ -1,0 +1,142 @@
+"""A folder of checkpoints: one that is being written is hidden, one that is there is whole, and `latest` names one.
+
+A checkpoint is written into a hidden folder, all of it is brought to the disk, the folder gets its name, and then
+`latest` is replaced. Whenever the machine stops, the previous checkpoint and a `latest` that names a whole one are
+there. One job writes at a time: the others get an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ds_dynatrain.checkpoint.record import RECORD, Saved
+from ds_dynatrain.errors import CheckpointError
+
+LATEST, LOCK = "latest", ".lock"
+_HIDDEN = (".saving-", ".removing-")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+def check_tag(tag: str) -> None:
+    """CheckpointError for a name that is none for a folder of a checkpoint."""
+    if not _TAG.fullmatch(tag) or tag == LATEST:
+        raise CheckpointError(f"tag {tag!r}: letters, digits, '.', '_' and '-' make a tag, and it is not {LATEST!r}")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the one that writes into the folder, which is made if need be; CheckpointError if another job is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"another job saves into {folder} now: give each job a folder of its own") from None
+        yield
+    finally:
+        os.close(file)
+
+
+def begin(folder: Path, tag: str) -> Path:
+    """A new hidden folder to write checkpoint `tag` into, under the lock; what is left of earlier tries goes."""
+    check_tag(tag)
+    for left in folder.iterdir():
+        if left.name.startswith(_HIDDEN):
+            shutil.rmtree(left, ignore_errors=True)
+    if (folder / tag).exists():
+        raise CheckpointError(f"there is a {tag!r} in {folder} already: give another tag, or remove it")
+    path = folder / f"{_HIDDEN[0]}{tag}-{secrets.token_hex(4)}"
+    path.mkdir()
+    return path
+
+
+def free_tag(folder: Path, wanted: str) -> str:
+    """A tag that is not taken: the one wanted, or that with a number behind it."""
+    taken, number = wanted, 1
+    while (folder / taken).exists():
+        number += 1
+        taken = f"{wanted}-{number}"
+    return taken
+
+
+def finish(path: Path, tag: str, keep: int | None = None) -> Path:
+    """Give the written folder its name, and then make it the latest. keep: remove all but so many of the newest."""
+    folder = path.parent
+    _sync(path)
+    os.rename(path, folder / tag)
+    _sync(folder)
+    note = folder / f".{LATEST}-{secrets.token_hex(4)}"
+    write(note, tag.encode())
+    os.rename(note, folder / LATEST)
+    _sync(folder)
+    if keep is not None:
+        for old in [each for each in tags(folder) if each != tag][max(keep - 1, 0) :]:
+            remove(folder, old)
+    return folder / tag
+
+
+def remove(folder: Path, tag: str) -> None:
+    """Take a checkpoint away; a stop in the middle leaves nothing that looks like one."""
+    hidden = folder / f"{_HIDDEN[1]}{tag}-{secrets.token_hex(4)}"
+    os.rename(folder / tag, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def tags(folder: Path) -> list[str]:
+    """Those of our checkpoints in the folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [each for each in folder.iterdir() if not each.name.startswith(".") and (each / RECORD).is_file()]
+    return [each.name for each in sorted(found, key=_age, reverse=True)]
+
+
+def _age(path: Path) -> tuple[int, str]:
+    return (path / RECORD).stat().st_mtime_ns, path.name
+
+
+def latest(folder: Path) -> str:
+    """The tag that `latest` names; CheckpointError if there is none."""
+    try:
+        tag = (folder / LATEST).read_text().strip()
+    except OSError as error:
+        raise CheckpointError(f"{folder} has no file {LATEST!r}: give a tag ({error})") from None
+    check_tag(tag)
+    return tag
+
+
+def newest(folder: Path) -> Iterator[Saved]:
+    """The checkpoints that are whole as far as can be seen without reading them, the latest first."""
+    try:
+        first = [latest(folder)]
+    except CheckpointError:
+        first = []
+    for tag in dict.fromkeys([*first, *tags(folder)]):
+        try:
+            yield Saved.open(folder / tag)
+        except CheckpointError:
+            continue
+
+
+def write(path: Path, data: bytes) -> None:
+    """A small file, down to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

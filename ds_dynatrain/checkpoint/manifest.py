@@ -1,0 +1,202 @@
+"""The manifest: one row for each stretch, saying of which tensor and kind it is, and in which file it lies where.
+
+A row without a file is of weights that are their masters' values in another type: nothing is stored of them, and the
+digest says what the cast gives. What a manifest says is checked against itself and the files before it is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ds_dynatrain.checkpoint.arrow import ALIGN, INT64, INTS, TEXT, UINT64, Column, read_table, table_bytes
+from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.flatbuffer import FormatError
+from ds_dynatrain.checkpoint.stretches import Stretch, runs_of
+from ds_dynatrain.errors import CheckpointDamaged
+from ds_dynatrain.space import WEIGHT
+from ds_dynatrain.space.tensor import Ints
+
+SCHEMA = (
+    Column("tensor", TEXT),
+    Column("kind", TEXT),
+    Column("dtype", TEXT),
+    Column("shape", INTS),
+    Column("start", INT64),
+    Column("length", INT64),
+    Column("step", INT64),
+    Column("count", INT64),
+    Column("file", TEXT),
+    Column("offset", INT64),
+    Column("digest", UINT64),
+)
+FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
+MOST_RUNS = 1 << 24
+"""Of one tensor and kind, as they are unfolded in memory."""
+MOST_ELEMENTS = 1 << 56
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stretch of a tensor's kind. offset: its first byte in the file; digest: its share in that of the tensor."""
+
+    tensor: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stretch: Stretch
+    file: str
+    offset: int
+    digest: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stretch."""
+        return self.stretch.numel * named(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        where = f", in {self.file} at byte {self.offset}" if self.file else ""
+        return f"{self.kind} of {self.tensor!r}, {self.stretch}{where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Where the elements of one tensor and kind lie: runs that tile it, in order.
+
+    file: number of the file in `files`, -1 where nothing is stored. position: bytes into the file.
+    """
+
+    start: Ints
+    stop: Ints
+    file: Ints
+    position: Ints
+    files: tuple[str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The rows of a checkpoint, by tensor and kind."""
+
+    rows: Mapping[tuple[str, str], tuple[Row, ...]]
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Manifest:
+        """From rows in any order."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            found.setdefault((row.tensor, row.kind), []).append(row)
+        return Manifest({key: tuple(sorted(held, key=lambda row: row.stretch.start)) for key, held in found.items()})
+
+    def __iter__(self) -> Iterator[Row]:
+        for held in self.rows.values():
+            yield from held
+
+    def digest(self, tensor: str, kind: str) -> int:
+        """That of the whole tensor."""
+        return sum(row.digest for row in self.rows[tensor, kind]) & _WORD
+
+    def check(self, folder: Path) -> None:
+        """CheckpointDamaged, naming tensor and kind, for rows that cannot be true of the files in `folder`."""
+        sizes: dict[str, int] = {}
+        for (tensor, kind), held in self.rows.items():
+            first, runs = held[0], 0
+            for row in held:
+                what = _wrong_row(row, first) or _wrong_place(row, folder, sizes)
+                if what:
+                    raise CheckpointDamaged(f"the manifest is wrong: {row}: {what}")
+                runs += row.stretch.count
+            if runs > MOST_RUNS:
+                raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} in {runs} runs")
+
+    def runs(self, tensor: str, kind: str) -> Runs:
+        """CheckpointDamaged unless the rows tile the tensor; call `check` before."""
+        held = self.rows[tensor, kind]
+        files = tuple(sorted({row.file for row in held if row.file}))
+        number = {name: index for index, name in enumerate(files)}
+        columns: list[tuple[Ints, Ints, Ints, Ints]] = []
+        for row in held:
+            start, place = runs_of(row.stretch)
+            file = np.full(len(start), number.get(row.file, -1), dtype=np.int64)
+            position = row.offset + place * named(row.dtype).itemsize
+            columns.append((start, start + row.stretch.length, file, position))
+        start, stop, file, position = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(start, kind="stable")
+        start, stop = start[order], stop[order]
+        ends = np.append(start, held[0].numel)
+        if start[0] != 0 or (stop != ends[1:]).any():
+            wrong = int(np.flatnonzero(np.append(start[0] != 0, stop != ends[1:]))[0])
+            at = int(stop[wrong - 1]) if wrong else 0
+            raise CheckpointDamaged(f"{kind} of {tensor!r} is there twice or not at all at element {at}")
+        return Runs(start, stop, file[order], position[order], files, held[0].dtype)
+
+    def to_bytes(self) -> bytes:
+        """As an Arrow IPC file."""
+        rows = list(self)
+        plain = ("tensor", "kind", "dtype", "shape", "file", "offset", "digest")
+        columns = {name: [getattr(row, name) for row in rows] for name in plain}
+        for name in ("start", "length", "step", "count"):
+            columns[name] = [getattr(row.stretch, name) for row in rows]
+        return table_bytes(SCHEMA, columns)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Manifest:
+        """The inverse of `to_bytes`; FormatError for other bytes. Nothing that it says is checked yet."""
+        found = read_table(data, SCHEMA)
+        numbers = {name: found[name].tolist() for name in ("start", "length", "step", "count", "offset", "digest")}
+        plain = zip(*(found[name] for name in ("tensor", "kind", "dtype", "shape", "file")), strict=True)
+        rows = []
+        for index, (tensor, kind, dtype, shape, file) in enumerate(plain):
+            stretch = Stretch(*(numbers[name][index] for name in ("start", "length", "step", "count")))
+            place = numbers["offset"][index], numbers["digest"][index]
+            rows.append(Row(tensor, kind, dtype, tuple(shape), stretch, file, *place))
+        return Manifest.of(rows)
+
+
+def _wrong_row(row: Row, first: Row) -> str:
+    """What of a row cannot be true whatever lies in the files; nothing if all can."""
+    stretch, numel = row.stretch, row.numel
+    if (row.shape, row.dtype) != (first.shape, first.dtype):
+        return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
+    if any(dim < 0 for dim in row.shape) or not 0 < numel <= MOST_ELEMENTS:
+        return f"of shape {row.shape}"
+    if not (0 <= stretch.start < numel and 0 < stretch.length <= numel and 0 < stretch.count <= numel):
+        return f"it leaves a tensor of {numel} elements"
+    if stretch.count > 1 and stretch.step < stretch.length:
+        return "its runs overlap"
+    if stretch.start + (stretch.count - 1) * stretch.step + stretch.length > numel:
+        return f"it leaves a tensor of {numel} elements"
+    try:
+        named(row.dtype)
+    except FormatError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_place(row: Row, folder: Path, sizes: dict[str, int]) -> str:
+    """What is wrong with where a row says that it lies."""
+    if not row.file:
+        return "" if row.kind == WEIGHT else "no file has it"
+    if not FILE_NAME.fullmatch(row.file):
+        return "no name of a data file"
+    if row.file not in sizes:
+        path = folder / row.file
+        sizes[row.file] = os.path.getsize(path) if path.is_file() and not path.is_symlink() else -1
+    size = sizes[row.file]
+    if size < 0:
+        return "there is no such file"
+    if row.offset < 0 or row.offset % ALIGN or row.offset + row.nbytes > size:
+        return f"{row.nbytes} bytes from there leave a file of {size} bytes"
+    return ""

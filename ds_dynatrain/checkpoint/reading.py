@@ -1,0 +1,239 @@
+"""Filling a rank's buffers from a checkpoint: the byte ranges of its own pieces, read straight to where they belong.
+
+Which file has an element and where is arithmetic on the manifest. Values of another type than the buffer's, small runs
+and buffers that are not in host memory go through a chunk of memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.shares import Buffers, of_kind
+from ds_dynatrain.checkpoint.stretches import Stretch, digest_of, placed
+from ds_dynatrain.errors import CheckpointDamaged
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, interval
+from ds_dynatrain.space.pieces import split_by_tensor
+from ds_dynatrain.space.tensor import Ints
+
+STAGE_BYTES = 4 << 20
+DIRECT_BYTES = 64 << 10
+"""Longer runs are read one by one, to where they belong."""
+GAP_BYTES = 4096
+"""Bytes between two short runs that are read along with them: the page is read anyway."""
+CALL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Runs to read, all of one type in the files. position, numel: in a file. buffer, offset: where they go."""
+
+    file: Ints
+    position: Ints
+    numel: Ints
+    buffer: Ints
+    offset: Ints
+    files: tuple[str, ...]
+    buffers: tuple[BufferId, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Reader:
+    """An open checkpoint. budget_bytes: memory for what cannot be read in place. bytes_read: so far."""
+
+    folder: Path
+    manifest: Manifest
+    budget_bytes: int = STAGE_BYTES
+    bytes_read: int = 0
+    _open: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for file in self._open.values():
+            os.close(file)
+        self._open.clear()
+
+    @property
+    def _stage(self) -> torch.Tensor:
+        return torch.empty(max(1, min(STAGE_BYTES, self.budget_bytes)), dtype=torch.uint8)
+
+    # ---- whole states ------------------------------------------------------------------------------------------------
+
+    def fill(self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> None:
+        """Fill every buffer of a rank of the layout whose kind is in the checkpoint; the rest is left as it is.
+
+        A weight is read, or cast from its master where the checkpoint says so or has it in another type.
+        """
+        kinds = {kind for kind, _ in buffers}
+        for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
+            stored, _ = self._requests(vps, kind, vps.holding(layout, rank, kind))
+            self._read(stored, of_kind(buffers, kind))
+        if WEIGHT in kinds:
+            self._fill_weights(vps, layout, rank, buffers)
+
+    def _fill_weights(self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> None:
+        weights, masters = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
+        stored, cast = self._requests(vps, WEIGHT, vps.holding(layout, rank, WEIGHT))
+        self._read(stored, weights)
+        held = vps.holding(layout, rank, MASTER)
+        for weight, master in placed(vps.line, cast.intersect(held), (weights, masters)):
+            if weight.matrix.data_ptr() != master.matrix.data_ptr():
+                weight.matrix.copy_(master.matrix)
+        missing = cast.subtract(*interval.union(held.start, held.stop))
+        self._read(self._requests(vps, MASTER, missing)[0], weights)
+
+    def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[Request], Pieces]:
+        """(what to read for the pieces, those of them that are to be cast from masters)."""
+        numbers, parts = split_by_tensor(vps.line, pieces)
+        found: dict[torch.dtype, list[tuple[Ints, ...]]] = {}
+        files: dict[str, int] = {}
+        cast: list[tuple[Ints, Ints, Ints]] = []
+        edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
+        for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            tensor, base = vps.tensors[int(numbers[low])], int(vps.bases[numbers[low]])
+            if (tensor.name, kind) not in self.manifest.rows:
+                raise CheckpointDamaged(f"{kind} of {tensor.name!r} is not in it")
+            runs = self.manifest.runs(tensor.name, kind)
+            begin, end = parts.start[low:high] - base, parts.stop[low:high] - base
+            row, run, first, last = interval.intersect(begin, end, runs.start, runs.stop)
+            known = np.array([files.setdefault(name, len(files)) for name in runs.files] or [0], dtype=np.int64)
+            offset = parts.offset[low:high][row] + first - begin[row]
+            here = runs.file[run] >= 0
+            cast.append((row[~here] + low, first[~here] + base, last[~here] + base))
+            dtype = named(runs.dtype)
+            position = runs.position[run] + (first - runs.start[run]) * dtype.itemsize
+            columns = known[runs.file[run]], position, last - first, parts.buffer[low:high][row], offset
+            found.setdefault(dtype, []).append(tuple(column[here] for column in columns))
+        requests = [_request(each, tuple(files), parts.buffers, dtype) for dtype, each in found.items()]
+        if not cast:
+            return requests, Pieces.empty(parts.buffers)
+        return requests, parts.take(*(np.concatenate(column) for column in zip(*cast, strict=True)))
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def _read(self, requests: list[Request], buffers: Mapping[BufferId, torch.Tensor]) -> None:
+        for request in requests:
+            self._read_one(_joined(request), buffers)
+
+    def _read_one(self, request: Request, buffers: Mapping[BufferId, torch.Tensor]) -> None:
+        size, stage = request.dtype.itemsize, self._stage
+        length = request.numel * size
+        end = request.position + length
+        short = length < DIRECT_BYTES
+        joins = short[1:] & short[:-1] & (request.file[1:] == request.file[:-1])
+        joins &= request.position[1:] - end[:-1] <= GAP_BYTES
+        row, count = 0, len(length)
+        while row < count:
+            stop = row + 1
+            while stop < count and joins[stop - 1] and end[stop] - request.position[row] <= len(stage):
+                stop += 1
+            name, first = request.files[int(request.file[row])], int(request.position[row])
+            places = [_place(request, each, buffers) for each in range(row, stop)]
+            if stop == row + 1:
+                self._read_run(name, first, places[0], request.dtype, stage)
+            else:
+                read = stage[: int(end[stop - 1]) - first]
+                self._pread(name, first, read)
+                for each, place in zip(range(row, stop), places, strict=True):
+                    begin = int(request.position[each]) - first
+                    _copy(place, read[begin : begin + int(length[each])], request.dtype)
+            row = stop
+
+    def _read_run(self, name: str, at: int, place: torch.Tensor, dtype: torch.dtype, stage: torch.Tensor) -> None:
+        if place.device.type == "cpu" and place.dtype == dtype:
+            self._pread(name, at, place.view(torch.uint8))
+            return
+        most = max(1, len(stage) // dtype.itemsize)
+        for begin in range(0, len(place), most):
+            part = place[begin : begin + most]
+            read = stage[: len(part) * dtype.itemsize]
+            self._pread(name, at + begin * dtype.itemsize, read)
+            _copy(part, read, dtype)
+
+    def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
+        """Read as many bytes as `place` has; CheckpointDamaged if the file ends before."""
+        if name not in self._open:
+            self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        view = place.numpy().data
+        while view:
+            done = os.preadv(self._open[name], [view[:CALL_BYTES]], at)
+            if not done:
+                raise CheckpointDamaged(f"{name} ends at byte {at}, and {len(view)} more are expected: it is cut off")
+            self.bytes_read += done
+            view, at = view[done:], at + done
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def values(self, row: Row) -> torch.Tensor:
+        """The values of a stored stretch, flat, in new memory."""
+        found = torch.empty(row.nbytes, dtype=torch.uint8)
+        self._pread(row.file, row.offset, found)
+        return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
+
+    def is_sound(self, row: Row) -> bool:
+        """Whether what is stored has the digest that it had when it was written; read chunk by chunk."""
+        dtype, stage, total = named(row.dtype), self._stage, 0
+        length = row.stretch.length
+        most = max(1, len(stage) // dtype.itemsize)
+        height = most // length
+        begin = 0
+        while begin < row.stretch.numel:
+            here = begin % length
+            count = min(height, row.stretch.count - begin // length) if height and not here else 1
+            numel = count * length if count > 1 else min(most, length - here)
+            values = stage[: numel * dtype.itemsize]
+            self._pread(row.file, row.offset + begin * dtype.itemsize, values)
+            at = Stretch(begin, length if count > 1 else numel, length, count)
+            total += digest_of(row.stretch, at, values.view(dtype), row.numel)
+            begin += numel
+        return total & ((1 << 64) - 1) == row.digest
+
+
+def _joined(request: Request) -> Request:
+    """Sorted by file and position; what is one run in the file and in the buffer is one row."""
+    order = np.lexsort((request.position, request.file))
+    columns = [getattr(request, name)[order] for name in ("file", "position", "numel", "buffer", "offset")]
+    file, position, numel, buffer, offset = columns
+    goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])
+    goes_on &= np.diff(position) == numel[:-1] * request.dtype.itemsize
+    first = np.flatnonzero(np.append(True, ~goes_on)[: len(file)])
+    total = np.add.reduceat(numel, first) if len(first) else numel
+    return Request(
+        file[first],
+        position[first],
+        total,
+        buffer[first],
+        offset[first],
+        request.files,
+        request.buffers,
+        request.dtype,
+    )
+
+
+def _request(
+    parts: list[tuple[Ints, ...]], files: tuple[str, ...], buffers: tuple[BufferId, ...], dtype: torch.dtype
+) -> Request:
+    file, position, numel, buffer, offset = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Request(file, position, numel, buffer, offset, files, buffers, dtype)
+
+
+def _place(request: Request, row: int, buffers: Mapping[BufferId, torch.Tensor]) -> torch.Tensor:
+    buffer = buffers[request.buffers[int(request.buffer[row])]].detach()
+    return buffer.narrow(0, int(request.offset[row]), int(request.numel[row]))
+
+
+def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
+    """Bytes of a type into elements of any; a position in the stage is a multiple of no element's size."""
+    aligned = read if read.data_ptr() % dtype.itemsize == 0 else read.clone()
+    place.copy_(aligned.view(dtype))

@@ -1,0 +1,183 @@
+"""`checkpoint.json`: what a checkpoint is of, the carry, and the sums of the other small files.
+
+A rule for readers: a checkpoint of another first number of the version is refused; of a later second number it is read,
+and keys, columns behind the known ones, and files that a reader does not know are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain import __version__
+from ds_dynatrain.checkpoint.manifest import FILE_NAME, Manifest
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
+from ds_dynatrain.space import Layout, LogicalTensor
+
+FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 0)
+RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
+MOST_BYTES = 1 << 30
+"""Of a small file."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state of a whole training, but for its tensors.
+
+    step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
+    kinds that are there. tensors: (name, shape, group, expert) in the order of registration. carry: the shared carry,
+    encoded. rests: for each rank the number of the rank whose file has its rest. sums: of the small files, sizes: of
+    the data files in bytes, by name.
+    """
+
+    step: int
+    layout: dict[str, int]
+    generation: int
+    seed: int
+    kinds: list[str]
+    tensors: list[list[Any]]
+    carry: Any
+    rests: list[int]
+    sums: dict[str, str]
+    sizes: dict[str, int]
+    written_by: str = ""
+
+    @property
+    def world(self) -> Layout:
+        """The layout that it was saved in."""
+        return Layout.from_dict(self.layout)
+
+    def logical_tensors(self) -> tuple[LogicalTensor, ...]:
+        """What was trained."""
+        return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with what belongs to one rank: its random streams, and its rest."""
+    return f"{rank:05d}.json"
+
+
+def writer() -> str:
+    """What wrote a checkpoint, for those who cannot read it."""
+    return f"ds_dynatrain {__version__}"
+
+
+def dumped(content: Mapping[str, Any]) -> bytes:
+    """A small file of one JSON object."""
+    return json.dumps(content).encode()
+
+
+def sum_of(data: bytes) -> str:
+    """Of a small file, to find damage."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def to_bytes(record: Record) -> bytes:
+    """As a file."""
+    content = {"format": FORMAT, "version": list(VERSION), **asdict(record)}
+    return dumped({**content, "sum": sum_of(_canonical(content))})
+
+
+def from_bytes(data: bytes) -> Record:
+    """The inverse; CheckpointError for another version, CheckpointDamaged for what is no such record or was changed."""
+    content = parsed(data, RECORD)
+    if content.get("format") != FORMAT:
+        raise CheckpointDamaged(f"{RECORD} does not say that it is a {FORMAT}")
+    version = content.get("version")
+    if not (isinstance(version, list) and len(version) == 2 and all(isinstance(each, int) for each in version)):
+        raise CheckpointDamaged(f"{RECORD}: its version is {version!r}")
+    if version[0] != VERSION[0]:
+        raise CheckpointError(
+            f"the checkpoint is of version {version[0]}.{version[1]}, and this reads {VERSION[0]}.x: read it with the "
+            f"ds_dynatrain that wrote it ({content.get('written_by') or 'unknown'}) or a later one"
+        )
+    if content.pop("sum", None) != sum_of(_canonical(content)):
+        raise CheckpointDamaged(f"{RECORD} is not what was saved: its sum is another")
+    names = [each.name for each in fields(Record)]
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise CheckpointDamaged(f"{RECORD} has no {missing[0]!r}")
+    try:
+        record = Record(**{name: content[name] for name in names})
+        record.logical_tensors()
+        ranks = record.world.world_size
+    except (TypeError, ValueError, LayoutError) as error:
+        raise CheckpointDamaged(f"{RECORD}: {error}") from None
+    if len(record.rests) != ranks or not all(isinstance(rank, int) and 0 <= rank < ranks for rank in record.rests):
+        raise CheckpointDamaged(f"{RECORD}: a rest for each of {ranks} ranks is expected, not {record.rests!r}")
+    return record
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def parsed(data: bytes, name: str) -> dict[str, Any]:
+    """JSON of one object; CheckpointDamaged for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{name} is no JSON ({type(error).__name__}: {error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{name} is no JSON object")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """An opened checkpoint: nothing of its tensors is read yet."""
+
+    path: Path
+    record: Record
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: Path) -> Saved:
+        """Read and check what a checkpoint says of itself.
+
+        CheckpointError if it is none or of another version, CheckpointDamaged, naming the file, if it is not whole.
+        """
+        if not (path / RECORD).is_file():
+            raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}")
+        record = from_bytes(_read(path / RECORD))
+        saved = Saved(path, record, Manifest.from_bytes(_checked(path, record, MANIFEST)))
+        found = sizes_of(path)
+        for name, size in record.sizes.items():
+            if found.get(name) != size:
+                raise CheckpointDamaged(
+                    f"{name} has {found.get(name, 0)} bytes, and {size} were saved: a part is missing"
+                )
+        saved.manifest.check(path)
+        return saved
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """What belongs to one of the ranks that saved."""
+        name = rank_file(rank)
+        return parsed(_checked(self.path, self.record, name), name)
+
+
+def sizes_of(path: Path) -> dict[str, int]:
+    """Bytes of the data files in a folder, by name."""
+    names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name) and not each.is_symlink()]
+    return {each.name: each.stat().st_size for each in names}
+
+
+def _checked(path: Path, record: Record, name: str) -> bytes:
+    data = _read(path / name)
+    if sum_of(data) != record.sums.get(name):
+        raise CheckpointDamaged(f"{name} is not what was saved: its sum is another")
+    return data
+
+
+def _read(path: Path) -> bytes:
+    """The whole of a small file."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise CheckpointDamaged(f"{path.name} has {path.stat().st_size} bytes, which is too many to be true")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointDamaged(f"{path.name} cannot be read: {error}") from None

@@ -1,0 +1,125 @@
+"""Stretches: what lies in one piece in a file. `count` runs of `length` elements, `step` apart in a logical tensor.
+
+A run that ZeRO cuts is a stretch of one run; a block of rows and columns that the tensor axis cuts is one with a run a
+row. In the file the runs follow one another without a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ds_dynatrain.space import BufferId, Pieces
+from ds_dynatrain.space.pieces import split_by_tensor
+from ds_dynatrain.space.tensor import Ints, Line
+from ds_dynatrain.transfer import digest, digest_pieces
+from ds_dynatrain.transfer.series import series
+
+_CHUNK = BufferId("tensor", 0)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of one logical tensor, by row-major index."""
+
+    start: int
+    length: int
+    step: int
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.length * self.count
+
+    def __str__(self) -> str:
+        end = self.start + self.length
+        if self.count == 1:
+            return f"elements [{self.start}, {end})"
+        return f"{self.count} runs of {self.length} elements, {self.step} apart, from element {self.start}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stretch and where it lies in local memory: `matrix` has a row for each run."""
+
+    tensor: int
+    stretch: Stretch
+    matrix: torch.Tensor
+
+
+def placed(
+    line: Line, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
+) -> Iterator[tuple[Placed, ...]]:
+    """The fewest stretches of pieces, in order; for each side (equal runs in other buffers) where they lie there."""
+    split = [split_by_tensor(line, side) for side in sides]
+    numbers, first = split[0][0], split[0][1]
+    parts = [part for _, part in split]
+    start, length = first.start - line.bases[numbers], first.stop - first.start
+    same = numbers
+    for key in (length, *(part.buffer for part in parts)):
+        same = same * (int(key.max(initial=0)) + 1) + key
+        same = np.unique(same, return_inverse=True)[1].astype(np.int64)
+    for part in parts:  # no run may overlap the one before it in memory, nor go back
+        odd = np.flatnonzero((np.diff(part.offset, append=0) < length) & (np.diff(same, append=-1) == 0))
+        same = same.copy()
+        same[odd] = -1 - odd
+    rows, counts = series(same, start, *(part.offset for part in parts))
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        step = int(start[row + 1] - start[row]) if count > 1 else 0
+        stretch = Stretch(int(start[row]), int(length[row]), step, count)
+        found = []
+        for part, held in zip(parts, buffers, strict=True):
+            buffer = held[part.buffers[int(part.buffer[row])]]
+            offset = int(part.offset[row])
+            stride = int(part.offset[row + 1]) - offset if count > 1 else stretch.length
+            found.append(Placed(int(numbers[row]), stretch, _matrix(buffer, offset, stride, stretch)))
+        yield tuple(found)
+
+
+def _matrix(buffer: torch.Tensor, offset: int, stride: int, stretch: Stretch) -> torch.Tensor:
+    held = buffer.detach()
+    last = offset + (stretch.count - 1) * stride + stretch.length
+    return held.narrow(0, offset, last - offset).as_strided(
+        (stretch.count, stretch.length), (stride, 1), held.storage_offset() + offset
+    )
+
+
+def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Stretch, torch.Tensor]]:
+    """The values of a matrix in order, flat, in host memory, at most `most` at once, and which they are.
+
+    The stretch counts in elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host
+    memory already.
+    """
+    count, length = matrix.shape
+    if count == 1 or length > most:
+        for row in range(count):
+            for begin in range(0, length, most):
+                part = matrix[row, begin : begin + most].cpu()
+                yield Stretch(row * length + begin, len(part), 0, 1), part
+        return
+    height = max(1, most // length)
+    for row in range(0, count, height):
+        part = matrix[row : row + height].to("cpu").contiguous()
+        yield Stretch(row * length, length, length, len(part)), part.view(-1)
+
+
+def digest_of(stretch: Stretch, at: Stretch, values: torch.Tensor, numel: int) -> int:
+    """The share of a chunk of a stretch's elements in the digest of a tensor of `numel`; `at` as `chunks` gives it."""
+    row, column = divmod(at.start, stretch.length)
+    first = stretch.start + row * stretch.step + column
+    if at.count == 1:
+        return digest(values, first)
+    starts = first + stretch.step * np.arange(at.count, dtype=np.int64)
+    ends, offsets = starts + at.length, at.length * np.arange(at.count, dtype=np.int64)
+    pieces = Pieces(starts, ends, np.zeros(at.count, np.int64), offsets, (_CHUNK,))
+    return int(digest_pieces(pieces, {_CHUNK: values}, np.array([0, numel], np.int64))[0])
+
+
+def runs_of(stretch: Stretch) -> tuple[Ints, Ints]:
+    """(first element, place in the stretch) of its runs."""
+    steps = np.arange(stretch.count, dtype=np.int64)
+    return stretch.start + stretch.step * steps, stretch.length * steps

@@ -1,0 +1,88 @@
+"""What is in a checkpoint, and whether all of it is what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+
+
+def found(path: Path) -> Saved:
+    """The checkpoint at `path`, or the latest of a folder of them; CheckpointError if there is none."""
+    return Saved.open(path if (path / "checkpoint.json").exists() else path / latest(path))
+
+
+def summary(saved: Saved) -> dict[str, Any]:
+    """What it says of itself, by kind, as plain JSON. bytes: stored; elements: of all tensors that have the kind."""
+    record = saved.record
+    kinds: dict[str, dict[str, Any]] = {}
+    for row in saved.manifest:
+        each = kinds.setdefault(row.kind, {"dtypes": [], "tensors": 0, "elements": 0, "bytes": 0, "pieces": 0})
+        each["dtypes"] = sorted({*each["dtypes"], row.dtype})
+        each["tensors"] += row.stretch.start == 0
+        each["elements"] += row.stretch.numel
+        each["bytes"] += row.nbytes if row.file else 0
+        each["pieces"] += 1
+    files = sorted({row.file for row in saved.manifest if row.file})
+    return {
+        "path": str(saved.path),
+        "step": record.step,
+        "layout": record.layout,
+        "ranks": record.world.world_size,
+        "written_by": record.written_by,
+        "parameters": len(record.tensors),
+        "kinds": kinds,
+        "files": {name: (saved.path / name).stat().st_size for name in files},
+    }
+
+
+def show(said: dict[str, Any]) -> None:
+    """Print a summary for a reader."""
+    console = Console(highlight=False)
+    layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
+    console.print(f"[bold]{said['path']}[/]\nstep {said['step']}, saved by {said['written_by']} in {layout}")
+    table = Table(box=None, header_style="bold")
+    for name in ("kind", "type", "tensors", "elements", "bytes", "pieces"):
+        table.add_column(name, justify="left" if name in ("kind", "type") else "right")
+    for kind, each in said["kinds"].items():
+        numbers = [f"{each[name]:,}" for name in ("tensors", "elements", "bytes", "pieces")]
+        table.add_row(kind, " ".join(each["dtypes"]), *numbers)
+    console.print(table)
+    total = sum(said["files"].values())
+    console.print(f"{len(said['files'])} data files, {total:,} bytes")
+
+
+def damage(saved: Saved) -> Iterator[str]:
+    """Read all of it; in words what is not as it was saved. A bar on the terminal meanwhile."""
+    stored = [row for row in saved.manifest if row.file]
+    for rank in range(saved.record.world.world_size):
+        try:
+            saved.of_rank(rank)
+        except CheckpointDamaged as error:
+            yield str(error)
+    columns = TextColumn("checking"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Reader(saved.path, saved.manifest) as reader, Progress(*columns, transient=True) as bar:
+        task = bar.add_task("", total=sum(row.nbytes for row in stored))
+        for row in stored:
+            yield from _damage_of(reader, row)
+            bar.advance(task, row.nbytes)
+    for tensor, kind in saved.manifest.rows:
+        try:
+            saved.manifest.runs(tensor, kind)
+        except CheckpointDamaged as error:
+            yield str(error)
+
+
+def _damage_of(reader: Reader, row: Row) -> Iterator[str]:
+    try:
+        if not reader.is_sound(row):
+            yield f"{row}: not what was saved"
+    except (CheckpointError, OSError) as error:
+        yield f"{row}: {error}"

@@ -1,0 +1,72 @@
+"""The fallback checkpoint: saved by itself at boundaries, so that there is one when it is needed.
+
+All members come by the same boundaries. By steps, each of them knows from the number of steps whether a save is due. By
+time, rank 0 alone looks at its clock: it posts that its next step is the one, which nobody can be past, since each step
+needs rank 0's gradients and every member reads the board at every boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.config import FallbackConfig
+from ds_dynatrain.engine import saving
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+class Fallback:
+    """One member's part in it. Without a block in the configuration nothing happens."""
+
+    def __init__(self, engine: DynatrainEngine, settings: FallbackConfig | None) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._here: tuple[int, int] = (0, 0)
+        self._posted = 0
+        self._since = time.monotonic()
+        self._world = 0
+
+    def settle(self) -> None:
+        """The state of this step is safe, or was put together just now: no save is due before the next step."""
+        self._here = self._engine.attempt, int(self._engine.global_steps)
+        self._since = time.monotonic()
+
+    def stand_at(self) -> None:
+        """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on."""
+        engine, settings = self._engine, self._settings
+        if settings is None or self._here == (engine.attempt, int(engine.global_steps)):
+            return
+        if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
+            return
+        key = f"fallback/{engine.attempt}/{engine.global_steps}"
+        try:
+            saved = saving.save_periodic(engine, settings.path, key, settings.keep)
+            if engine.rank == 0:
+                logger.info("saved a fallback checkpoint of step %d: %s", engine.global_steps, saved)
+        except CheckpointError as error:
+            if engine.rank == 0:
+                logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
+        self.settle()
+
+    def _is_due_by_steps(self, settings: FallbackConfig) -> bool:
+        steps = int(self._engine.global_steps)
+        return settings.every_steps is not None and steps > 0 and steps % settings.every_steps == 0
+
+    def _is_due_by_time(self, settings: FallbackConfig) -> bool:
+        engine = self._engine
+        if settings.every_seconds is None:
+            return False
+        if self._world != engine.attempt:
+            self._world, self._posted = engine.attempt, 0
+        key, now = f"fallback/{engine.attempt}/due/{self._posted + 1}", int(engine.global_steps)
+        due = engine.control.read(key)
+        if due is not None and now >= due:
+            self._posted += 1
+            return bool(now == due)
+        if due is None and engine.rank == 0 and time.monotonic() - self._since >= settings.every_seconds:
+            engine.control.post(key, now + 1)
+        return False

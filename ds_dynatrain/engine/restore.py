@@ -1,0 +1,400 @@
+"""From a checkpoint into living processes: `engine.load_universal`, and `restore` for members whose state is gone.
+
+Both are one transaction, like a switch whose source is the checkpoint. Each member fills new buffers with its own byte
+ranges; digests over all members must be those of the checkpoint before anything of the engine is touched; then the
+optimizer is put over the new buffers, the carry taken over, and the outcome written once. `load_universal` keeps the
+old state until then and goes back to it; `restore` has none to go back to.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.adapters.worlds import World, install
+from ds_dynatrain.checkpoint import Reader, Saved, folder
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.engine import feasible, streams
+from ds_dynatrain.engine.accord import agree, gather_living
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
+from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.certificate import side_digests, whole_digests
+from ds_dynatrain.engine.encoding import decode, fingerprint
+from ds_dynatrain.engine.rests import rest_for, streams_for
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+ALWAYS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
+"""State kinds that a layout has or has not; the others, moments, begin with the first step."""
+SAME = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
+"""Parts of the carry that must be as they were saved once they are taken over."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What training goes on from. path: of the checkpoint. step: optimizer steps done there."""
+
+    path: Path
+    step: int
+
+
+def load(
+    engine: DynatrainEngine, path: str | os.PathLike[str], tag: str | None, place: str, generation: int, is_open: str
+) -> Restored:
+    """See `DynatrainEngine.load_universal`. generation: the number that the load uses up, as a switch does.
+
+    place, is_open: as for `registration.register`.
+    """
+    control, members, where = engine.control, engine.members, Path(path).absolute()
+    asked = {"folder": str(where), "tag": tag, "step": int(engine.global_steps)}
+    agree(control, f"load/{place}", members, "load_universal", {"refusal": _refusal(engine, is_open, tag), **asked})
+    same = (engine.layout, members, engine.layout, members, None, int(engine.global_steps))
+    control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
+    if engine.world is None:
+        raise RuntimeError("an idle member has nothing to load")
+    goal = _Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
+    found = _chosen(engine, goal, lambda: Saved.open(where / (folder.latest(where) if tag is None else tag)))
+    return _Restoration(engine, goal, found, _Old.of(engine)).run()
+
+
+def restore(
+    engine: DynatrainEngine, layout: Layout, members: tuple[int, ...], world: World, path: str | os.PathLike[str]
+) -> Restored:
+    """Restore everything from the newest whole checkpoint in a folder, in a world that was built just now.
+
+    For a failure path. Call it on the main thread of every member in `members`, which has the member at each rank of
+    `layout`; no accumulation window counts any more, and loaders may stand anywhere. `world` is this member's, from
+    `adapters.worlds.build_world` for (layout, members) and a generation that was never used; it is installed here.
+    Nothing of what members hold is used: where an optimizer is on it comes off, without a message to anybody, and
+    members that were idle or have just joined are called alike. Groups of an old world are neither used nor taken
+    down: abort them before, drop them after. All members must share `engine.control`.
+
+    Afterwards the engine is in `world` with all state, counters, hyper-parameters, random streams and loaders'
+    positions of the checkpoint; `engine.global_steps` says where that is. A checkpoint that turns out to be damaged is
+    passed over for the next older one, by all members alike.
+
+    CheckpointError, on all members alike, if none is whole or none fits the model: the engine then holds no state and
+    no world (`engine.idle`), and `world` stays installed. MemberMissing for a member that does not take part.
+    """
+    where, left_out = Path(path).absolute(), list[str]()
+    let_go(engine)
+    while True:
+        key = f"restore/{world.generation}/{len(left_out)}"
+        goal = _Goal(layout, members, world, key, f"{key}/record")
+        found = _chosen(engine, goal, lambda: _newest(where, left_out))
+        try:
+            return _Restoration(engine, goal, found, None).run()
+        except CheckpointDamaged:
+            left_out.append(found.name)
+
+
+def let_go(engine: DynatrainEngine) -> None:
+    """Make an engine as empty as an idle member's, without a message to anybody: what it holds counts no more."""
+    engine.close_loaders()
+    if engine.world is not None:
+        engine.detach()
+        engine.leave_world()
+        engine.world = None
+
+
+def _refusal(engine: DynatrainEngine, is_open: str, tag: str | None) -> str:
+    """Why this member cannot load now; nothing if it can."""
+    try:
+        if is_open:
+            return f"{is_open}: load after engine.step(), with no switch pending"
+        if tag is not None:
+            folder.check_tag(tag)
+        refuse_at_boundary(engine)
+        refuse_changes(engine)
+    except SwitchRefused as refused:
+        return f"{refused.reason}; {refused.way_out}"
+    except DynatrainError as error:
+        return str(error)
+    return ""
+
+
+def _newest(where: Path, left_out: list[str]) -> Saved:
+    for saved in folder.newest(where):
+        if saved.path.name not in left_out:
+            return saved
+    passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
+    raise CheckpointError(f"there is no whole checkpoint in {where}{passed}")
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """Where to restore to, and where on the notice board that is spoken of. record: the key of the outcome."""
+
+    layout: Layout
+    members: tuple[int, ...]
+    world: World
+    key: str
+    record: str
+
+
+def _chosen(engine: DynatrainEngine, goal: _Goal, find: Callable[[], Saved]) -> Path:
+    """The checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
+    control, first = engine.control, goal.members[0]
+    if control.member == first:
+        try:
+            said = {"path": str(find().path)}
+        except (CheckpointError, OSError) as error:
+            said = {"failed": str(error)}
+            control.decide(goal.record, {"commit": False, "reason": str(error)})
+        control.post(f"{goal.key}/chosen/{first}", said)
+    said = gather_living(control, f"{goal.key}/chosen", (first,), "choosing a checkpoint")[first]
+    if "failed" in said:
+        raise CheckpointError(f"{said['failed']}")
+    return Path(said["path"])
+
+
+@dataclass
+class _Old:
+    """What a load goes back to if it fails."""
+
+    buffers: Buffers
+    scalars: Scalars
+    shared: dict[str, Any]
+    rest: dict[str, Any]
+    streams: streams.Streams
+    config: tuple[dict[str, Any], Any]
+
+    @staticmethod
+    def of(engine: DynatrainEngine) -> _Old:
+        engine.settle_parameters()
+        buffers, scalars = engine.state_buffers()
+        shared, rest = shared_carry(engine, scalars), copy.deepcopy(rest_carry(engine))
+        return _Old(buffers, scalars, shared, rest, streams.capture(), engine.present_config)
+
+
+class _Restoration:
+    """The transaction on one member."""
+
+    def __init__(self, engine: DynatrainEngine, goal: _Goal, path: Path, old: _Old | None) -> None:
+        self.engine, self.goal, self.path, self.old = engine, goal, path, old
+        self.control = engine.control
+        self.rank = goal.members.index(engine.control.member)
+        self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
+        self.buffers: Buffers = {}
+        self.shared: dict[str, Any] = {}
+        self.rest: dict[str, Any] = {}
+        self.streams: streams.Streams = {}
+        self.types: dict[str, torch.dtype] = {}
+        self.is_detached = self.is_attached = False
+
+    def run(self) -> Restored:
+        """Everything or nothing, on all members alike."""
+        interrupt: BaseException | None = None
+        try:
+            saved = Saved.open(self.path)
+            with Reader(self.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
+                self._read(saved, reader)
+                self._verify_tensors(saved, reader)
+            self._swap()
+            self._verify_carry()
+            wish: dict[str, Any] = {"commit": True}
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
+            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            damaged = isinstance(error, CheckpointDamaged)
+            wish = {"commit": False, "reason": f"member {self.control.member}: {reason}", "damaged": damaged}
+        decision = self.control.decide(self.goal.record, wish)
+        if decision["commit"]:
+            self._commit()
+            return Restored(self.path, int(self.engine.global_steps))
+        self._roll_back()
+        if interrupt is not None:
+            raise interrupt
+        what = "" if self.old is None else "load_universal: "
+        end = "" if self.old is None else "; training goes on as before it"
+        raise _error(decision)(f"{what}{self.path}: {decision['reason']}{end}")
+
+    def _stop(self) -> None:
+        """While waiting: leave as soon as somebody has given up."""
+        decision = self.control.read(self.goal.record)
+        if decision is not None and not decision["commit"]:
+            raise _error(decision)(decision["reason"])
+
+    def _gather(self, what: str, mine: Any) -> dict[int, Any]:
+        key = f"{self.goal.key}/{what}"
+        self.control.post(f"{key}/{self.control.member}", mine)
+        return gather_living(self.control, key, self.goal.members, "loading a checkpoint", self._stop)
+
+    # ---- new buffers -------------------------------------------------------------------------------------------------
+
+    def _read(self, saved: Saved, reader: Reader) -> None:
+        """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
+        engine, layout, vps = self.engine, self.goal.layout, self.vps
+        numbers = self._numbers(saved)
+        self.types = self._types(saved)
+        local = vps.local(layout, self.rank)
+        if self.old is not None:
+            needs = engine.room_for(layout, self.goal.members)
+            feasible.check_memory(self.control.member, needs, engine.nodes)
+        self.buffers = provide(local, self.types, set(), {}, zeros)
+        reader.fill(vps, layout, self.rank, self.buffers)
+        try:
+            self.shared = decode(saved.record.carry, [])
+            scalars = self.shared["scalars"]
+            self.shared["scalars"] = {
+                name: {str(numbers[int(number)]): value for number, value in table.items()}
+                for name, table in scalars.items()
+            }
+            if len(self.shared["groups"]) != len(engine.basic_optimizer.param_groups):
+                raise CheckpointError(
+                    f"it has {len(self.shared['groups'])} optimizer groups, and there are "
+                    f"{len(engine.basic_optimizer.param_groups)} here"
+                )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
+        self.rest = rest_for(saved, reader, layout, self.rank)
+        self.streams = streams_for(saved, layout, self.rank)
+
+    def _numbers(self, saved: Saved) -> dict[int, int]:
+        """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
+        here = {tensor.name: (number, tensor) for number, tensor in enumerate(self.vps.tensors)}
+        found = {}
+        for number, tensor in enumerate(saved.record.logical_tensors()):
+            mine = here.pop(tensor.name, None)
+            if mine is None:
+                raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
+            if mine[1] != tensor:
+                raise CheckpointError(
+                    f"it has {tensor}, and this training has {mine[1]}: build the same model and groups"
+                )
+            found[number] = mine[0]
+        if here:
+            raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
+        return found
+
+    def _types(self, saved: Saved) -> dict[str, torch.dtype]:
+        """Element types of the kinds that there will be; CheckpointError for those of another optimizer."""
+        types = self.engine.types_in(self.goal.layout)
+        there = [kind for kind in saved.record.kinds if kind not in ALWAYS]
+        here = [kind for kind in types if kind not in ALWAYS]
+        if there and set(there) != set(here):
+            raise CheckpointError(
+                f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
+                "use the same optimizer"
+            )
+        types = {kind: dtype for kind, dtype in types.items() if kind in ALWAYS or kind in there}
+        for row in saved.manifest:
+            if row.kind in types and row.kind != WEIGHT and row.dtype != name_of(types[row.kind]):
+                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(types[row.kind])} here")
+        return types
+
+    # ---- proofs ------------------------------------------------------------------------------------------------------
+
+    def _verify_tensors(self, saved: Saved, reader: Reader) -> None:
+        """CheckpointDamaged, naming tensor, kind and place, unless all members together have what was saved."""
+        layout, members = self.goal.layout, self.goal.members
+        kinds = tuple(kind for kind in self.types if kind in saved.record.kinds)
+        mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
+        records = self._gather("digests", mine.to_json())
+        whole = whole_digests(self.vps, layout, members, records, "loaded")
+        wrong = []
+        for kind in whole:
+            for number, tensor in enumerate(self.vps.tensors):
+                rows = saved.manifest.rows.get((tensor.name, kind))
+                if rows is None or rows[0].dtype != name_of(self.types[kind]):
+                    continue
+                if int(whole[kind][number]) != saved.manifest.digest(tensor.name, kind):
+                    wrong.append((tensor.name, kind))
+        if not wrong:
+            return
+        stored = [row for key in wrong for row in saved.manifest.rows[key] if row.file]
+        damaged = [str(row) for row in stored[self.rank :: len(members)] if not reader.is_sound(row)]
+        found = [each for member in self._gather("damaged", damaged).values() for each in member]
+        if found:
+            raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
+        name, kind = wrong[0]
+        raise CheckpointDamaged(f"{kind} of {name!r} is not what was saved, though each part of it is")
+
+    def _verify_carry(self) -> None:
+        """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
+        engine = self.engine
+        held, scalars = engine.state_buffers()
+        check_census(engine, self.vps, self.rank, held, "after loading")
+        shared = shared_carry(engine, scalars)
+        lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
+        if lost:
+            raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
+        if streams.capture() != self.streams:
+            raise CheckpointError("the random streams are not those that were put in")
+        prints = self._gather("taken", fingerprint(shared))
+        for member, other in prints.items():
+            if other != prints[self.goal.members[0]]:
+                raise CheckpointError(f"the carry of member {member} is not that of member {self.goal.members[0]}")
+
+    # ---- the engine --------------------------------------------------------------------------------------------------
+
+    def _swap(self) -> None:
+        engine, goal = self.engine, self.goal
+        if self.old is not None:
+            self.is_detached = True
+            engine.detach()
+        else:
+            install(goal.world)
+        engine.take_shape(self.vps, goal.layout, self.rank)
+        self.is_attached = True
+        engine.attach(goal.layout, goal.world, engine.config_for(goal.layout), self.buffers, scalars_of(self.shared))
+        self._take(self.shared, self.rest, self.streams)
+
+    def _take(self, shared: dict[str, Any], rest: dict[str, Any], own: streams.Streams) -> None:
+        """The carry; what is for a loader or an object that is not there yet waits for it."""
+        engine = self.engine
+        engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
+        objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
+        take_over(engine, shared, {**rest, "objects": objects})
+        streams.restore(own)
+
+    def _commit(self) -> None:
+        engine = self.engine
+        if self.old is None:
+            goal = self.goal
+            engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
+            engine.begin_anew(goal.world.generation)
+        else:
+            _release(self.old.buffers)
+        engine.forget_steps()
+        if engine.compilations.count:
+            engine.compilations.forget()
+
+    def _roll_back(self) -> None:
+        """As if nobody had asked, or, without an old state, as an idle member."""
+        engine, old, goal = self.engine, self.old, self.goal
+        if self.is_attached:
+            engine.detach()
+        if old is None:
+            engine.leave_world()
+        elif self.is_detached:
+            engine.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
+            self._take(old.shared, old.rest, old.streams)
+        self.buffers = {}
+
+
+def _error(decision: dict[str, Any]) -> type[CheckpointError]:
+    return CheckpointDamaged if decision.get("damaged") else CheckpointError
+
+
+def _release(buffers: Buffers) -> None:
+    """Give memory back in a thread: unmapping takes its time."""
+    old = dict(buffers)
+    buffers.clear()
+    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
+    del old
+    thread.start()
