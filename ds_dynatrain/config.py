@@ -13,12 +13,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 BLOCK = "dynatrain"
-LATER_KEYS = ("layouts", "elastic")
+LATER_KEYS: tuple[str, ...] = ()
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
@@ -77,6 +77,21 @@ class ReportConfig(_Block):
     """A file that gets one line of JSON a switch."""
 
 
+class ElasticConfig(_Block):
+    """A job whose members come and go."""
+
+    wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
+    """How long members wait, with their state, where fewer nodes than torchrun's MIN are there; then they end."""
+
+
+NAME, TABLE = "<name>", "<table>"
+WorldSize = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
+
+
+def _name_or_table(value: object) -> str:
+    return TABLE if isinstance(value, Mapping) else NAME
+
+
 class DynatrainConfig(_Block):
     """The whole block. An empty block is valid and means all defaults."""
 
@@ -97,6 +112,17 @@ class DynatrainConfig(_Block):
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
     fallback: FallbackConfig | None = None
+    layouts: Annotated[
+        Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
+    ] = "data"
+    """Which layout a world of n members gets: "data", a table by n, or "module:function" (`engine.policy`)."""
+    elastic: ElasticConfig = ElasticConfig()
+
+    @property
+    def raw_layouts(self) -> str | dict[str, dict[str, Any]]:
+        """`layouts` with its blocks as dictionaries."""
+        given = self.layouts
+        return given if isinstance(given, str) else {size: block.model_dump() for size, block in given.items()}
 
     @classmethod
     def from_deepspeed(cls, config: Config | None) -> DynatrainConfig | None:
@@ -182,9 +208,10 @@ def _validated(block: object) -> DynatrainConfig:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join([BLOCK, *map(str, first["loc"])])
+        path = tuple(part for part in first["loc"] if part not in (NAME, TABLE))
+        where = ".".join([BLOCK, *map(str, path)])
         if first["type"] == "extra_forbidden":
-            raise ConfigError(_unknown_key(where, _keys_at(first["loc"][:-1]))) from error
+            raise ConfigError(_unknown_key(where, _keys_at(path[:-1]))) from error
         if first["type"] == "missing":
             raise ConfigError(f"{where}: this key is needed and is not there") from error
         expected = first["msg"].replace("Input should be ", "").removeprefix("a valid ")
@@ -201,9 +228,10 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
         "data": DataConfig,
         "report": ReportConfig,
         "fallback": FallbackConfig,
+        "elastic": ElasticConfig,
     }
     for key in path:
-        model = blocks[str(key)]
+        model = LayoutConfig if path[0] == "layouts" else blocks[str(key)]
     return list(model.model_fields)
 
 

@@ -111,6 +111,14 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"fallback": {"path": "x", "evry_steps": 5}}, "evry_steps: unknown key; did you mean 'every_steps'?"),
         ({"fallback": {"path": "x", "every_seconds": 0}}, "dynatrain.fallback.every_seconds: expected greater than 0"),
         ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
+        ({"layouts": 4}, "dynatrain.layouts: expected string, got 4 (integer)"),
+        ({"layouts": {"2": {"data": 0}}}, "dynatrain.layouts.2.data: expected greater than or equal to 1, got 0"),
+        (
+            {"layouts": {"2": {"data": 2, "date": 2}}},
+            "dynatrain.layouts.2.date: unknown key; did you mean 'data'? valid here: ",
+        ),
+        ({"layouts": {"two": {"data": 2}}}, "dynatrain.layouts.two"),
+        ({"elastic": {"wait": 1}}, "dynatrain.elastic.wait: unknown key; valid here: wait_for_members_seconds"),
         ("full", "dynatrain: expected an object of keys, got 'full' (string)"),
         (None, "dynatrain: expected an object of keys, got None (null)"),
     ],
@@ -126,8 +134,6 @@ def test_mistakes_are_named(block: object, words: str) -> None:
     ("block", "words"),
     [
         ({"safety": "lean"}, 'dynatrain.safety: "lean" needs a checkpoint'),
-        ({"layouts": "data"}, "dynatrain.layouts: comes in a later version"),
-        ({"elastic": {}}, "dynatrain.elastic: comes in a later version"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(block: object, words: str) -> None:

@@ -196,6 +196,16 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld) -> torch.Tensor:
     return whole.view(-1)
 
 
+def refuse_cut(model: nn.Module) -> None:
+    """UnsupportedError, naming the parameter, for a model that is cut over a world before the job's own is there."""
+    for name, each in model.named_parameters():
+        if hasattr(each, "ds_id"):
+            raise UnsupportedError(
+                f"{name!r} was built under deepspeed.zero.Init, over the world of this node alone: in a job whose "
+                "members come and go build the model on the meta device (param_init_fn), or whole"
+            )
+
+
 def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
     """UnsupportedError for what `zero.Init` does besides cutting a parameter over the launch."""
     if td.get_process_group_ranks(each.ds_process_group) != list(range(launch.size)):

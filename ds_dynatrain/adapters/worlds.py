@@ -216,6 +216,17 @@ class LaunchWorld:
         """The present default group, before any world of ours is installed."""
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
+    @staticmethod
+    def around(made: Made, member: int, size: int) -> LaunchWorld:
+        """A group that was made by hand, known to `torch.distributed` from here on."""
+        register(*made, range(size))
+        return LaunchWorld(made[0], member, size)
+
+    def retire(self) -> threading.Thread:
+        """Take down a group of `around`, in which nobody stands any more; see `drop`."""
+        unregister(self.group)
+        return bury([self.group])
+
     def install(self) -> None:
         """Speak of the launch group again: on a member that trains in no world."""
         c10d._update_default_pg(self.group)

@@ -37,6 +37,8 @@ class Ending(IntEnum):
     """The others go on without it."""
     ORPHANED = 86
     """There was no coordinator for too long."""
+    TOO_FEW = 87
+    """Fewer nodes than MIN were there for too long."""
 
 
 def end_process(ending: Ending, reason: str) -> None:
@@ -131,6 +133,11 @@ class Member:
         """Whether it has asked to go, or was told to by SIGTERM."""
         return self._report.leaving
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the scripts of those that worked have ended, so that no work will come."""
+        return self._is_finished
+
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> World:
         """The newest generation, as soon as it is later than `after`; it may not have this member in it.
 
@@ -156,8 +163,11 @@ class Member:
         connection = self._connection
         return frozenset() if connection is None else frozenset([connection.fileno()])
 
-    def stop(self) -> None:
-        """Say good-bye: the script has ended, or its state was handed over."""
+    def stop(self, has_ended: bool = True) -> None:
+        """Say good-bye: the script has ended, or its state was handed over.
+
+        has_ended: false for a script that ends with an error; to the others it is lost then.
+        """
         self._stopping.set()
         self._termination.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -165,7 +175,8 @@ class Member:
         self._termination.stop()
         if self._connection is not None:
             try:
-                self._connection.send(Bye())
+                if has_ended:
+                    self._connection.send(Bye())
             except OSError:
                 pass
             self._connection.close()

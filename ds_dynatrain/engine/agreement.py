@@ -7,6 +7,7 @@ judgement itself is written once (`decide`), so that a member that was late read
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,11 @@ class Proposal:
     members: tuple[int, ...]
     at: int | None
     asked_at: int
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether the same members stay in the same layout: then only the members around them change."""
+        return (self.layout, self.members) == (self.source_layout, self.source_members)
 
     @property
     def union(self) -> tuple[int, ...]:
@@ -109,17 +115,17 @@ def _words(wish: Wish) -> str:
     return f"{Layout.from_dict(wish.layout)}{when} (asked at step {wish.step})"
 
 
-def meeting_step(control: Control, proposal: Proposal, rank: int, step: int) -> int | None:
+def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahead: int = 1) -> int | None:
     """The step at which the members meet, None while that is open.
 
     Rank 0 sets it to its next step once all are prepared. No member can have passed that one: every step needs rank 0's
-    gradients, and each member reads the board again at every boundary.
+    gradients, and each member reads the board again at every boundary. ahead: 0 where nobody makes steps.
     """
     if proposal.at is not None:
         return proposal.at
     key = f"meet/{proposal.generation}"
     if rank == 0 and control.all_posted(f"prepared/{proposal.generation}", proposal.union):
-        return int(control.decide(key, step + 1))
+        return int(control.decide(key, step + ahead))
     decided = control.read(key)
     return None if decided is None else int(decided)
 
@@ -129,16 +135,17 @@ def wait_for_rank_0(control: Control, proposal: Proposal) -> bool:
     return control.all_posted(f"stand/{proposal.generation}", proposal.source_members[:1])
 
 
-def stand(control: Control, proposal: Proposal, step: int, place: str) -> None:
+def stand(control: Control, proposal: Proposal, step: int, place: str, stop: Callable[[], None] | None = None) -> None:
     """Be at the meeting, and see that all others are, at the same step and in the same loader.
 
-    MemberMissing for those that do not come in time, SwitchRefused where they stand elsewhere.
+    stop: called while waiting; it may raise. MemberMissing for those that do not come in time, SwitchRefused where they
+    stand elsewhere.
     """
     key = f"stand/{proposal.generation}"
     working = control.member in proposal.source_members
     control.post(f"{key}/{control.member}", {"step": step if working else None, "place": place})
     deadline = time.monotonic() + control.timeout_seconds
-    records = control.gather(key, proposal.union, f"meeting of switch {proposal.generation}", deadline)
+    records = control.gather(key, proposal.union, f"meeting of switch {proposal.generation}", deadline, stop)
     expected = records[proposal.source_members[0]]
     for member, record in sorted(records.items()):
         if record["place"] != expected["place"]:

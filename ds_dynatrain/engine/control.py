@@ -111,6 +111,10 @@ class Control:
         self._burials = [each for each in self._burials if each.is_alive()]
         self._burials.append(thread)
 
+    def succeed(self, former: Control) -> None:
+        """Take over what another board's threads are still taking down."""
+        self._burials += former._burials
+
     def see_buried(self) -> None:
         """Wait until no group is left half alive, at most the time-out each."""
         while self._burials:

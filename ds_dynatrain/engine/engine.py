@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.host import HostEngine, Replaced
-from ds_dynatrain.adapters.incoming import Incoming, fill
+from ds_dynatrain.adapters.incoming import Incoming, Row, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
@@ -30,12 +30,15 @@ from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, T
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.liveness import Heartbeat, post_end
+from ds_dynatrain.engine.description import plain_part
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.liveness import Heartbeat, ended_in_error, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.restore import Restored
+from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, SwitchRefused
-from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
 from ds_dynatrain.support.axes import Features
@@ -53,21 +56,21 @@ DRAW_SECONDS = 1800.0
 class Job:
     """What is settled once for the whole job, the same on every process.
 
-    claims: the notice board of all engines of this launch; control: that of this one; background: the same over another
-    connection, for building groups beside training. nodes: the host of each member. features: what the model has in it.
+    features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
+    have them. claims: the notice board of all engines of this launch, None in a job whose members come and go; elastic:
+    this member's part in such a job.
     """
 
     settings: DynatrainConfig
     user_config: dict[str, Any]
     batch_sizes: BatchSizes
-    launch: LaunchWorld
-    claims: Control
-    control: Control
-    background: Control
-    nodes: dict[int, str]
     job_seed: int
     features: Features
+    rows: list[Row]
+    described: dict[str, str]
     on_idle: OnIdle | None
+    claims: Control | None
+    elastic: Elastic | None = None
 
 
 class DynatrainEngine(HostEngine):
@@ -81,12 +84,14 @@ class DynatrainEngine(HostEngine):
     members: tuple[int, ...]
     world: World | None
     job_epoch: int
-    registrations: int
-    """How often the job has registered its parameters anew."""
+    surroundings: Surroundings
+    registered: list[dict[str, Any]]
+    """What the job has registered anew, in order; plain JSON."""
     last_switch: SwitchEvent | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
     _switcher: Switcher
+    _heartbeat: Heartbeat | None
     _window_samples: int | None
     global_samples: int
     _arrived: dict[str, dict[str, Any]]
@@ -95,16 +100,41 @@ class DynatrainEngine(HostEngine):
     """Whether the micro-batch that was dealt last closes its global batch."""
 
     def __init__(
-        self, *, job: Job, layout: Layout, members: tuple[int, ...], world: World | None, **arguments: Any
+        self,
+        *,
+        job: Job,
+        surroundings: Surroundings,
+        layout: Layout,
+        members: tuple[int, ...],
+        world: World | None,
+        **arguments: Any,
     ) -> None:
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
-        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registrations=0)
+        self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registered=[])
+        self.__dict__.update(surroundings=surroundings)
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
-        self.__dict__.update(settings=job.settings, launch=job.launch, control=job.control, nodes=job.nodes)
-        self.__dict__.update(_switcher=Switcher(self, job.control, job.on_idle), _heartbeat=Heartbeat(job.control))
+        self.__dict__.update(settings=job.settings, _heartbeat=None)
+        self.__dict__.update(_switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
+
+    # ---- what is around it ---------------------------------------------------------------------------------------
+
+    @property
+    def launch(self) -> LaunchWorld:
+        """The group that this process stands in while it is idle."""
+        return self.surroundings.launch
+
+    @property
+    def candidates(self) -> Candidates:
+        """Who could work at present."""
+        return self.surroundings.candidates
+
+    @property
+    def control(self) -> Control:
+        """The notice board of the present generation."""
+        return self.surroundings.control
 
     # ---- what a user reads ---------------------------------------------------------------------------------------
 
@@ -406,6 +436,21 @@ class DynatrainEngine(HostEngine):
         self._dealt, self._window_samples = False, None
         self.slot_weight, self.slot_is_borrowed = 1.0, False
 
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's. On a member that joined a running job it loads nothing, and returns what the job's own call did.
+
+        Of the client state it returns what JSON has a word for.
+        """
+        elastic = self.job.elastic
+        if elastic is None:
+            return super().load_checkpoint(*arguments, **named)
+        if elastic.is_newcomer:
+            logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
+            return tuple(elastic.loaded) if elastic.loaded else (None, {})
+        result = super().load_checkpoint(*arguments, **named)
+        elastic.loaded = [plain_part(part) for part in result]
+        return result
+
     def deepspeed_io(
         self,
         dataset: Any,
@@ -467,7 +512,7 @@ class DynatrainEngine(HostEngine):
 
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
-        if self._end_job() and self.launch.member == 0:
+        if self._end_job() and self.job.elastic is None and self.control.member == 0:
             self._see_idle_members_off()
         if td.is_initialized():
             td.destroy_process_group()
@@ -479,13 +524,17 @@ class DynatrainEngine(HostEngine):
         self._is_open = False
         try:
             post_end(self.control)
-            self._heartbeat.stop()
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
             self._switcher.close()
-            self.job.background.see_buried()
+            self.surroundings.background.see_buried()
             self.close_loaders()
-            self.job.claims.erase(f"open/{self.control.member}")
+            if self.job.claims is not None:
+                self.job.claims.erase(f"open/{self.control.member}")
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
+        if self.job.elastic is not None:
+            self.job.elastic.member.stop(has_ended=not ended_in_error())
         if self.world is not None:
             self.shaper.leave(self)
             self.control.bury(drop(self.world))
@@ -496,7 +545,7 @@ class DynatrainEngine(HostEngine):
 
     def _see_idle_members_off(self) -> None:
         """The store may live in this process: idle members read their release from it before it goes."""
-        waiting = [member for member in range(self.launch.size) if member not in self.members]
+        waiting = [member for member in self.candidates.members if member not in self.members]
         deadline = time.monotonic() + SEE_OFF_SECONDS
         while waiting and time.monotonic() < deadline:
             waiting = [member for member in waiting if not self.control.all_posted("left", [member])]
@@ -510,7 +559,9 @@ class DynatrainEngine(HostEngine):
         self._is_open = True
         if self.world is not None:
             enter_sequence(self, self.world, self.layout)
-        self._heartbeat.start()
+        if self.job.elastic is None:
+            self._heartbeat = Heartbeat(self.control)
+            self._heartbeat.start()
         if self.idle:  # pay first imports now, not in a pause
             others = set() if compiled_by_wrapping(self.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):

@@ -47,7 +47,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
 
 
 def check_size(target: Layout, processes: int) -> None:
-    """SwitchRefused if the launch has too few processes."""
+    """SwitchRefused if the job has too few processes."""
     if target.world_size > processes:
         raise SwitchRefused(
             f"{target} needs {target.world_size} members and this launch has {processes} processes",

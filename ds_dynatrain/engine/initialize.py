@@ -5,18 +5,16 @@ from __future__ import annotations
 import atexit
 import copy
 import hashlib
-import platform
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline
@@ -28,31 +26,31 @@ from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, star
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import (
-    LaunchWorld,
     World,
     build_world,
     drop,
     install,
     installed,
-    is_ours_installed,
-    launch_store,
     stand_in_world,
 )
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.description import described, differing_key, differing_parameter
+from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
+from ds_dynatrain.engine.entry import Entry, node, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.roll import Roll
 from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, is_partitioned, shared_stages
-from ds_dynatrain.support import Target, practice, refuse_layout
+from ds_dynatrain.support import Target, refuse_layout
 
-START_SECONDS = 1800.0
-"""Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
 
@@ -112,6 +110,9 @@ def initialize(
         raise ConfigError("initialize needs a model")
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     start_without_compiler()
+    place = worker_place()
+    if place is not None:
+        stand_alone()
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
         "args": args,
@@ -121,7 +122,7 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory))
+    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory), place)
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -140,27 +141,46 @@ class _Extras:
 
 
 def _build(
-    own: dict[str, Any], settings: DynatrainConfig, arguments: dict[str, Any], extras: _Extras
+    own: dict[str, Any],
+    settings: DynatrainConfig,
+    arguments: dict[str, Any],
+    extras: _Extras,
+    place: WorkerPlace | None,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
-    launch = LaunchWorld.current()
-    layout = _first_layout(arguments["model"], own, settings, launch.size, extras.mpu)
-    own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
-    batch_sizes = BatchSizes.of(own, layout.data)
     import_what_is_lazy()
-    claims, control = _open_board(launch, settings.timeout_seconds)
+    entry = with_launch(settings.timeout_seconds) if place is None else with_members(place, settings)
     try:
-        owners = put_together(arguments["model"], _lists(arguments), lambda record: _exchange(control, launch, record))
-        features = features_of(arguments["model"], own, extras.mpu)
-        shaper = shaper_of(arguments["model"], own, launch.member, _lists(arguments), extras.model_factory)
-        incoming = Incoming.look(arguments["model"], launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
-        records = _introduce(control, launch, incoming)
-        nodes = {member: str(record["node"]) for member, record in records.items()}
-        parts = (settings, own, batch_sizes, launch, claims, control, control.clone(), nodes, int(records[0]["seed"]))
-        return _engine_of(Job(*parts, features, extras.on_idle), layout, arguments, incoming, shaper)
+        said = described(own, settings)
+        if entry.record is not None:
+            layout, sizes = _of_running_job(entry.record, said)
+        else:
+            layout = _first_layout(arguments["model"], own, settings, entry.size, extras.mpu)
+            sizes = BatchSizes.of(own, layout.data)
+        own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
+        model, lists = arguments["model"], _lists(arguments)
+        if entry.elastic is not None:
+            refuse_cut(model)
+        owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
+        features = features_of(model, own, extras.mpu)
+        shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory)
+        incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
+        records = _introduce(entry, incoming)
+        seed = int((entry.record or records[0])["seed"])
+        parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
+        job = Job(*parts, entry.claims, entry.elastic)
+        return _engine_of(job, entry, entry.surroundings(records), layout, arguments, incoming, shaper)
     except BaseException:
-        claims.erase(f"open/{launch.member}")
+        entry.give_up()
         raise
+
+
+def _of_running_job(record: dict[str, Any], said: dict[str, str]) -> tuple[Layout, BatchSizes]:
+    """The layout and batch of a job that this process joins; ConfigError if it was configured otherwise."""
+    differs = differing_key(said, record["described"])
+    if differs:
+        raise ConfigError(f"this process cannot join the job: {differs}")
+    return Layout.from_dict(record["layout"]), BatchSizes(**record["batch_sizes"])
 
 
 def _lists(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
@@ -176,12 +196,19 @@ def _lists(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 
 
 def _engine_of(
-    job: Job, layout: Layout, arguments: dict[str, Any], incoming: Incoming, shaper: Shaper
+    job: Job,
+    entry: Entry,
+    surroundings: Surroundings,
+    layout: Layout,
+    arguments: dict[str, Any],
+    incoming: Incoming,
+    shaper: Shaper,
 ) -> DynatrainEngine:
     """The engine in its first world, or without one."""
-    launch, sizes, members = job.launch, job.batch_sizes, tuple(range(layout.world_size))
+    launch, sizes = entry.launch, job.batch_sizes
+    members = tuple(range(layout.world_size)) if entry.record is None else tuple(entry.record["members"])
     batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
-    _check_start(layout, batch, arguments["model"], job)
+    _check_start(layout, batch, arguments["model"], job, max(entry.size, layout.world_size))
     whole = incoming.is_whole and not is_partitioned(layout)
     ties = _check_axes(shaper, layout) if is_partitioned(layout) else ()
     config = copy.deepcopy(job.user_config)
@@ -190,6 +217,7 @@ def _engine_of(
     given: dict[str, Any] = {
         "settings": layout_config(config, layout, batch),
         "job": job,
+        "surroundings": surroundings,
         "layout": layout,
         "members": members,
         "whole": whole,
@@ -197,9 +225,10 @@ def _engine_of(
     }
     if not whole:
         incoming.take_apart(given["settings"][1])
-    if launch.member in members:
+    if entry.mine in members:
         seconds = job.settings.timeout_seconds
-        world = build_world(job.background.store, 1, launch.member, members, members, seconds, layout, ties)
+        with entry.building():
+            world = build_world(entry.background.store, 1, entry.mine, members, members, seconds, layout, ties)
         install(world)
         try:
             engine = _engine_in(world, world, {**given, **arguments})
@@ -213,7 +242,9 @@ def _engine_of(
             engine = _engine_in(None, stand_in, {**given, **arguments})
         engine.leave_world()
     space = space_of(engine, layout, members)
-    if not whole:
+    if entry.joins:
+        incoming.held.clear()
+    elif not whole:
         try:
             engine.take_in(incoming, space)
         except BaseException:
@@ -223,8 +254,22 @@ def _engine_of(
                 drop(engine.world)
             raise
     engine.open_for_work(space)
+    if entry.elastic is not None:
+        _settle(engine, entry, entry.elastic)
     atexit.register(_close, weakref.ref(engine))
     return engine
+
+
+def _settle(engine: DynatrainEngine, entry: Entry, elastic: Elastic) -> None:
+    """The elastic job has started: the group that all stood in has served, and each stands alone while it is idle."""
+    if entry.world is None or entry.alone is None or entry.joins:
+        return
+    roll = Roll().extended(entry.world.members)
+    engine.surroundings = replace(engine.surroundings, launch=entry.alone)
+    if engine.idle:
+        entry.alone.install()
+    engine.control.bury(entry.launch.retire())
+    elastic.enter(entry.world, roll, roll.ids_of(engine.members))
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
@@ -273,10 +318,10 @@ def _first_layout(model: nn.Module, own: dict[str, Any], settings: DynatrainConf
     return layout
 
 
-def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job) -> None:
+def _check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job, processes: int) -> None:
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
-        feasible.check_combination(job.features, layout, job.launch.size)
+        feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, batch, model)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
@@ -292,55 +337,27 @@ def _check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
         raise ConfigError(f"dynatrain.layout: {error}") from error
 
 
-def _open_board(launch: LaunchWorld, seconds: float) -> tuple[Control, Control]:
-    """(the notice board of all engines, that of this one).
-
-    UnsupportedError if this process has an open engine already.
-    """
-    if is_ours_installed():
-        raise practice("two engines").error()
-    store = launch_store()
-    claims = Control(store, "dynatrain", launch.member, seconds)
-    if claims.read(f"open/{launch.member}") is not None:
-        raise practice("two engines").error()
-    claims.post(f"open/{launch.member}", True)
-    return claims, Control(store, f"dynatrain/{claims.count(f'engines/{launch.member}')}", launch.member, seconds)
-
-
-def _introduce(control: Control, launch: LaunchWorld, incoming: Incoming) -> dict[int, dict[str, Any]]:
+def _introduce(entry: Entry, incoming: Incoming) -> dict[int, dict[str, Any]]:
     """Tell the others about this member, and see that all have the same model.
 
-    ConfigError, on all of them, names the first parameter that differs.
+    ConfigError, on all of them, names the first parameter that differs; in a process that joins a running job on that
+    one alone.
     """
     rows = incoming.rows()
+    if entry.record is not None:
+        differs = differing_parameter(entry.record["rows"], rows, "in the running job")
+        if differs:
+            raise ConfigError(f"this process cannot join the job: {differs}")
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
-    record = {"node": platform.node(), "seed": torch.initial_seed(), "model": digest, "parameters": rows}
-    control.post(f"member/{control.member}", record)
-    deadline = time.monotonic() + START_SECONDS
-    records = control.gather("member", range(launch.size), "initialize on every process of the launch", deadline)
+    place = node() if entry.elastic is None else entry.elastic.member.place.node
+    record = {"node": place, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    records = entry.exchange("member", record)
     for member, other in sorted(records.items()):
-        if other["model"] != records[0]["model"]:
-            raise ConfigError(_difference(records[0]["parameters"], other["parameters"], member))
+        first = records[min(records)]
+        if other["model"] != first["model"]:
+            differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
+            raise ConfigError(differs or f"the model of member {member} differs from that of member 0")
     return records
-
-
-def _exchange(control: Control, launch: LaunchWorld, record: Any) -> Mapping[int, Any]:
-    """What each process knows of the stage that it has built."""
-    control.post(f"stages/{control.member}", record)
-    deadline = time.monotonic() + START_SECONDS
-    return control.gather("stages", range(launch.size), "initialize on every process of the launch", deadline)
-
-
-def _difference(first: list[Any], other: list[Any], member: int) -> str:
-    for place in range(max(len(first), len(other))):
-        mine = first[place] if place < len(first) else None
-        theirs = other[place] if place < len(other) else None
-        if mine != theirs:
-            return (
-                f"parameter {place} is {mine} on member 0 and {theirs} on member {member} (name, shape, type, form): "
-                "build the same model on every process"
-            )
-    return f"the model of member {member} differs from that of member 0"
 
 
 def _split(

@@ -84,7 +84,11 @@ class Watch:
         return now - since > max(self.control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
 
 
+def ended_in_error() -> bool:
+    """Whether an uncaught exception ends this script."""
+    return getattr(sys, "last_value", None) is not None
+
+
 def post_end(control: Control) -> None:
     """Say that this member's script is through, and whether it ended in an uncaught exception."""
-    failed = getattr(sys, "last_value", None) is not None
-    control.post(f"ended/{control.member}", "error" if failed else "done")
+    control.post(f"ended/{control.member}", "error" if ended_in_error() else "done")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.memory import provide, reusable
@@ -32,15 +34,22 @@ from ds_dynatrain.transfer import (
 ABANDON_SECONDS = 5.0
 
 
+def _nothing() -> None:
+    """For a job of fixed size."""
+
+
 @dataclass
 class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
 
-    control: the notice board over the connection for work in the background; nobody else may use it meanwhile. make:
-    the module's next children for a rank of a layout. made: these, for this member. budget_bytes: of staging.
+    board: where the switch is negotiated; control: the same over the connection for work in the background, which
+    nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
+    member. budget_bytes: of staging. check: raises SwitchRefused if this member cannot take part. building: around the
+    building of groups; stop: called in every wait, raises if the switch will not come about.
     """
 
     proposal: Proposal
+    board: Control
     control: Control
     vps: VirtualParameterSpace
     live: Buffers
@@ -48,6 +57,9 @@ class Preparation:
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
     reads_neighbors: bool = True
+    check: Callable[[], None] = _nothing
+    building: Callable[[], AbstractContextManager[None]] = nullcontext
+    stop: Callable[[], None] = _nothing
     made: Made | None = None
     world: World | None = None
     neighbors: Neighbors | None = None
@@ -119,25 +131,17 @@ class Preparation:
         begin = time.monotonic()
         record: dict[str, Any] = {"error": None}
         try:
+            self.check()
             self._reserve()
             self.plan(self.vps.present_kinds())
             self._look_ahead()
             if self.target_rank is not None:
                 self.made = self.make(self.proposal.layout, self.target_rank)
             self._wait_for_all()
-            board = self.control
-            self.world = build_world(
-                board.store,
-                self.proposal.generation,
-                board.member,
-                self.proposal.members,
-                self.proposal.source_members,
-                board.timeout_seconds,
-                self.proposal.layout,
-                self.vps.ties(self.proposal.layout),
-            )
+            with self.building():
+                self.world = self._build()
             if self.reads_neighbors:
-                self.neighbors = Neighbors.meet(board.member, self._share, board.timeout_seconds)
+                self.neighbors = Neighbors.meet(self.control.member, self._share, self.control.timeout_seconds)
             if self._stop.is_set():
                 self.end_neighbors()
                 self.control.bury(drop(self.world))
@@ -147,7 +151,23 @@ class Preparation:
             record["error"] = f"{type(error).__name__}: {error}"
         self.live = {}
         self.seconds = time.monotonic() - begin
-        self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
+        try:
+            self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
+        except td.DistError as error:  # the store is gone, as the main thread will see, too
+            self.error = self.error or error
+
+    def _build(self) -> World:
+        board, proposal = self.control, self.proposal
+        return build_world(
+            board.store,
+            proposal.generation,
+            board.member,
+            proposal.members,
+            proposal.source_members,
+            board.timeout_seconds,
+            proposal.layout,
+            self.vps.ties(proposal.layout),
+        )
 
     def _wait_for_all(self) -> None:
         """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
@@ -167,6 +187,7 @@ class Preparation:
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
             raise SwitchFailed("the switch was given up while it was being prepared")
+        self.stop()
 
     def _look_ahead(self) -> None:
         """What would be computed once, and in the pause: what the certificate and the event are to ask."""

@@ -67,10 +67,13 @@ def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, 
 
 def catch_up(engine: DynatrainEngine) -> None:
     """On an idle member: take over what the working members have registered meanwhile."""
-    while True:
-        record = engine.control.read(f"registration/{engine.registrations + 1}")
-        if record is None:
-            return
+    while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
+        repeat(engine, [record])
+
+
+def repeat(engine: DynatrainEngine, records: Sequence[dict[str, Any]]) -> None:
+    """On an idle member: register what the job has registered, in its order."""
+    for record in records:
         asked = Regrouping.from_json(record)
         lists = lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
         for name, parameter in engine.module.named_parameters():
@@ -78,7 +81,7 @@ def catch_up(engine: DynatrainEngine) -> None:
         _adopt(engine, asked, _model_after(engine, asked))
         follow(lists, asked.origins)
         engine.adopt_space(space_of(engine, engine.layout, engine.members))
-        engine.registrations += 1
+        engine.registered.append(record)
 
 
 def _has_begun(engine: DynatrainEngine) -> bool:
@@ -179,8 +182,8 @@ class _Registration:
             self._report({"failed": f"member {self.control.member}: {wish['reason']}"})
         decision = self.control.decide(f"{self.key}/record", wish)
         if decision["commit"]:
-            self.engine.registrations += 1
-            self.control.decide(f"registration/{self.engine.registrations}", self.asked.to_json())
+            self.engine.registered.append(self.asked.to_json())
+            self.control.decide(f"registration/{len(self.engine.registered)}", self.asked.to_json())
         else:
             self._roll_back()
         if self.is_detached and self.engine.compilations.count:
@@ -243,7 +246,9 @@ class _Registration:
             if kind in types
         )
         need += 2 * max(tensor.numel for tensor in vps.tensors) * max(each.itemsize for each in types.values())
-        feasible.check_memory(self.control.member, dict.fromkeys(self.engine.members, need), self.engine.nodes)
+        feasible.check_memory(
+            self.control.member, dict.fromkeys(self.engine.members, need), self.engine.candidates.nodes
+        )
 
     # ---- filling -------------------------------------------------------------------------------------------------
 

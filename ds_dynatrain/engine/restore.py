@@ -244,7 +244,7 @@ class _Restoration:
         local = vps.local(layout, self.rank)
         if self.old is not None:
             needs = engine.room_for(layout, self.goal.members)
-            feasible.check_memory(self.control.member, needs, engine.nodes)
+            feasible.check_memory(self.control.member, needs, engine.candidates.nodes)
         self.buffers = provide(local, self.types, set(), {}, zeros)
         reader.fill(vps, layout, self.rank, self.buffers)
         try:

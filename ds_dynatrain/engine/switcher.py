@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters.memory import dtypes, provide, sizes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
@@ -24,14 +25,16 @@ from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, feasible, registration, restore, saving, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.elastic import Boards
 from ds_dynatrain.engine.fallback import Fallback
 from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.restore import Restored
 from ds_dynatrain.engine.summary import event_of
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction import Outcome, Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
@@ -53,9 +56,8 @@ OnSwitch = Callable[[SwitchEvent], object]
 class Switcher:
     """The switching half of an engine; `attempt` is the highest generation number that was ever proposed."""
 
-    def __init__(self, engine: DynatrainEngine, control: Control, on_idle: OnIdle | None) -> None:
+    def __init__(self, engine: DynatrainEngine, on_idle: OnIdle | None) -> None:
         self.engine = engine
-        self.control = control
         self.listeners: list[OnSwitch] = []
         self.attempt = 1
         self._on_idle = on_idle
@@ -64,9 +66,16 @@ class Switcher:
         self._answered: PendingSwitch | None = None
         self._first_step_is_due = False
         self._preparation: Preparation | None = None
-        self._watch = Watch(control)
+        self._watch = Watch(engine.control)
+        elastic = engine.job.elastic
+        self.changes = None if elastic is None else Changes(engine, elastic, self)
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._fallback = Fallback(engine, engine.settings.fallback)
+
+    @property
+    def control(self) -> Control:
+        """The notice board of the present generation."""
+        return self.engine.control
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -76,9 +85,14 @@ class Switcher:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
         if self._pending is not None and self._is_pending(layout, at, changes):
             return self._pending
+        if self.changes is not None:
+            self.changes.reopen()
         wish, proposal = self._wish(layout, at, changes)
-        agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
-        self._prepare(agreed)
+        try:
+            agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
+        except td.DistError as error:
+            raise SwitchRefused(f"the notice board is gone: {error}", "ask again later") from error
+        self.prepare(agreed)
         self._pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
         return self._pending
 
@@ -102,7 +116,7 @@ class Switcher:
         try:
             target = self._checked(layout, changes)
             members = self._slots(target)
-            feasible.check_memory(self.control.member, self.needs(target, members), engine.nodes)
+            feasible.check_memory(self.control.member, self.needs(target, members), engine.candidates.nodes)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
@@ -118,12 +132,14 @@ class Switcher:
             target = self._checked(layout, changes)
             if self._pending is not None and not self._pending.done:
                 raise SwitchRefused(f"a switch to {self._pending.layout} is pending", "wait until it is done")
+            if self._preparation is not None:
+                raise SwitchRefused("a change of members is under way", "ask again after it")
             if at is not None and (isinstance(at, bool) or not isinstance(at, int)):
                 raise SwitchRefused(f"at={at!r} is not a whole number", "give a number of optimizer steps")
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
             members = self._slots(target)
-            feasible.check_memory(self.control.member, self.needs(target, members), engine.nodes)
+            feasible.check_memory(self.control.member, self.needs(target, members), engine.candidates.nodes)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
@@ -132,20 +148,26 @@ class Switcher:
         return wish, Proposal(self.attempt + 1, *before, target, members, at, now)
 
     def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
-        engine = self.engine
-        refuse_moved_states(engine)
-        target = feasible.target_layout(engine.layout, layout, changes)
-        if not engine.idle:
-            refuse_changes(engine)
-        feasible.check_size(target, engine.launch.size)
-        feasible.check_batch(target, engine.batch_for(target), engine.module)
-        self.check_features(target)
+        refuse_moved_states(self.engine)
+        target = feasible.target_layout(self.engine.layout, layout, changes)
+        self.check(target, len(self.engine.candidates))
         return target
 
-    def check_features(self, target: Layout) -> None:
+    def check(self, target: Layout, processes: int) -> None:
+        """SwitchRefused if so many processes cannot train this model in a layout."""
+        engine = self.engine
+        refuse_moved_states(engine)
+        if not engine.idle:
+            refuse_changes(engine)
+        feasible.check_size(target, processes)
+        feasible.check_batch(target, engine.batch_for(target), engine.module)
+        self.check_features(target, processes)
+
+    def check_features(self, target: Layout, processes: int | None = None) -> None:
         """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
         engine = self.engine
-        feasible.check_combination(engine.job.features, target, engine.launch.size)
+        processes = len(engine.candidates) if processes is None else processes
+        feasible.check_combination(engine.job.features, target, processes)
         feasible.check_axes(engine.vps, target)
         config, optimizer = engine.job.user_config, engine.basic_optimizer
         refuse_module(engine.module, target, config)
@@ -185,7 +207,7 @@ class Switcher:
         return "an accumulation window is open" if window_is_open else ""
 
     def _slots(self, target: Layout) -> tuple[int, ...]:
-        return assign_slots(self.engine.vps, target, range(self.engine.launch.size), self.engine.nodes)
+        return assign_slots(self.engine.vps, target, self.engine.candidates.members, self.engine.candidates.nodes)
 
     def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member would allocate, at most: the target's buffers and staging."""
@@ -216,19 +238,56 @@ class Switcher:
 
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
+        if self.changes is not None:
+            self.changes.stand(place, window_is_open)
+            return
         if not self.engine.idle:
             if not window_is_open:
-                self._fallback.stand_at()
-            if self._preparation is None or window_is_open:
+                self.save_if_due()
+            if window_is_open or not self.is_due():
                 return
-            proposal, step = self._preparation.proposal, self.engine.global_steps
-            meet = agreement.meeting_step(self.control, proposal, self.engine.rank, step)
-            if meet is None or step < meet:
-                return
-            self._transact(self._preparation, place)
+            self.transact(place)
         if self.engine.idle:
             self._wait_for_work(place)
-            self._fallback.settle()
+            self.settle_fallback()
+
+    def save_if_due(self) -> None:
+        """On a working member, at a boundary: the fallback checkpoint."""
+        self._fallback.stand_at()
+
+    def settle_fallback(self) -> None:
+        """The state was put together just now: no fallback checkpoint is due before the next step."""
+        self._fallback.settle()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a switch is being prepared."""
+        return self._preparation is not None
+
+    def is_due(self, ahead: int = 1) -> bool:
+        """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""
+        if self._preparation is None:
+            return False
+        proposal, step = self._preparation.proposal, int(self.engine.global_steps)
+        meet = agreement.meeting_step(self._preparation.board, proposal, self.engine.rank, step, ahead)
+        return meet is not None and step >= meet
+
+    def meet_idle(self, place: str) -> None:
+        """On an idle member: take part in a switch that begins; let go of one that was given up."""
+        if self._preparation is None:
+            return
+        proposal = self._preparation.proposal
+        if agreement.wait_for_rank_0(self.control, proposal):
+            self.transact(place)
+        else:
+            self._see_given_up()
+
+    def pass_time(self, seconds: float) -> None:
+        """An idle member's turn: the user's `on_idle`, or a short sleep."""
+        if self._on_idle is not None:
+            self._on_idle(self.engine)
+        else:
+            time.sleep(seconds)
 
     def _wait_for_work(self, place: str) -> None:
         """Poll the notice board until this member works; run the user's `on_idle` in between.
@@ -237,18 +296,16 @@ class Switcher:
         """
         self.engine.close_loaders()  # their processes must not outlive the world that they fetched for
         while self.engine.idle:
-            if self._preparation is None:
-                self._look_for_proposal()
-            elif agreement.wait_for_rank_0(self.control, self._preparation.proposal):
-                self._transact(self._preparation, place)
-                continue
-            self._look_for_the_end()
-            if self._on_idle is not None:
-                self._on_idle(self.engine)
-            else:
-                time.sleep(IDLE_POLL_SECONDS)
+            self.look_for_proposal()
+            self.meet_idle(place)
+            if self.engine.idle:
+                self._look_for_the_end()
+                self.pass_time(IDLE_POLL_SECONDS)
 
-    def _look_for_proposal(self) -> None:
+    def look_for_proposal(self) -> None:
+        """On an idle member: make ready for a switch that the working members have agreed on."""
+        if self._preparation is not None:
+            return
         record = self.control.read(f"proposal/{self.attempt + 1}")
         if record is None:
             return
@@ -256,26 +313,29 @@ class Switcher:
         proposal = Proposal.from_json(record)
         if self.control.member in proposal.union:
             self.rehearse(proposal.layout, proposal.members.index(self.control.member))
-            self._prepare(proposal)
+            self.prepare(proposal)
             return
         outcome = self.control.read(f"record/{proposal.generation}")
         if outcome is not None:
             self.attempt = proposal.generation
             if outcome["commit"]:
                 self.engine.layout, self.engine.members = proposal.layout, proposal.members
+                if self.changes is not None:
+                    self.changes.retrain(proposal.members)
 
     def _look_for_the_end(self) -> None:
-        """Let go of a preparation that was given up before the meeting; leave when the job has ended."""
-        has_ended = self._watch.look(self.engine.members)
-        if self._preparation is not None:
-            generation = self._preparation.proposal.generation
-            record = self.control.read(f"record/{generation}")
-            if has_ended or (record is not None and not record["commit"]):
-                self._preparation.abandon()
-                self._preparation, self.attempt = None, generation
-        if has_ended:
+        """Leave when the job has ended."""
+        if self._watch.look(self.engine.members):
+            self.close()
             self.control.post(f"left/{self.control.member}", True)
             raise SystemExit(0)
+
+    def _see_given_up(self) -> None:
+        """Let go of a preparation that was given up before the meeting."""
+        if self._preparation is not None:
+            record = self.control.read(f"record/{self._preparation.proposal.generation}")
+            if record is not None and not record["commit"]:
+                self.close()
 
     def rehearse(self, layout: Layout, rank: int) -> None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
@@ -294,20 +354,35 @@ class Switcher:
         engine.leave_world()
         streams.restore(before)
 
-    def _prepare(self, proposal: Proposal) -> None:
+    def prepare(
+        self, proposal: Proposal, boards: Boards | None = None, check: Callable[[], None] | None = None
+    ) -> None:
+        """Make ready, in the background, for what was proposed.
+
+        boards: where it is negotiated, if that is not the present generation's notice board. check: raises
+        SwitchRefused, in the background, if this member cannot take part.
+        """
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
         for layout in (proposal.source_layout, proposal.layout):
             self.engine.vps.mesh(layout)  # here: asking DeepSpeed how it cuts is not for a thread
-        background, types = self.engine.job.background, self.types(proposal.layout)
-        make, settings = self.engine.make_children, self.engine.settings
+        around, engine = self.engine.surroundings, self.engine
+        front, back = (around.control, around.background) if boards is None else boards
+        make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)
         budget, reads = settings.memory_budget_bytes, settings.transport == "auto"
-        self._preparation = Preparation(proposal, background, self.engine.vps, live, types, make, budget, reads)
+        self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, reads)
+        if check is not None:
+            self._preparation.check = check
+        if self.changes is not None:
+            self.changes.guard(self._preparation)
         self.attempt = proposal.generation
         self._preparation.start()
 
-    def _transact(self, preparation: Preparation, place: str) -> None:
+    def transact(self, place: str) -> None:
+        """Take part in the switch that was prepared."""
         begin = time.perf_counter()
-        engine = self.engine
+        engine, preparation = self.engine, self._preparation
+        if preparation is None:
+            raise RuntimeError("no switch was prepared")
         was = engine.layout, engine.members
         with without_collection():
             outcome = Transaction(engine, preparation, place).run()
@@ -319,9 +394,7 @@ class Switcher:
         engine.compilations.begin()
         if outcome.is_rebuilt and engine.compilations.count:
             engine.compilations.forget()  # after the pause was measured; compiling again is measured with it
-        if self._pending is not None:
-            self._pending.event = event
-            self._answered, self._pending = self._pending, None
+        self._answer(event)
         if engine.rank == 0:
             log_event(event)
             if self._writer is not None:
@@ -331,6 +404,27 @@ class Switcher:
                 self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)
+        if self.changes is not None:
+            self.changes.after(preparation, outcome.committed, outcome.reason)
+
+    def _answer(self, event: SwitchEvent) -> None:
+        """Tell whoever asked for the switch how it went."""
+        if self._pending is not None:
+            self._pending.event = event
+            self._answered, self._pending = self._pending, None
+
+    def give_up(self, reason: str) -> None:
+        """Let go of what is being prepared: it cannot come about any more, on no member."""
+        preparation = self._preparation
+        if preparation is None:
+            return
+        self.close()
+        was = self.engine.layout, self.engine.members
+        event = event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0)
+        self.engine.last_switch = event
+        self._answer(event)
+        if self.engine.rank == 0:
+            log_event(event)
 
     def note_first_step(self) -> None:
         """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.
@@ -368,6 +462,7 @@ class Switcher:
         """Let go of whatever is being prepared."""
         if self._preparation is not None:
             self._preparation.abandon()
+            self.attempt = self._preparation.proposal.generation
             self._preparation = None
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters.host import Replaced
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
@@ -40,7 +41,7 @@ from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerpr
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.replicas import Settlement, settle
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed
+from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed, WorldChanged
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
@@ -61,6 +62,8 @@ class Outcome:
 
     committed: bool = False
     is_rebuilt: bool = False
+    is_uncertain: bool = False
+    """The notice board was lost: this member rolled back, and others may have committed."""
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()
@@ -79,7 +82,7 @@ class Transaction:
         self.engine = engine
         self.preparation = preparation
         self.proposal = preparation.proposal
-        self.control: Control = engine.control
+        self.control: Control = preparation.board
         self.place = place
         self.outcome = Outcome()
         self.source_rank = self._rank_in(self.proposal.source_members)
@@ -127,10 +130,9 @@ class Transaction:
                 self.outcome.digest = self._verify()
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
-            self._report({"failed": f"member {self.control.member}: {type(error).__name__}: {error}"})
-            decision = self._decide({"commit": False, "reason": f"{type(error).__name__}: {error}"})
+            decision = self._decide(False, f"{type(error).__name__}: {error}")
         else:
-            decision = self._decide({"commit": True, "reason": ""})
+            decision = self._decide(True)
         self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
         with self._phase("commit" if decision["commit"] else "roll back"):
             self._commit() if decision["commit"] else self._roll_back()
@@ -138,12 +140,22 @@ class Transaction:
             raise interrupt
         return self.outcome
 
-    def _decide(self, wish: dict[str, Any]) -> dict[str, Any]:
-        record: dict[str, Any] = self.control.decide(f"record/{self.proposal.generation}", wish)
+    def _decide(self, wish: bool, reason: str = "") -> dict[str, Any]:
+        """The record that counts, whoever wrote it."""
+        try:
+            if not wish:
+                self._report({"failed": f"member {self.control.member}: {reason}"})
+            record: dict[str, Any] = self.control.decide(
+                f"record/{self.proposal.generation}", {"commit": wish, "reason": reason}
+            )
+        except td.DistError as error:  # others may have read a commit: whoever can tell has to find out
+            self.outcome.is_uncertain = True
+            return {"commit": False, "reason": f"{reason or 'the notice board is gone'} ({error})"}
         return record
 
     def _stop_if_decided(self) -> None:
-        """While waiting for others: leave as soon as one of them has given up."""
+        """While waiting for others: leave as soon as one of them has given up, or is dead."""
+        self.preparation.stop()
         record = self.control.read(f"record/{self.proposal.generation}")
         if record is not None and not record["commit"]:
             raise SwitchFailed(record["reason"])
@@ -163,7 +175,7 @@ class Transaction:
         failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
         if failed:
             raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
-        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place)
+        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place, self._stop_if_decided)
         self.preparation.join()
 
     def _drain(self) -> None:
@@ -398,10 +410,12 @@ class Transaction:
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         key = f"acknowledged/{proposal.generation}"
         self._measure()
-        self.control.post(f"{key}/{self.control.member}", self._measurements())
         try:
-            self.outcome.members = self.control.gather(key, proposal.union, "acknowledging the commit")
-        except MemberMissing as missing:  # it is committed all the same: nobody may go back
+            self.control.post(f"{key}/{self.control.member}", self._measurements())
+            self.outcome.members = self.control.gather(
+                key, proposal.union, "acknowledging the commit", stop=self.preparation.stop
+            )
+        except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
             self.outcome.warnings.append(str(missing))
         if self.target_rank is not None:
             engine.forget_steps()
@@ -460,7 +474,7 @@ class Transaction:
         return [member for member in self.proposal.members if member not in self.proposal.source_members]
 
     def _rank_in(self, members: tuple[int, ...]) -> int | None:
-        return members.index(self.engine.control.member) if self.engine.control.member in members else None
+        return members.index(self.control.member) if self.control.member in members else None
 
     def _await(self, key: str, members: tuple[int, ...], what: str) -> dict[int, Any]:
         return self.control.gather(key, members, what, stop=self._stop_if_decided)

@@ -1,0 +1,68 @@
+"""What must be equal on all processes of a job, as plain JSON, and how to name the first thing that differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_dynatrain.config import DynatrainConfig
+
+FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
+"""Keys that may differ from process to process."""
+
+
+def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
+    """Every value of a configuration by its path, such as {"optimizer.params.lr": "0.1"}."""
+    found: dict[str, str] = {}
+    _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
+    return {path: value for path, value in found.items() if not path.startswith(FREE)}
+
+
+def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first key that differs between a newcomer and the running job, in words; empty if none does."""
+    for path in sorted({*mine, *theirs}):
+        if mine.get(path) != theirs.get(path):
+            here, there = mine.get(path, "not given"), theirs.get(path, "not given")
+            return f"{path} is {here} here and {there} in the running job: start it with the same configuration"
+    return ""
+
+
+def differing_parameter(
+    first: Sequence[Any], other: Sequence[Any], of_first: str = "on member 0", of_other: str = "here"
+) -> str:
+    """The first parameter that differs between two models, in words; empty if none does."""
+    first, other = plain(first), plain(other)
+    for place in range(max(len(first), len(other))):
+        theirs = first[place] if place < len(first) else None
+        mine = other[place] if place < len(other) else None
+        if mine != theirs:
+            return (
+                f"parameter {place} is {theirs} {of_first} and {mine} {of_other} (name, shape, type, form): "
+                "build the same model on every process"
+            )
+    return ""
+
+
+def plain(value: Any) -> Any:
+    """A value as it comes back from JSON; TypeError for what JSON has no word for."""
+    return json.loads(json.dumps(value))
+
+
+def plain_part(value: Any) -> Any:
+    """What of a value JSON has a word for; the rest of a dictionary is left out, anything else is None."""
+    if isinstance(value, Mapping):
+        parts = {str(key): plain_part(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    try:
+        return plain(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            _flatten(part, f"{path}.{key}" if path else str(key), found)
+    else:
+        found[path] = json.dumps(value, default=str)

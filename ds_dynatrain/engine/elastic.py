@@ -1,0 +1,135 @@
+"""This process as a member of a job whose members come and go: what it hears, and what it aborts at once.
+
+The coordinator says who is there (`ds_dynatrain.elastic`); `changes` does what follows from it at the boundaries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from ds_dynatrain.elastic.abort import WorldSockets
+from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.member import Member
+from ds_dynatrain.elastic.world import World, node_of
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.policy import Rule
+from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.surroundings import Candidates
+from ds_dynatrain.errors import WorldChanged
+
+CONNECT_SECONDS = 2.0
+NOBODY = -1
+"""The number of a member that has not been told its own yet."""
+
+Boards = tuple[Control, Control]
+"""The notice board of a generation, and the same over another connection."""
+
+
+class Elastic:
+    """Membership as the engine sees it.
+
+    world: the generation that this member has entered, None before the first. roll: the numbers of its members.
+    is_torn: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
+    more. loaded: what the job's own `load_checkpoint` returned, if it was called. is_newcomer: whether this member
+    joined a running job.
+    """
+
+    def __init__(self, place: WorkerPlace, rule: Rule, timeout_seconds: float, wait_seconds: float) -> None:
+        self.member = Member(place, token_from(), on_world=self._hear)
+        self.rule = rule
+        self.timeout_seconds = timeout_seconds
+        self.wait_seconds = wait_seconds
+        self.world: World | None = None
+        self.roll = Roll()
+        self.is_torn = False
+        self.loaded: Any = None
+        self.is_newcomer = False
+        self._training: frozenset[str] = frozenset()
+        self._present, self._coming = WorldSockets(), WorldSockets()
+        self._lock = threading.Lock()
+
+    # ---- worlds --------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation that this member has entered; 0 before the first."""
+        return 0 if self.world is None else self.world.generation
+
+    def is_harmless(self, world: World) -> bool:
+        """Whether all who train at present are there in a later generation, and their collectives can be trusted."""
+        if world.change == "planned":
+            return True
+        return bool(world.lost) and self._training <= {*world.members, *world.leaving}
+
+    def is_over(self, generation: int) -> bool:
+        """Whether a failure was published after that generation: what is being built for it will not come about."""
+        newest = self.member.newest
+        return newest is not None and newest.generation > generation and newest.change == "failure"
+
+    def stop_if_over(self, generation: int) -> None:
+        """WorldChanged if it is over; for polls, which would wait for the dead."""
+        if self.is_over(generation):
+            newest = self.member.newest
+            raise WorldChanged("a failure came in between" if newest is None else newest.reason)
+
+    def enter(self, world: World, roll: Roll, training: frozenset[str]) -> None:
+        """Be in a generation. training: the ids of those that hold the state now."""
+        with self._lock:
+            self.world, self.roll, self._training = world, roll.only(world.members), training
+            newest = self.member.newest
+            self.is_torn = newest is not None and newest.generation > world.generation and not self.is_harmless(newest)
+        if self.member.id in world.members:
+            self.member.enter(world)
+
+    def retrain(self, training: frozenset[str]) -> None:
+        """Others hold the state now, in the same generation."""
+        with self._lock:
+            self._training = training
+
+    def _hear(self, world: World) -> None:
+        """On the member's thread, before anybody else learns of a generation."""
+        if world.change == "planned":
+            return
+        spare = self.member.descriptors()
+        self._coming.abort(spare)
+        with self._lock:
+            if not self.is_harmless(world):
+                self.is_torn = True
+                self._present.abort(spare)
+
+    # ---- process groups ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def building(self, generation: int) -> Iterator[None]:
+        """Around the building of a world's groups: a failure after that generation aborts it."""
+        with self._coming.building(lambda: not self.is_over(generation)):
+            yield
+
+    def settle(self) -> None:
+        """The world that was built last is the one that trains now."""
+        with self._lock:
+            self._present, self._coming = self._coming, WorldSockets()
+
+    def let_go(self) -> None:
+        """The world that was built last is gone again."""
+        self._coming.forget()
+
+    # ---- notice boards -------------------------------------------------------------------------------------------
+
+    def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None) -> Boards:
+        """The notice board of a generation, twice. torch's DistError if the coordinator's store cannot be reached."""
+        boards = []
+        for _ in range(2):
+            store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
+            store.set_timeout(timedelta(seconds=self.timeout_seconds))
+            boards.append(Control(store, "board", number, self.timeout_seconds))
+        return boards[0], boards[1]
+
+    def candidates(self, world: World, roll: Roll) -> Candidates:
+        """The members of a generation as those that could work."""
+        mine = roll.numbers.get(self.member.id, NOBODY)
+        return Candidates(mine, {roll.numbers[member]: node_of(member) for member in world.members})

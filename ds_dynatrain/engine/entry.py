@@ -1,0 +1,188 @@
+"""How a process comes into a job: with its launch, with the others that start an elastic job, or into a running one."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as td
+from torch._C._distributed_c10d import HashStore
+
+from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed, launch_store
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.elastic import Boards, Elastic
+from ds_dynatrain.engine.policy import rule_of
+from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.surroundings import Candidates, Surroundings
+from ds_dynatrain.errors import JobFinished
+from ds_dynatrain.report import logger
+from ds_dynatrain.support import practice
+
+START_SECONDS = 1800.0
+"""Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
+POLL_SECONDS = 0.02
+
+
+@dataclass
+class Entry:
+    """What a process knows of the job before it has an engine.
+
+    launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
+    among them, and how many they are. record: what the running job is doing (`Changes`), None if this process starts
+    one. claims: see `engine.Job`.
+    """
+
+    launch: LaunchWorld
+    control: Control
+    background: Control
+    mine: int
+    size: int
+    claims: Control | None = None
+    elastic: Elastic | None = None
+    world: World | None = None
+    alone: LaunchWorld | None = None
+    record: dict[str, Any] | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether it comes into a job that runs."""
+        return self.record is not None
+
+    def exchange(self, key: str, mine: Any) -> dict[int, Any]:
+        """What each process that starts has posted under a key."""
+        if self.joins:
+            return {self.mine: mine}
+        self.control.post(f"{key}/{self.mine}", mine)
+        deadline = time.monotonic() + START_SECONDS
+        what = "initialize on every process of the launch"
+        return self.control.gather(key, range(self.size), what, deadline, self._stop)
+
+    def surroundings(self, records: Mapping[int, Mapping[str, Any]]) -> Surroundings:
+        """Those of the start. records: what all have posted of themselves."""
+        nodes = {member: str(record["node"]) for member, record in records.items()}
+        return Surroundings(self.launch, Candidates(self.mine, nodes), self.control, self.background)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the building of the first world."""
+        if self.elastic is None or self.world is None:
+            yield
+            return
+        with self.elastic.building(self.world.generation):
+            yield
+        self.elastic.settle()
+
+    def give_up(self) -> None:
+        """The engine could not be built."""
+        if self.claims is not None:
+            self.claims.erase(f"open/{self.mine}")
+        if self.elastic is not None:
+            self.elastic.member.stop(has_ended=False)
+
+    def _stop(self) -> None:
+        if self.elastic is not None and self.world is not None:
+            self.elastic.stop_if_over(self.world.generation)
+
+
+def node() -> str:
+    """This process's host, as others know it in a job of fixed size."""
+    return platform.node()
+
+
+def with_launch(seconds: float) -> Entry:
+    """With all processes of a launch; UnsupportedError if this process has an open engine already."""
+    if is_ours_installed():
+        raise practice("two engines").error()
+    launch, store = LaunchWorld.current(), launch_store()
+    claims = Control(store, "dynatrain", launch.member, seconds)
+    if claims.read(f"open/{launch.member}") is not None:
+        raise practice("two engines").error()
+    claims.post(f"open/{launch.member}", True)
+    name = f"dynatrain/{claims.count(f'engines/{launch.member}')}"
+    control = Control(store, name, launch.member, seconds)
+    return Entry(launch, control, control.clone(), launch.member, launch.size, claims)
+
+
+def with_members(place: WorkerPlace, settings: DynatrainConfig) -> Entry:
+    """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
+
+    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    """
+    seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
+    elastic = Elastic(place, rule_of(settings.raw_layouts), seconds, wait_seconds)
+    alone = LaunchWorld.current()
+    try:
+        elastic.member.start()
+        elastic.member.ready()
+        generation = 0
+        while True:
+            world = elastic.member.wait_for_world(generation)
+            generation = world.generation
+            entry = _enter(elastic, world, alone, seconds)
+            if entry is not None:
+                return entry
+    except JobFinished as end:
+        logger.info("%s: %s", elastic.member.id, end)
+        elastic.member.stop()
+        raise SystemExit(0) from end
+
+
+def _enter(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -> Entry | None:
+    """Into one generation; None if another one comes first."""
+    if elastic.member.id not in world.members:
+        raise JobFinished(f"{elastic.member.id} was told to leave")
+    roll = Roll().extended(world.members)
+    try:
+        if world.survivors:
+            boards = elastic.open_boards(world, seconds=seconds)
+            record = _job_record(elastic, world, boards)
+            if record is None:
+                return None
+            number = Roll.from_json(record["roll"]).numbers[elastic.member.id]
+            for board in boards:
+                board.member = number
+            elastic.is_newcomer, elastic.loaded = True, record["loaded"]
+            return Entry(alone, *boards, number, 1, None, elastic, world, alone, record)
+        mine, size = roll.numbers[elastic.member.id], len(world.members)
+        boards = elastic.open_boards(world, mine, seconds)
+        with elastic.building(world.generation):
+            made = make_group(boards[1].store, "start", mine, size, seconds)
+        elastic.settle()
+        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, None, elastic, world, alone)
+    except (td.DistError, RuntimeError, OSError) as error:
+        logger.warning("generation %d could not be formed: %s", world.generation, error)
+        elastic.member.broken(world)
+        return None
+
+
+def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
+    """What rank 0 says of the running job; None if a later generation comes first."""
+    while elastic.member.is_newest(world):
+        record: dict[str, Any] | None = boards[0].read("job")
+        if record is not None:
+            return record
+        if elastic.member.is_finished:
+            raise JobFinished("the job has finished")
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def stand_alone() -> None:
+    """Be a world of one, in place of the node's own world, if the script has made that one.
+
+    Whatever groups the script has are gone.
+    """
+    if td.is_initialized():
+        if is_ours_installed():
+            raise practice("two engines").error()
+        td.destroy_process_group()
+    store = HashStore()
+    td.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -1,0 +1,125 @@
+"""Jobs of `training.py` under torchrun, and what must be true of each: its history is that of a static run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.elastic.agents import ROOT, Job
+
+SCRIPT = Path(__file__).with_name("training.py")
+STATIC_STEPS = 200
+STATIC_WORLDS = (1, 3)
+SECONDS = 120.0
+"""How long anything may take on a busy machine: a worker imports DeepSpeed, and that alone takes a while."""
+
+
+def settings(stage: int = 1, **block: Any) -> dict[str, Any]:
+    """A configuration that says nothing about the world."""
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 6,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "dynatrain": {"timeout_seconds": 20, **block},
+    }
+
+
+def training(folder: Path, stage: int = 1, block: dict[str, Any] | None = None, **given: Any) -> Job:
+    """A job of `training.py`; given: see `Job`."""
+    variables = {"SETTINGS": json.dumps(settings(stage, **(block or {}))), "DS_ACCELERATOR": "cpu"}
+    variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
+    return Job(folder, script=SCRIPT, variables=variables, seconds=SECONDS, **given)
+
+
+Losses = dict[int, float]
+Samples = dict[int, list[int]]
+
+
+def history(rows: list[dict[str, Any]]) -> tuple[Losses, Samples]:
+    """(mean loss over all samples of a step, the samples in it) by the number of the step."""
+    losses: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    samples: defaultdict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        for loss, numbers in row["parts"]:
+            losses[row["step"]].append((loss, len(numbers)))
+            samples[row["step"]] += numbers
+    means = {
+        step: math.fsum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+        for step, parts in losses.items()
+    }
+    return means, {step: sorted(numbers) for step, numbers in samples.items()}
+
+
+class Static:
+    """Runs of the same script with worlds that never change."""
+
+    def __init__(self, folder: Path) -> None:
+        started = [self._start(folder / str(size), size) for size in STATIC_WORLDS]
+        runs = [self._read(folder / str(size), run) for size, run in zip(STATIC_WORLDS, started, strict=True)]
+        self.losses, self.samples = runs[0]
+        self.distance = max(_furthest(one, other) for one, _ in runs for other, _ in runs)
+        """The largest relative distance between two of them, over all steps."""
+
+    def _start(self, folder: Path, size: int) -> subprocess.Popen[bytes]:
+        folder.mkdir(parents=True)
+        block = {"layout": {"data": size, "zero_stage": 1}}
+        variables = {"OUT": str(folder), "STEPS": str(STATIC_STEPS), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu"}
+        variables |= {"SETTINGS": json.dumps(settings(**block)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        with (folder / "log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(SCRIPT)], env={**os.environ, **variables}, cwd=folder, stdout=log, stderr=log
+            )
+
+    def _read(self, folder: Path, run: subprocess.Popen[bytes]) -> tuple[Losses, Samples]:
+        try:
+            code = run.wait(2 * SECONDS)
+        finally:
+            run.kill()
+        assert code == 0, (folder / "log").read_text()[-3000:]
+        lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+        return history([row for line in lines if (row := json.loads(line))["event"] == "step"])
+
+
+def _furthest(one: Losses, other: Losses) -> float:
+    return max(abs(one[step] - other[step]) / abs(other[step]) for step in one.keys() & other.keys())
+
+
+def check_history(job: Job, static: Static) -> None:
+    """Every sample was used once and in its step, and the losses are those of a static run.
+
+    The bound is the design's: twice the largest distance between static runs, over as many steps or more.
+    """
+    losses, samples = history(job.rows("step"))
+    assert sorted(losses) == list(range(len(losses))) and len(losses) <= STATIC_STEPS
+    for step, numbers in samples.items():
+        assert numbers == static.samples[step], f"step {step}: {numbers}, not {static.samples[step]}"
+    far = {step: abs(loss - static.losses[step]) / abs(static.losses[step]) for step, loss in losses.items()}
+    worst = max(far, key=lambda step: far[step])
+    assert far[worst] <= 2 * static.distance, f"step {worst}: {far[worst]:.1e} from the static run's"
+
+
+def finish(job: Job, *nodes: str) -> None:
+    """All scripts end by themselves, with code 0."""
+    job.end()
+    assert {node: job.code(node) for node in nodes} == dict.fromkeys(nodes, 0), job.logs()
+
+
+@contextmanager
+def variables(job: Job, **given: str) -> Iterator[None]:
+    """Nodes that are started inside of the block get other environment variables."""
+    before = dict(job.variables)
+    job.variables.update(given)
+    yield
+    job.variables = before

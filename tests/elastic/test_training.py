@@ -1,0 +1,123 @@
+"""An engine in a job whose members come and go: real torchrun agents, a real DeepSpeed loop, a static run beside it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import Job, processes
+from tests.elastic.runs import Static, check_history, finish, training, variables
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> Static:
+    """The same training in worlds that never change."""
+    return Static(tmp_path_factory.mktemp("static"))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a job, and leaves nothing of it behind."""
+    jobs: list[Job] = []
+
+    def make(**given: Any) -> Job:
+        jobs.append(training(tmp_path, **given))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.clean_up()
+
+
+def test_nodes_join_and_the_first_one_leaves(start: Callable[..., Job], static: Static) -> None:
+    """1 -> 2 -> 1: the node of rank 0 hands over what it has, and goes."""
+    job = start(nodes="1:4")
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    job.node("b", is_host=0)
+    joined = job.settled(2, first.generation)
+    assert processes(joined)[0] == processes(first)[0], "the same process"
+    job.kill("a", signal.SIGTERM)
+    left = job.settled(1, joined.generation)
+    assert processes(left) == processes(joined)[1:]
+    assert all(change.change == "planned" for change in left.changes), left.changes
+    job.code("a")
+    finish(job, "b", "coordinator")
+    check_history(job, static)
+
+
+@pytest.mark.full
+def test_two_nodes_join_and_one_leaves(start: Callable[..., Job], static: Static) -> None:
+    """Two workers a node; two changes at once are one or two switches, and a node that goes takes both workers away."""
+    job = start(nodes="1:4", workers=2, variables={"WORKERS": "2"})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(2)
+    job.node("b", is_host=0)
+    job.node("c", is_host=0)
+    joined = job.settled(6, first.generation)
+    assert processes(joined)[:2] == processes(first)
+    job.kill("b", signal.SIGTERM)
+    left = job.settled(4, joined.generation)
+    assert set(processes(left)) < set(processes(joined)) and processes(left)[:2] == processes(first)
+    assert all(change.change == "planned" for change in left.changes), left.changes
+    job.code("b")
+    finish(job, "a", "c", "coordinator")
+    check_history(job, static)
+
+
+def test_one_that_differs_is_refused_and_one_dies_while_it_warms_up(start: Callable[..., Job], static: Static) -> None:
+    """The job goes on in both cases, and takes the next node that is as it should be."""
+    job = start(nodes="1:4")
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    with variables(job, WIDTH="16"):
+        job.node("other", is_host=0)
+    with variables(job, HOW="dies while warming up"):
+        job.node("dying", is_host=0)
+    assert job.code("other") != 0 and job.code("dying") != 0
+    log = (job.folder / "other.log").read_text()
+    assert "cannot join the job: parameter 0 is ['places', [6, 15]" in log, log[-3000:]
+    job.node("b", is_host=0)
+    joined = job.settled(2, first.generation)
+    assert processes(joined)[0] == processes(first)[0]
+    finish(job, "a", "b", "coordinator")
+    check_history(job, static)
+
+
+@pytest.mark.full
+def test_below_min_and_above_max(start: Callable[..., Job], static: Static) -> None:
+    """Above MAX a node waits warm, and steps in for one that goes; below MIN training waits with its state."""
+    job = start(nodes="2:2")
+    job.coordinator("coordinator")
+    for node in ("a", "b", "spare"):
+        job.node(node, is_host=0)
+    first = job.settled(2)
+    job.wait(lambda: (status := job.status()) and len(status.members) == 3, "the spare")
+    job.kill(_node_of(job, first, 0), signal.SIGTERM)
+    replaced = job.settled(2, first.generation)
+    assert processes(replaced)[0] == processes(first)[1]
+    steps = len(job.rows("step"))
+    gone = _node_of(job, replaced, 0)
+    job.kill(gone, signal.SIGTERM)
+    paused = job.wait(lambda: (status := job.status()) and status.paused and status, "the pause")
+    job.wait(lambda: [one for one in job.status().members if one.entered == paused.generation], "a world of one")
+    made = len(job.rows("step"))
+    job.node("c", is_host=0)
+    back = job.settled(2, paused.generation)
+    assert processes(back)[0] == processes(replaced)[1] and made >= steps
+    assert not [row for row in job.rows("step") if row["generation"] == paused.generation], "steps while paused"
+    finish(job, *[name for name in ("a", "b", "spare", "c") if job.processes[name].poll() is None], "coordinator")
+    check_history(job, static)
+
+
+def _node_of(job: Job, status: Any, rank: int) -> str:
+    """The agent whose worker has a rank."""
+    pid = processes(status)[rank]
+    return next(name for name in job.processes if pid in job.workers_of(name))
