@@ -48,6 +48,7 @@ class Storm:
         self._names = itertools.count()
         self._coordinator = ""
         self._touched: set[int] = set()
+        self._seen_alone: set[int] = set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 
@@ -91,8 +92,9 @@ class Storm:
         self.growth.sample(self.job.processes[self._coordinator].pid, "coordinator", size)
         for pid in members:
             self.growth.sample(pid, "worker", size)
-        if alone := self._alone():
-            self.faults.append(f"processes {sorted(alone)} have lost their agents, and go on")
+        for pid in self._alone() - self._seen_alone:
+            self._seen_alone.add(pid)
+            self.faults.append(f"process {pid} has lost its agent, and goes on")
         if self.counts.total() >= self._spared_until:
             self.spared = next(name for name in self.agents if members[-1] in self.job.workers_of(name))
             self._spared_until = self.counts.total() + SPARED_EVENTS

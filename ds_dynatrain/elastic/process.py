@@ -8,6 +8,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -46,10 +47,12 @@ def in_forked_children(method: Callable[[], Any]) -> None:
 
 
 def _is_alive(process: int) -> bool:
+    """Whether it runs; one that was killed and not waited for, as in a container without an init, does not."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except (ProcessLookupError, FileNotFoundError):
         return False
     except PermissionError:
         return True
-    return True
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
