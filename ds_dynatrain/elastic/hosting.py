@@ -1,4 +1,8 @@
-"""A coordinator with its store, in the process that asks for it: a thread of an agent, or a command's only work."""
+"""A coordinator with its store, in the process that asks for it: a thread of an agent, or a command's only work.
+
+It answers before torch is imported, which takes seconds on a busy machine, and its members may not wait long for one
+that was started again. The store's socket listens meanwhile, so whoever connects is served a little later.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.store import serve_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 POLL_SECONDS = 0.05
 
@@ -27,10 +34,12 @@ class Host:
         self._listener = listen(address, is_guarded=token is not None)
         self.address = Address(address.host, self._listener.getsockname()[1])
         try:
-            self._store = serve_store(address.host, store_port, is_guarded=token is not None)
+            self._store_listener = listen(Address(address.host, store_port), is_guarded=token is not None)
         except BaseException:
             self._listener.close()
             raise
+        self._store_port = self._store_listener.getsockname()[1]
+        self._store: TCPStore | None = None
         self._settings = settings
         self._token = token
         self._job = job
@@ -64,8 +73,15 @@ class Host:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         membership = Membership(self._settings, secrets.token_hex(4), time.monotonic())
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
-        self._coordinator = Coordinator(membership, self._store.port, self._token, self._job)
+        self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
         self._is_up.set()
         settings = self._settings
         logger.info("coordinator at %s, for %d to %d nodes", self.address, settings.min_nodes, settings.max_nodes)
-        await self._coordinator.serve(self._listener, stop)
+        serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
+        self._store = await asyncio.to_thread(self._serve_store)
+        await serving
+
+    def _serve_store(self) -> TCPStore:
+        from ds_dynatrain.elastic.store import serve_store  # imports torch
+
+        return serve_store(self.address.host, self._store_listener)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -10,12 +11,13 @@ from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.world import World
 
 
-def serve_store(host: str, port: int = 0, *, is_guarded: bool = False) -> TCPStore:
-    """A store that others can reach at `host`; without a port at a free one. It ends with the returned object.
+def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
+    """A store that others can reach at `host`, where `listener` listens; by default this machine alone, at a free port.
 
-    torch's stores know no token, so a store is as open as its address; `is_guarded` says that the job has a token.
+    It ends with the returned object, and takes the listener. torch's stores know no token: one is as open as its
+    address.
     """
-    listener = listen(Address(host, port), is_guarded=is_guarded)
+    listener = listener or listen(Address(host, 0), is_guarded=False)
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ds_dynatrain.elastic.address import Address
@@ -37,3 +41,9 @@ def test_a_host_serves_and_stops() -> None:
 def test_the_store_is_as_guarded_as_the_rest() -> None:
     with pytest.raises(ElasticError, match="token"):
         Host(Address("0.0.0.0", 0), Settings(1, 2))
+
+
+def test_a_host_answers_before_torch_is_there() -> None:
+    """Members of a job whose coordinator was started again do not wait long for it."""
+    code = "import ds_dynatrain.cli.membership, ds_dynatrain.elastic.hosting, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
