@@ -9,7 +9,8 @@ python tools/bench_switch.py --sizes 25M --variants axes --write docs/figures.md
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
-members exchange the same bytes between the same pairs by plain gloo: the raw time. Figures are medians over laps.
+members exchange the same bytes between the same pairs over the same transport and do nothing else: the raw time.
+Figures are medians over laps.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ RING: tuple[tuple[str, dict[str, int]], ...] = (
 )
 """Changes of one lap, each from where the one before it ended; stages change in a world of two."""
 
+WAYS = {"auto": "which read each other's memory", "gloo": "over gloo"}
 Record = dict[str, Any]
 
 
@@ -102,12 +104,15 @@ def lap_of(variant: str) -> tuple[tuple[Change, ...], dict[str, int]]:
     return (RING, START) if held is None else (held.lap, held.start)
 
 
-def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, repeats: int) -> list[Switch]:
-    """One launch: `laps` times round the ring ahead, `immediate` times immediate. variant: "" for none."""
+def measure(size: str, dtype: str, variant: str, laps: int, immediate: int, **settings: Any) -> list[Switch]:
+    """One launch: `laps` times round the ring ahead, `immediate` times immediate. variant: "" for none.
+
+    settings: `repeats` of the raw exchange, and the `transport`.
+    """
     modes = ["ahead"] * laps + ["immediate"] * immediate
     lap, start = lap_of(variant)
     walk = [{"name": name, "mode": mode, "target": target} for mode in modes for name, target in lap]
-    wanted = {"size": size, "dtype": dtype, "variant": variant, "start": start, "walk": walk, "repeats": repeats}
+    wanted = {"size": size, "dtype": dtype, "variant": variant, "start": start, "walk": walk, **settings}
     notes = launch("switch_ranks.py", PROCESSES, LIMIT_SECONDS, **wanted)
     switches: defaultdict[int, dict[int, Record]] = defaultdict(dict)
     for member, lines in notes.items():
@@ -153,7 +158,7 @@ def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
     }
 
 
-def document(rows: list[Record], laps: int, immediate: int) -> str:
+def document(rows: list[Record], laps: int, immediate: int, transport: str) -> str:
     """The tables."""
     head: tuple[str, ...] = (
         "change",
@@ -169,7 +174,8 @@ def document(rows: list[Record], laps: int, immediate: int) -> str:
     head += ("certificate ms", "whole pause ms", "immediate ms")
     phases = ("meet", "drain", "rebuild", "move", "exchange", "local", "derived", "carry", "commit")
     text = [
-        f"Measured on: {machine()}. Four ranks; medians of {laps} laps ahead and {immediate} immediate.",
+        f"Measured on: {machine()}. Four ranks, {WAYS[transport]}; medians of {laps} laps ahead and {immediate} "
+        "immediate.",
         "`pause` is without the certificate, for a switch asked for at least one full step ahead; `bar` is 1.25 × raw "
         "+ 100 ms; `certificate` is the longest of a member's digests and census, without waiting for others; "
         "`immediate` is the pause without the certificate of a switch that takes effect at once, its preparation "
@@ -255,6 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--laps", type=int, default=3, help="laps with switches asked for ahead (default 3)")
     parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
+    parser.add_argument("--transport", default="auto", choices=["auto", "gloo"], help="as dynatrain.transport")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
@@ -264,14 +271,15 @@ def main() -> None:
     variants = {"all": list(VARIANTS), "axes": list(AXES)}.get(" ".join(args.variants), args.variants)
     kinds = [(known[name].title, known[name].dtype, name) for name in variants]
     section = "bench_axes" if set(variants) & set(AXES) else "bench_variants" if variants else "bench_switch"
+    settings = {"repeats": args.repeats, "transport": args.transport}
     rows: list[Record] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
         for title, dtype, variant in kinds or [(dtype, dtype, "") for dtype in args.dtypes]:
-            switches = measure(size, dtype, variant, args.laps, args.immediate, args.repeats)
+            switches = measure(size, dtype, variant, args.laps, args.immediate, **settings)
             for name, _ in lap_of(variant)[0]:
                 rows.append(summary(size, title, name, [switch for switch in switches if switch.name == name]))
-            text = document(rows, args.laps, args.immediate)
+            text = document(rows, args.laps, args.immediate, args.transport)
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
                 keep(args.write, section, text)

@@ -1,26 +1,34 @@
-"""The raw transport: how long plain gloo needs for the bytes of a switch, between the same pairs."""
+"""The raw transport: how long it takes for the bytes of a switch between the same pairs, without a plan or a proof."""
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from ds_dynatrain.adapters.process_groups import make_group
 from ds_dynatrain.adapters.worlds import launch_store
-from ds_dynatrain.transfer import allocate, prefault
+from ds_dynatrain.transfer import GroupTransport, Neighbors, RoutedTransport, Transport, allocate, prefault
 
 Peers = dict[int, tuple[int, int]]
 """Bytes (to send, to receive) by member."""
+SECONDS = 120.0
 
 
 class RawTransport:
-    """A gloo group over all processes of the launch; make it on each of them before `ds_dynatrain.initialize`."""
+    """Between all processes of the launch; make it on each of them before `ds_dynatrain.initialize`.
 
-    def __init__(self, member: int, size: int) -> None:
+    kind: as `dynatrain.transport`.
+    """
+
+    def __init__(self, member: int, size: int, kind: str) -> None:
         self.member = member
-        self._group, self._store = make_group(launch_store(), "bench_raw", member, size, 120.0)
+        self._group, self._store = make_group(launch_store(), "bench_raw", member, size, SECONDS)
+        far = GroupTransport(self._group, range(size))
+        self._way: Transport = RoutedTransport(_neighbors(member, size), far) if kind == "auto" else far
 
     def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
         """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
@@ -35,10 +43,10 @@ class RawTransport:
     def _once(self, sends: list[Any], receives: list[Any], members: tuple[int, ...]) -> float:
         self._meet(members)
         begin = time.perf_counter()
-        works = [self._group.recv([buffer], peer, 7) for peer, buffer in receives]
-        works += [self._group.send([buffer], peer, 7) for peer, buffer in sends]
-        for work in works:
-            work.wait()
+        handles = [self._way.receive(buffer, peer, 7) for peer, buffer in receives]
+        handles += [self._way.send(buffer, peer, 7) for peer, buffer in sends]
+        for handle in handles:
+            handle.wait(time.monotonic() + SECONDS)
         return time.perf_counter() - begin
 
     def _meet(self, members: tuple[int, ...]) -> None:
@@ -48,6 +56,16 @@ class RawTransport:
         for call in ("recv", "send") if self.member == first else ("send", "recv"):
             for other in others:
                 getattr(self._group, call)([token], other, 8).wait()
+
+
+def _neighbors(member: int, size: int) -> Neighbors:
+    store = PrefixStore("bench_near", launch_store())
+
+    def share(what: str, record: Any) -> dict[int, Any]:
+        store.set(f"{what}/{member}", json.dumps(record))
+        return {other: json.loads(store.get(f"{what}/{other}")) for other in range(size)}
+
+    return Neighbors.meet(member, share, SECONDS)
 
 
 def _touched(nbytes: int) -> torch.Tensor:

@@ -99,14 +99,14 @@ def main() -> None:
     quiet()
     deepspeed.init_distributed(verbose=False)
     member, size = td.get_rank(), td.get_world_size()
-    notes, raw = Notes(folder, member), RawTransport(member, size)
+    notes, raw = Notes(folder, member), RawTransport(member, size, wanted["transport"])
     profile = cProfile.Profile() if wanted.get("profile") == member else None
     watch = Watch(profile)
     watch.install()
     shape = SIZES[wanted["size"]]
     variant = {**VARIANTS, **AXES}.get(wanted.get("variant", ""))
     settings = settings_of(variant, config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH))
-    settings["dynatrain"] = {"layout": wanted["start"], "timeout_seconds": 120}
+    settings["dynatrain"] = {"layout": wanted["start"], "timeout_seconds": 120, "transport": wanted["transport"]}
     if wanted["dtype"] == "fp16":
         allow_fp16()
     data, model = Samples(10**6, LENGTH, shape["vocabulary"]), model_of(variant, shape)
