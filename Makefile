@@ -30,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-deepspeed chaos lint types format bench feasibility clean
+.PHONY: help install demo test test-all test-deepspeed chaos lint types format bench bench-checkpoint feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -83,6 +83,9 @@ format: $(STAMP)  ## bring the code into the form that lint wants
 
 bench: $(STAMP)  ## measure switches against the raw transport: the figures of the docs
 	$(BIN)/python tools/bench_switch.py $(ARGS)
+
+bench-checkpoint: $(STAMP)  ## measure checkpoints against raw writes and reads on this disk
+	$(BIN)/python tools/bench_checkpoint.py $(ARGS)
 
 feasibility: $(STAMP)  ## try every combination of axes and stages on DeepSpeed itself: the tables of docs/feasibility.md
 	$(BIN)/python tools/feasibility.py --write docs/feasibility.md $(ARGS)

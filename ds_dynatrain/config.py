@@ -66,6 +66,8 @@ class FallbackConfig(_Block):
     """Save after so many optimizer steps, counted from the start of the job."""
     every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Save when the last one was so long ago, by the clock of rank 0."""
+    background: bool = True
+    """The step waits for a copy in host memory alone, which takes as much as this member writes."""
     keep: Size = 2
     """So many of the newest checkpoints in the folder stay."""
 

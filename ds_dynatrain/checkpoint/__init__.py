@@ -5,7 +5,7 @@
 | `flatbuffer` `arrow` | Arrow IPC files at offsets known beforehand |
 | `elements` | element types by name |
 | `stretches` `manifest` | what lies in one piece in a file; the table that says where |
-| `shares` `writing` | what a rank writes, and its files |
+| `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
 | `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
 
@@ -13,6 +13,7 @@ Geometry, digests and bytes: no engine, no DeepSpeed, no messages between proces
 """
 
 from ds_dynatrain.checkpoint.folder import latest, newest, tags
+from ds_dynatrain.checkpoint.holding import HostMemory
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record, Saved
@@ -21,6 +22,7 @@ from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.checkpoint.writing import Share, write_shares
 
 __all__ = [
+    "HostMemory",
     "Manifest",
     "Reader",
     "Record",

@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.record import RECORD, Saved
 from ds_dynatrain.errors import CheckpointError
 
 LATEST, LOCK = "latest", ".lock"
-_HIDDEN = (".saving-", ".removing-")
+_HIDDEN, _NOTE = (".saving-", ".removing-"), f".{LATEST}-"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -51,6 +51,8 @@ def begin(folder: Path, tag: str) -> Path:
     for left in folder.iterdir():
         if left.name.startswith(_HIDDEN):
             shutil.rmtree(left, ignore_errors=True)
+        elif left.name.startswith(_NOTE):
+            left.unlink()
     if (folder / tag).exists():
         raise CheckpointError(f"there is a {tag!r} in {folder} already: give another tag, or remove it")
     path = folder / f"{_HIDDEN[0]}{tag}-{secrets.token_hex(4)}"
@@ -73,7 +75,7 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
     _sync(path)
     os.rename(path, folder / tag)
     _sync(folder)
-    note = folder / f".{LATEST}-{secrets.token_hex(4)}"
+    note = folder / f"{_NOTE}{secrets.token_hex(4)}"
     write(note, tag.encode())
     os.rename(note, folder / LATEST)
     _sync(folder)
@@ -106,7 +108,7 @@ def latest(folder: Path) -> str:
     """The tag that `latest` names; CheckpointError if there is none."""
     try:
         tag = (folder / LATEST).read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder} has no file {LATEST!r}: give a tag ({error})") from None
     check_tag(tag)
     return tag

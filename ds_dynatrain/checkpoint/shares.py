@@ -1,7 +1,7 @@
 """Who writes what: every element of a state once, replicas sharing the work, by the arithmetic of the space.
 
 A partitioned kind is written by whoever holds the part, a replicated one is split evenly over its holders. Weights that
-are no more than their masters in another type are not stored; whether they are is looked at, bit by bit.
+are no more than their masters in another type are not stored; whether they are is looked at when they are written.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from ds_dynatrain.checkpoint.stretches import Placed, chunks, placed
-from ds_dynatrain.checkpoint.writing import CHUNK_BYTES, Share
+from ds_dynatrain.checkpoint.stretches import Placed, placed
+from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
 from ds_dynatrain.space.deckwise import DeckSharding
 from ds_dynatrain.space.local import cut_kind
@@ -36,28 +36,16 @@ def shares_of(
 
 def _stored(vps: VirtualParameterSpace, kind: str, pieces: Pieces, buffers: Buffers) -> Iterator[Share]:
     for (each,) in placed(vps.line, (pieces,), (of_kind(buffers, kind),)):
-        yield _share(vps, kind, each, is_cast=False)
+        yield _share(vps, kind, each, None)
 
 
 def _trained(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> Iterator[Share]:
-    """Weights beside the masters that the rank writes: a row each, and values only where a cast would not give them."""
+    """Weights beside the masters that the rank writes: their values count where a cast would not give them."""
     masters = vps.owned(layout, rank, MASTER)
     weights, masters = vps.holding(layout, rank, WEIGHT).intersect(masters)
     memory = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
     for weight, master in placed(vps.line, (weights, masters), memory):
-        yield _share(vps, WEIGHT, weight, is_cast=_is_cast(weight.matrix, master.matrix))
-
-
-def _is_cast(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    if weight.data_ptr() == master.data_ptr():
-        return True
-    most = max(1, CHUNK_BYTES // master.element_size())
-    pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
-    return all(torch.equal(_bits(held), _bits(of.to(held.dtype))) for (_, held), (_, of) in pairs)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
+        yield _share(vps, WEIGHT, weight, master.matrix)
 
 
 def _frozen(vps: VirtualParameterSpace, layout: Layout, rank: int) -> Pieces:
@@ -70,9 +58,9 @@ def _frozen(vps: VirtualParameterSpace, layout: Layout, rank: int) -> Pieces:
     )
 
 
-def _share(vps: VirtualParameterSpace, kind: str, each: Placed, is_cast: bool) -> Share:
+def _share(vps: VirtualParameterSpace, kind: str, each: Placed, master: torch.Tensor | None) -> Share:
     tensor = vps.tensors[each.tensor]
-    return Share(tensor.name, kind, tensor.shape, each.stretch, each.matrix, is_cast)
+    return Share(tensor.name, kind, tensor.shape, each.stretch, each.matrix, master)
 
 
 def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, torch.Tensor]:

@@ -7,7 +7,9 @@ small chunk. The digest of each is taken on the way.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,23 +22,35 @@ from ds_dynatrain.checkpoint.stretches import Stretch, chunks, digest_of
 
 CHUNK_BYTES = 1 << 20
 """Written and weighed at once, while it is in the cache."""
+LARGE_BYTES = 32 << 20
+"""Larger files are brought to the disk while they are written."""
+FLUSH_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Share:
-    """A stretch that this member writes. matrix: its values, a run a row. is_cast: nothing of it is stored."""
+    """A stretch that this member writes. matrix: its values, a run a row. master: those of a weight's master."""
 
     tensor: str
     kind: str
     shape: tuple[int, ...]
     stretch: Stretch
     matrix: torch.Tensor
-    is_cast: bool = False
+    master: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return 0 if self.is_cast else self.matrix.numel() * self.matrix.element_size()
+        """Bytes of the values."""
+        return self.matrix.numel() * self.matrix.element_size()
+
+    def is_cast(self, chunk_bytes: int) -> bool:
+        """Whether the values are those of the master in another type, bit by bit: nothing of them is stored then."""
+        weight, master = self.matrix, self.master
+        if master is None or weight.data_ptr() == master.data_ptr():
+            return master is not None
+        most = max(1, chunk_bytes // master.element_size())
+        pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
+        return all(torch.equal(_bits(held), _bits(of.to(held.dtype))) for (_, held), (_, of) in pairs)
 
 
 def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES) -> list[Row]:
@@ -47,7 +61,7 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
     by_type: dict[torch.dtype, list[Share]] = {}
     rows: list[Row] = []
     for share in shares:
-        if share.is_cast:
+        if share.is_cast(chunk_bytes):
             rows.append(_row(share, "", 0, _digest(share, chunk_bytes)))
         else:
             by_type.setdefault(share.matrix.dtype, []).append(share)
@@ -57,28 +71,64 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
 
 
 def _write_file(folder: Path, name: str, dtype: torch.dtype, shares: Sequence[Share], chunk_bytes: int) -> list[Row]:
-    schema, blocks, rows = (values_column(dtype),), list[Block](), list[Row]()
+    """One file, down to the disk; its rows of the manifest."""
     file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    large = sum(share.nbytes for share in shares) >= LARGE_BYTES
     try:
-        at = _put(file, 0, opening(schema))
-        for share in shares:
-            header = batch_header(schema, share.stretch.numel, [0, share.nbytes])
-            block = Block(at, len(header), padded(share.nbytes))
-            begin = _put(file, at, header)
-            total = 0
-            for place, values in chunks(share.matrix, max(1, chunk_bytes // dtype.itemsize)):
-                _put(file, begin + place.start * dtype.itemsize, values.view(torch.uint8).numpy().data)
-                total += digest_of(share.stretch, place, values, _numel(share))
-            at = begin + block.body
-            if block.body > share.nbytes:
-                _put(file, begin + share.nbytes, bytes(block.body - share.nbytes))
-            blocks.append(block)
-            rows.append(_row(share, name, begin, total))
-        _put(file, at, closing(schema, blocks))
+        with _flushed(file) if large else nullcontext():
+            rows = _write_batches(file, name, dtype, shares, max(1, chunk_bytes // dtype.itemsize))
         os.fsync(file)
     finally:
         os.close(file)
     return rows
+
+
+def _write_batches(file: int, name: str, dtype: torch.dtype, shares: Sequence[Share], most: int) -> list[Row]:
+    """The whole file; most: elements written and weighed at once."""
+    schema, blocks, rows = (values_column(dtype),), list[Block](), list[Row]()
+    at = _put(file, 0, opening(schema))
+    for share in shares:
+        header = batch_header(schema, share.stretch.numel, [0, share.nbytes])
+        block = Block(at, len(header), padded(share.nbytes))
+        begin, total, numel = _put(file, at, header), 0, _numel(share)
+        for place, values in chunks(share.matrix, most):
+            _put(file, begin + place.start * dtype.itemsize, values.view(torch.uint8).numpy().data)
+            total += digest_of(share.stretch, place, values, numel)
+        at = _put(file, begin + share.nbytes, bytes(block.body - share.nbytes))
+        blocks.append(block)
+        rows.append(_row(share, name, begin, total))
+    _put(file, at, closing(schema, blocks))
+    return rows
+
+
+@contextmanager
+def _flushed(file: int) -> Iterator[None]:
+    """Inside the block what is written is brought to the disk beside the writing, so that the end need not wait long.
+
+    OSError, at the end, if the disk has failed meanwhile: the system says so once.
+    """
+    over, failed = threading.Event(), list[OSError]()
+
+    def flush() -> None:
+        while not failed and not over.wait(FLUSH_SECONDS):
+            try:
+                os.fdatasync(file)
+            except OSError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=flush, name="dynatrain-flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
 
 
 def _put(file: int, at: int, data: bytes | memoryview) -> int:

@@ -35,6 +35,7 @@ from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.liveness import Heartbeat, ended_in_error, post_end
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.restore import Restored
+from ds_dynatrain.engine.saving import PendingSave, Saver
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, SwitchRefused
@@ -90,6 +91,7 @@ class DynatrainEngine(HostEngine):
     last_switch: SwitchEvent | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
+    saver: Saver
     _switcher: Switcher
     _heartbeat: Heartbeat | None
     _window_samples: int | None
@@ -116,7 +118,7 @@ class DynatrainEngine(HostEngine):
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, _heartbeat=None)
-        self.__dict__.update(_switcher=Switcher(self, job.on_idle))
+        self.__dict__.update(saver=Saver(self), _switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
 
     # ---- what is around it ---------------------------------------------------------------------------------------
@@ -266,6 +268,17 @@ class DynatrainEngine(HostEngine):
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         return self._switcher.save(path, tag, self._window_is_open)
 
+    def start_save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> PendingSave:
+        """`save_universal` in the background: the step waits for a copy in host memory, and a thread writes.
+
+        The copy takes as much memory as this member writes, and is kept for the next one. `wait()` of the result gives
+        the folder, or raises why there is none; a boundary that finds it failed logs the error. Another save, a load
+        and the end of the engine wait for it.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        return self._switcher.start_save(path, tag, self._window_is_open)
+
     def load_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Restored:
         """Go on from a checkpoint of `save_universal`, whatever layout and world it was saved in, in the present one.
 
@@ -279,6 +292,7 @@ class DynatrainEngine(HostEngine):
         """
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self.saver.settle()
         return self._switcher.load(path, tag, self._window_is_open)
 
     # ---- the boundary --------------------------------------------------------------------------------------------
@@ -523,6 +537,7 @@ class DynatrainEngine(HostEngine):
             return False
         self._is_open = False
         try:
+            self.saver.settle()
             post_end(self.control)
             if self._heartbeat is not None:
                 self._heartbeat.stop()

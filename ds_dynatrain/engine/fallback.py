@@ -11,7 +11,6 @@ import time
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.config import FallbackConfig
-from ds_dynatrain.engine import saving
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
@@ -43,10 +42,9 @@ class Fallback:
         if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
             return
         key = f"fallback/{engine.attempt}/{engine.global_steps}"
+        how = engine.saver.start if settings.background else engine.saver.save
         try:
-            saved = saving.save_periodic(engine, settings.path, key, settings.keep)
-            if engine.rank == 0:
-                logger.info("saved a fallback checkpoint of step %d: %s", engine.global_steps, saved)
+            how(settings.path, None, key, "", settings.keep)
         except CheckpointError as error:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)

@@ -87,8 +87,9 @@ def restore(
     positions of the checkpoint; `engine.global_steps` says where that is. A checkpoint that turns out to be damaged is
     passed over for the next older one, by all members alike.
 
-    CheckpointError, on all members alike, if none is whole or none fits the model: the engine then holds no state and
-    no world (`engine.idle`), and `world` stays installed. MemberMissing for a member that does not take part.
+    CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part: the
+    engine then holds no state and no world (`engine.idle`), and `world` stays installed. MemberMissing if it is rank 0
+    that does not take part.
     """
     where, left_out = Path(path).absolute(), list[str]()
     let_go(engine)
@@ -152,7 +153,7 @@ def _chosen(engine: DynatrainEngine, goal: _Goal, find: Callable[[], Saved]) -> 
     if control.member == first:
         try:
             said = {"path": str(find().path)}
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # the others wait for an answer, whatever it is
             said = {"failed": str(error)}
             control.decide(goal.record, {"commit": False, "reason": str(error)})
         control.post(f"{goal.key}/chosen/{first}", said)
@@ -369,7 +370,7 @@ class _Restoration:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             engine.begin_anew(goal.world.generation)
         else:
-            _release(self.old.buffers)
+            self.control.bury(_release(self.old.buffers))
         engine.forget_steps()
         if engine.compilations.count:
             engine.compilations.forget()
@@ -391,10 +392,11 @@ def _error(decision: dict[str, Any]) -> type[CheckpointError]:
     return CheckpointDamaged if decision.get("damaged") else CheckpointError
 
 
-def _release(buffers: Buffers) -> None:
+def _release(buffers: Buffers) -> threading.Thread:
     """Give memory back in a thread: unmapping takes its time."""
     old = dict(buffers)
     buffers.clear()
     thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
     del old
     thread.start()
+    return thread

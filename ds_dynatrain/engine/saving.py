@@ -2,81 +2,163 @@
 
 Rank 0 opens a hidden folder and says where; each member writes its share and reports; rank 0 puts the manifest and the
 record together, gives the folder its name, and says so. Nothing of the training is touched: whatever fails, it goes on.
+In the background, the step waits for a copy in host memory alone, and a thread does the rest.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.checkpoint import Manifest, Record, folder, record, shares_of, write_shares
-from ds_dynatrain.engine import streams
+from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.engine.accord import agree, gather_living
-from ds_dynatrain.engine.carry import rest_carry, shared_carry
-from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.encoding import encode, fingerprint
-from ds_dynatrain.engine.rests import packed
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.snapshot import Snapshot
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 
-def save(engine: DynatrainEngine, path: str | os.PathLike[str], tag: str | None, place: str, is_open: str) -> Path:
-    """See `DynatrainEngine.save_universal`. place, is_open: as for `registration.register`."""
-    return _Saving(engine, Path(path).absolute(), tag, f"save/{place}", None).run(is_open)
+class PendingSave:
+    """A save in the background. step: optimizer steps done when it was taken."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._over = threading.Event()
+        self._path: Path | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not; known by itself, without a message."""
+        return self._over.is_set()
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, once it is there; CheckpointError, on all members alike, if it does not come."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._path is None:
+            raise CheckpointError("the save was given up")
+        return self._path
+
+    def finish(self, path: Path | None, error: Exception | None) -> None:
+        """Called by the thread that saves."""
+        self._path, self._error = path, error
+        self._over.set()
 
 
-def save_periodic(engine: DynatrainEngine, path: str, key: str, keep: int) -> Path:
-    """A save that all working members know to be due. key: of nothing else; keep: so many of the newest stay."""
-    return _Saving(engine, Path(path).absolute(), None, key, keep).run("")
+class Saver:
+    """The saving half of an engine: one save at a time."""
+
+    def __init__(self, engine: DynatrainEngine) -> None:
+        self.engine = engine
+        self._memory = HostMemory()
+        self._boards: tuple[Control, Control] | None = None
+        self._running: tuple[PendingSave, threading.Thread] | None = None
+
+    def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
+        """Save, and come back when it is on the disk. key: of nothing else on the notice board.
+
+        is_open: what stands in the way on this member, in words. keep: only so many of the newest stay, None for all.
+        """
+        self.settle()
+        saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
+        saving.take(is_open, None)
+        return saving.carry_out()
+
+    def start(
+        self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
+    ) -> PendingSave:
+        """The same in the background: it comes back when the values are copied."""
+        self.settle()
+        saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
+        saving.take(is_open, self._memory)
+        pending = PendingSave(int(self.engine.global_steps))
+        thread = threading.Thread(target=_run, args=(saving, pending), name="dynatrain-save", daemon=True)
+        self._running = pending, thread
+        thread.start()
+        return pending
+
+    def _own_board(self) -> Control:
+        """The notice board over a connection for the thread; the engine's may be another one after a change."""
+        if self._boards is None or self._boards[0] is not self.engine.control:
+            self._boards = self.engine.control, self.engine.control.clone()
+        return self._boards[1]
+
+    def look(self) -> None:
+        """At a boundary: a save that has failed in the background is logged, once."""
+        if self._running is not None and self._running[0].done:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for a save that runs, and log its error if it had one: `PendingSave.wait` raises it."""
+        if self._running is None:
+            return
+        pending, thread = self._running
+        thread.join()
+        self._running = None
+        try:
+            path = pending.wait()
+        except Exception as error:
+            if self.engine.rank <= 0:
+                logger.error("no checkpoint of step %d: %s", pending.step, error)
+        else:
+            if self.engine.rank == 0:
+                logger.info("saved a checkpoint of step %d: %s", pending.step, path)
+
+
+def _run(saving: _Saving, pending: PendingSave) -> None:
+    try:
+        path = saving.carry_out()
+    except Exception as error:
+        pending.finish(None, error)
+    except BaseException:
+        pending.finish(None, CheckpointError("the thread that saves was stopped"))
+        raise
+    else:
+        pending.finish(path, None)
 
 
 class _Saving:
     """One save on one working member."""
 
-    def __init__(self, engine: DynatrainEngine, path: Path, tag: str | None, key: str, keep: int | None) -> None:
-        self.engine, self.path, self.tag, self.key, self.keep = engine, path, tag, key, keep
-        self.control, self.members = engine.control, engine.members
+    def __init__(
+        self, engine: DynatrainEngine, control: Control, path: Path, tag: str | None, key: str, keep: int | None
+    ) -> None:
+        self.engine, self.control, self.path, self.tag, self.key, self.keep = engine, control, path, tag, key, keep
+        self.members = engine.members
         self.first = self.members[0]
-        self.rests: list[int] = []
-        self.kinds: tuple[str, ...] = ()
+        self.snapshot: Snapshot | None = None
+        self.error: BaseException | None = None
         self.has_reported = False
 
     @property
     def _leads(self) -> bool:
         return bool(self.control.member == self.first)
 
-    def run(self, is_open: str) -> Path:
-        """The folder of the checkpoint; CheckpointError, on all members, if there is none."""
+    # ---- while training stands still ---------------------------------------------------------------------------------
+
+    def take(self, is_open: str, memory: HostMemory | None) -> None:
+        """Agree, and look at the state; CheckpointError, on all members, if one refuses or asks for something else.
+
+        What fails after that is kept for `carry_out`, where all learn of it.
+        """
         asked = {"folder": str(self.path), "tag": self.tag, "step": int(self.engine.global_steps)}
         agree(self.control, self.key, self.members, "save_universal", {"refusal": self._refusal(is_open), **asked})
-        interrupt: BaseException | None = None
-        with ExitStack() as stack:
-            try:
-                hidden = self._open(stack)
-                self._report(self._write(hidden))
-                if self._leads:
-                    saved = self._finish(hidden)
-                    self._say({"saved": str(saved)})
-            except BaseException as error:
-                interrupt = None if isinstance(error, Exception) else error
-                reason = f"member {self.control.member}: {type(error).__name__}: {error}"
-                self._report({"failed": reason})
-                if self._leads:
-                    self._say({"failed": str(error) if isinstance(error, CheckpointError) else reason})
-        if interrupt is not None:
-            raise interrupt
-        outcome = gather_living(self.control, f"{self.key}/record", (self.first,), "saving a checkpoint")[self.first]
-        if "failed" in outcome:
-            raise CheckpointError(f"save_universal: {outcome['failed']}; nothing was saved, and training can go on")
-        return Path(outcome["saved"])
+        try:
+            self.snapshot = Snapshot.take(self.engine, self._exchange, memory)
+        except BaseException as error:
+            self.error = error
+            self.control.post(f"{self.key}/carry/{self.control.member}", {"failed": self._words(error)})
 
     def _refusal(self, is_open: str) -> str:
         try:
@@ -91,6 +173,44 @@ class _Saving:
         except DynatrainError as error:
             return str(error)
         return ""
+
+    def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
+        self.control.post(f"{self.key}/carry/{self.control.member}", mine)
+        found = self._gather("carry", self.members)
+        failed = [each["failed"] for each in found.values() if "failed" in each]
+        if failed:
+            raise CheckpointError(failed[0])
+        return found
+
+    # ---- beside it ---------------------------------------------------------------------------------------------------
+
+    def carry_out(self) -> Path:
+        """Write; the folder of the checkpoint, or CheckpointError, on all members."""
+        interrupt: BaseException | None = None
+        with ExitStack() as stack:
+            try:
+                if self.error is not None or self.snapshot is None:
+                    raise self.error or CheckpointError("nothing was taken")
+                hidden = self._open(self.snapshot, stack)
+                self._report(self._write(self.snapshot, hidden))
+                if self._leads:
+                    self._say({"saved": str(self._finish(self.snapshot, hidden))})
+            except BaseException as error:
+                interrupt = None if isinstance(error, Exception) else error
+                self._report({"failed": self._words(error)})
+                if self._leads:
+                    self._say({"failed": self._words(error)})
+        self.snapshot = None
+        if interrupt is not None:
+            raise interrupt
+        outcome = gather_living(self.control, f"{self.key}/record", (self.first,), "saving a checkpoint")[self.first]
+        if "failed" in outcome:
+            raise CheckpointError(f"save_universal: {outcome['failed']}; nothing was saved, and training can go on")
+        return Path(outcome["saved"])
+
+    def _words(self, error: BaseException) -> str:
+        plain = isinstance(error, CheckpointError)
+        return str(error) if plain else f"member {self.control.member}: {type(error).__name__}: {error}"
 
     def _say(self, outcome: Mapping[str, Any]) -> None:
         self.control.post(f"{self.key}/record/{self.first}", outcome)
@@ -109,14 +229,12 @@ class _Saving:
     def _gather(self, what: str, members: tuple[int, ...]) -> dict[int, Any]:
         return gather_living(self.control, f"{self.key}/{what}", members, "saving a checkpoint", self._stop)
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
-
-    def _open(self, stack: ExitStack) -> Path:
+    def _open(self, snapshot: Snapshot, stack: ExitStack) -> Path:
         """The hidden folder, which all members see."""
         if self._leads:
             stack.enter_context(folder.locked(self.path))
             if self.tag is None:
-                self.tag = folder.free_tag(self.path, f"step{self.engine.global_steps}")
+                self.tag = folder.free_tag(self.path, f"step{snapshot.record.step}")
             hidden = folder.begin(self.path, self.tag)
             self.control.post(f"{self.key}/open/{self.first}", str(hidden))
         hidden = Path(self._gather("open", (self.first,))[self.first])
@@ -127,51 +245,17 @@ class _Saving:
             )
         return hidden
 
-    def _write(self, hidden: Path) -> dict[str, Any]:
+    def _write(self, snapshot: Snapshot, hidden: Path) -> dict[str, Any]:
         """This member's files; what it reports."""
-        engine, rank = self.engine, self.engine.rank
-        engine.settle_parameters()
-        buffers, scalars = engine.state_buffers()
-        check_census(engine, engine.vps, rank, buffers, "before saving")
-        shared, tensors = shared_carry(engine, scalars), list[torch.Tensor]()
-        encoded = encode(shared, tensors)
-        if tensors:
-            raise CheckpointError(
-                "a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers"
-            )
-        rest = rest_carry(engine)
-        self._compare(shared, rest, sorted({kind for kind, _ in buffers}))
-        held = tuple(kind for kind in self.kinds if any(kind == name for name, _ in buffers))
-        shares = list(shares_of(engine.vps, engine.layout, rank, buffers, held))
-        own = {"streams": streams.capture(), "rest": None}
-        if self.rests[rank] == rank:
-            own["rest"], tensors_of_it = packed(rank, rest)
-            shares += tensors_of_it
-        rows = write_shares(hidden, rank, shares)
-        folder.write(hidden / _part(rank), Manifest.of(rows).to_bytes())
-        data = record.dumped(own)
-        folder.write(hidden / record.rank_file(rank), data)
-        return {"sum": record.sum_of(data), **({"shared": encoded} if self._leads else {})}
+        rows = write_shares(hidden, snapshot.rank, snapshot.shares)
+        folder.write(hidden / _part(snapshot.rank), Manifest.of(rows).to_bytes())
+        data = record.dumped(snapshot.own)
+        folder.write(hidden / record.rank_file(snapshot.rank), data)
+        return {"sum": record.sum_of(data)}
 
-    def _compare(self, shared: dict[str, Any], rest: dict[str, Any], kinds: list[str]) -> None:
-        """What all have alike is saved once; CheckpointError if the carry differs between members."""
-        mine = {"shared": fingerprint(shared), "rest": fingerprint(rest), "kinds": kinds}
-        self.control.post(f"{self.key}/carry/{self.control.member}", mine)
-        found = self._gather("carry", self.members)
-        for member in self.members:
-            if found[member]["shared"] != found[self.first]["shared"]:
-                raise CheckpointError(
-                    f"hyper-parameters, counters, the scheduler or a loader's position of member {member} are not "
-                    f"those of member {self.first}: change them on all members alike"
-                )
-        prints = [found[member]["rest"] for member in self.members]
-        self.rests = [prints.index(each) for each in prints]
-        held = {kind for each in found.values() for kind in each["kinds"]}
-        self.kinds = tuple(kind for kind in self.engine.vps.present_kinds() if kind in held)
-
-    def _finish(self, hidden: Path) -> Path:
+    def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
         """On rank 0: all have written; manifest and record, and the name."""
-        engine, reports = self.engine, self._gather("report", self.members)
+        reports = self._gather("report", self.members)
         failed = [report["failed"] for report in reports.values() if "failed" in report]
         if failed:
             raise CheckpointError(failed[0])
@@ -185,20 +269,10 @@ class _Saving:
         sums = {record.rank_file(rank): reports[member]["sum"] for rank, member in enumerate(self.members)}
         for part in parts:
             part.unlink()
-        made = Record(
-            step=int(engine.global_steps),
-            layout=engine.layout.to_dict(),
-            generation=engine.generation,
-            seed=engine.job.job_seed,
-            kinds=list(self.kinds),
-            tensors=[[each.name, list(each.shape), each.group, each.expert] for each in engine.vps.tensors],
-            carry=reports[self.first]["shared"],
-            rests=self.rests,
-            sums={**sums, record.MANIFEST: record.sum_of(data)},
-            sizes=record.sizes_of(hidden),
-            written_by=record.writer(),
+        sums[record.MANIFEST] = record.sum_of(data)
+        folder.write(
+            hidden / record.RECORD, record.to_bytes(replace(snapshot.record, sums=sums, sizes=record.sizes_of(hidden)))
         )
-        folder.write(hidden / record.RECORD, record.to_bytes(made))
         return folder.finish(hidden, str(self.tag), self.keep)
 
 

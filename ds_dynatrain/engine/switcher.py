@@ -23,7 +23,7 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, restore, saving, streams
+from ds_dynatrain.engine import agreement, feasible, registration, restore, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.control import Control
@@ -33,6 +33,7 @@ from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.restore import Restored
+from ds_dynatrain.engine.saving import PendingSave
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Outcome, Transaction
 from ds_dynatrain.errors import SwitchRefused
@@ -190,7 +191,13 @@ class Switcher:
 
     def save(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Path:
         """See `DynatrainEngine.save_universal`."""
-        return saving.save(self.engine, path, tag, self._place_in_training(), self._in_the_way(window_is_open))
+        key, is_open = f"save/{self._place_in_training()}", self._in_the_way(window_is_open)
+        return self.engine.saver.save(path, tag, key, is_open, None)
+
+    def start_save(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> PendingSave:
+        """See `DynatrainEngine.start_save_universal`."""
+        key, is_open = f"save/{self._place_in_training()}", self._in_the_way(window_is_open)
+        return self.engine.saver.start(path, tag, key, is_open, None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Restored:
         """See `DynatrainEngine.load_universal`; it uses a generation up, as a switch does."""
@@ -238,6 +245,7 @@ class Switcher:
 
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
+        self.engine.saver.look()
         if self.changes is not None:
             self.changes.stand(place, window_is_open)
             return

@@ -25,9 +25,9 @@ SPACE = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), LAYOUT, (
 STATE = state_of(SPACE)
 
 
-def whole(path: Path) -> Path:
+def whole(path: Path, tag: str = "step7") -> Path:
     """A checkpoint as `save_universal` leaves it, but for carry and rests."""
-    hidden = folder.begin(path, "step7")
+    hidden = folder.begin(path, tag)
     manifest = save(hidden, SPACE, LAYOUT, STATE).to_bytes()
     (hidden / record.MANIFEST).write_bytes(manifest)
     sums = {record.MANIFEST: record.sum_of(manifest)}
@@ -39,7 +39,7 @@ def whole(path: Path) -> Path:
     kinds = list(SPACE.present_kinds())
     made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, {}, [0, 0], sums, record.sizes_of(hidden), record.writer())
     folder.write(hidden / record.RECORD, record.to_bytes(made))
-    return folder.finish(hidden, "step7")
+    return folder.finish(hidden, tag)
 
 
 @pytest.fixture

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.restore import restore
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject
+from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
 from tests.engine.transitions import TABLE, accepted, layout, pairs
@@ -67,6 +73,7 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
             world = build_world(engine.control.store, 9, mine, members, members, seconds, target, ties)
             found = restore(engine, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
+            assert found.path.name == "older", "the latest one is damaged"
         if old is not None:
             engine.control.bury(drop(old))
         if mine not in members:
@@ -130,33 +137,170 @@ def test_more_round_trips(pool: RankPool, tmp_path: Path, kind: str, source: str
 def test_restore_in_a_new_world(pool: RankPool, tmp_path: Path, at: str, target: str) -> None:
     same = {"find": SUBJECTS["module"], "dtype": "bf16", "folder": tmp_path}
     saved = pool.run(saving_case, at=layout(at), target=layout(target), **same)
-    damage(next(iter((tmp_path / f"step{STEPS}").glob("*.float32.arrow"))))
-    pool.run(saving_case, at=layout("d2z2"), target=layout(target), **{**same, "folder": tmp_path / "whole"})
-    (tmp_path / "whole" / f"step{STEPS}").rename(tmp_path / "older")
+    shutil.copytree(tmp_path / f"step{STEPS}", tmp_path / "older")
+    damage(tmp_path / f"step{STEPS}")
     loaded = pool.run(restoring_case, at=layout(at), target=layout(target), **same)
     compare(saved, loaded, layout(target))
 
 
-def damage(file: Path) -> None:
-    """Change one bit in the middle of a file."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 3] ^= 4
-    file.write_bytes(data)
+def damage(path: Path) -> str:
+    """Change one bit of a moment in a checkpoint, or put it back; where that is."""
+    row = next(row for row in Saved.open(path).manifest if row.kind == "exp_avg" and row.file.startswith("00001"))
+    with (path / row.file).open("r+b") as file:
+        file.seek(row.offset + row.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(row.offset + row.nbytes // 2)
+        file.write(bytes([byte ^ 4]))
+    return str(row)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.values = {"seen": torch.zeros(3), "name": "first"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = dict(state)
+
+
+def trouble_case(folder: Path, calm: bool) -> Any:
+    """Train; between the steps saves and loads that fail, unless `calm`. The losses, and what was said."""
+    said: dict[str, str] = {}
+
+    def fails(name: str, call: Callable[[], Any], kind: type[Exception] = CheckpointError) -> None:
+        try:
+            call()
+        except kind as error:
+            said[name] = str(error)
+
+    with jobs.job(jobs.config("fp32", (3, 2)), small_gpt(norm=True, dropout=0.1)) as made:
+        engine, record = made.engine, jobs.Record()
+        if engine.idle:
+            return None
+        counter = engine.carry("counter", Counter())
+        batches = iter(made.loader)
+        for step in range(6):
+            if step == 2:
+                counter.values["seen"] += 5
+                engine.save_universal(folder, "good")
+            if step == 4 and not calm:
+                path = folder / "good"
+                fails("taken", partial(engine.save_universal, folder, "good"))
+                fails("name", partial(engine.save_universal, folder, "../x"))
+                fails("file", partial(engine.save_universal, folder / "good" / "manifest.arrow"))
+                fails("none", partial(engine.load_universal, folder, "other"))
+                fails("differ", partial(engine.save_universal, folder, f"mine{engine.rank}"))
+                fails("open", partial(_in_a_window, engine, folder))
+                if engine.rank == 0:
+                    damage(path)
+                fails("damaged", partial(engine.load_universal, folder), CheckpointDamaged)
+                if engine.rank == 0:
+                    damage(path)
+                fails("other model", partial(_with_other_name, engine, folder))
+            jobs.one_micro_batch(engine, next(batches), record)
+        after = {name: held.clone() for name, held in engine.module.named_buffers()}
+        engine.load_universal(folder, "good")
+        counter.values["seen"] -= 5
+        late = engine.loader(Sequences(), num_workers=0, name="late")
+        return record.losses, said, counter.values["seen"].tolist(), after, late.cursor
+    return None
+
+
+def _in_a_window(engine: Any, folder: Path) -> None:
+    """As if a loader had dealt a micro-batch."""
+    engine._dealt = True
+    try:
+        engine.save_universal(folder)
+    finally:
+        engine._dealt = False
+
+
+def _with_other_name(engine: Any, folder: Path) -> None:
+    """A model whose third tensor has another name."""
+    line = engine._space.line
+    third = line.tensors[2]
+    name = third.name
+    object.__setattr__(third, "name", "renamed")
+    try:
+        engine.load_universal(folder)
+    finally:
+        object.__setattr__(third, "name", name)
+
+
+def test_failures_leave_no_trace(pool: RankPool, tmp_path: Path) -> None:
+    calm = pool.run(trouble_case, folder=tmp_path / "calm", calm=True)
+    found = pool.run(trouble_case, folder=tmp_path / "trouble", calm=False)
+    words = {
+        "taken": "there is a 'good' in",
+        "name": "letters, digits",
+        "file": "nothing was saved",
+        "none": "no checkpoint",
+        "differ": "ask for different things",
+        "open": "window is open",
+        "damaged": "exp_avg of ",
+        "other model": "no such parameter",
+    }
+    for rank in range(3):
+        assert found[rank][0] == calm[rank][0], "the losses of a run without any of it"
+        assert found[rank][1].keys() == words.keys()
+        for name, expected in words.items():
+            assert expected in found[rank][1][name], (name, found[rank][1][name])
+        assert found[rank][1] == {**found[0][1]}, "the same on all members"
+        assert found[rank][2] == calm[rank][2] == [0.0, 0.0, 0.0]
+    left = {each.name for each in (tmp_path / "trouble").iterdir()}
+    assert left == {".lock", "latest", "good"}
+
+
+def background_case(folder: Path, background: bool) -> Any:
+    """Train on while a checkpoint is written; the losses, and the state as it was when it was taken."""
+    with jobs.job(jobs.config("bf16", (3, 2))) as made:
+        engine, record = made.engine, jobs.Record()
+        if engine.idle:
+            return None
+        state = None
+        for step, batch in zip(range(6), made.loader, strict=False):
+            jobs.one_micro_batch(engine, batch, record)
+            if step in (1, 3):
+                state = oracle.gather(engine)
+                pending = engine.start_save_universal(folder) if background else engine.save_universal(folder)
+        if background:
+            assert pending.wait() == folder / "step4" and pending.done
+            pending = engine.start_save_universal(folder / "latest")
+            with pytest.raises(CheckpointError, match="nothing was saved"):
+                pending.wait()
+        engine.load_universal(folder)
+        assert oracle.differences(state, oracle.gather(engine)) == []
+        return record.losses
+    return None
+
+
+def test_in_the_background(pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(background_case, folder=tmp_path / "front", background=False)
+    assert pool.run(background_case, folder=tmp_path / "back", background=True) == expected
 
 
 # ---- saved by itself ------------------------------------------------------------------------------------------------
 
 
-def fallback_case(folder: Path) -> Any:
+def fallback_case(folder: Path, background: bool) -> Any:
     """Periodic saves, by steps and by time, over a switch."""
     settings = jobs.config("fp32", (2, 1))
     settings["dynatrain"]["fallback"] = {"path": str(folder), "every_steps": 3, "every_seconds": 0.001, "keep": 4}
+    settings["dynatrain"]["fallback"]["background"] = background
     record = jobs.run(settings, 8, {4: (4, 3)})
     return record.notes.get("last"), record.losses
 
 
-def test_fallback_by_itself(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(fallback_case, folder=tmp_path)
+@pytest.mark.parametrize("background", [False, True])
+def test_fallback_by_itself(pool: RankPool, tmp_path: Path, background: bool) -> None:
+    pool.run(fallback_case, folder=tmp_path, background=background)
     tags = sorted(each.name for each in tmp_path.iterdir() if not each.name.startswith("."))
     assert len(tags) == 5 and "latest" in tags
     assert {"step6", (tmp_path / "latest").read_text()} <= set(tags)

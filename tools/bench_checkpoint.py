@@ -1,0 +1,202 @@
+"""Measure checkpoints against raw writes and reads of the same bytes, on the same disk, in the same run.
+
+python tools/bench_checkpoint.py
+python tools/bench_checkpoint.py --write docs/figures.md
+
+Two processes each write their half of a state of Adam in bf16 (ZeRO-1, matrices of 1024 columns), down to the disk, and
+read it back: their own half as it was saved, the quarter of four ranks, all of it cold (dropped from the page cache)
+and warm. Raw: the same number of bytes with `pwrite` and `preadv` in pieces of 1 MiB, into memory that was touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from figures import keep, machine, table
+
+from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.checkpoint import HostMemory, Manifest, Reader, shares_of, write_shares
+from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+
+PROCESSES, COLUMNS = 2, 1024
+PIECE = 1 << 20
+SAVED, QUARTER = Layout(data=PROCESSES, zero_stage=1), Layout(data=4, zero_stage=3)
+TYPES = {"weight": torch.bfloat16} | dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), torch.float32)
+
+
+def space(parameters: int) -> VirtualParameterSpace:
+    """Matrices of a thousand and more rows, a vector with each."""
+    count = max(1, parameters // (1312 * COLUMNS))
+    tensors = [LogicalTensor(f"layer{n}.weight", (1312, COLUMNS)) for n in range(count)]
+    tensors += [LogicalTensor(f"layer{n}.bias", (1312,)) for n in range(count)]
+    return VirtualParameterSpace(tensors, ZeroRules(), standard_kinds(2), SAVED, range(PROCESSES))
+
+
+def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, seed: int | None) -> Any:
+    """A rank's memory, touched: random values, or zeros."""
+    buffers = provide(vps.local(layout, rank), TYPES, set(), {}, zeros)
+    generator = torch.Generator().manual_seed(seed or 0)
+    for (kind, _), held in buffers.items():
+        if seed is None or kind == "weight":
+            held.fill_(0)
+        else:
+            held.normal_(0, 0.02, generator=generator)
+    return buffers
+
+
+def cast_weights(vps: VirtualParameterSpace, parts: list[Any], buffers: Any) -> None:
+    """Weights as their masters give them: those of all ranks, by the seeds that they have."""
+    for (kind, name), held in buffers.items():
+        if kind == "weight":
+            whole = torch.cat([part["master", name] for part in parts])
+            held.copy_(whole[: len(held)])
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def raw_write(path: Path, memory: torch.Tensor) -> None:
+    """All of `memory`, down to the disk."""
+    view, file = memory.numpy().data, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for at in range(0, len(view), PIECE):
+        os.pwrite(file, view[at : at + PIECE], at)
+    os.fsync(file)
+    os.close(file)
+
+
+def raw_read(path: Path, memory: torch.Tensor) -> None:
+    """All of it back into `memory`."""
+    view, file = memory.numpy().data, os.open(path, os.O_RDONLY)
+    for at in range(0, len(view), PIECE):
+        os.preadv(file, [view[at : at + PIECE]], at)
+    os.close(file)
+
+
+def run(rank: int, folder: Path, parameters: int, repeats: int, barrier: Any, answers: Any) -> None:
+    """One process: every measurement `repeats` times, begun together with the other's."""
+    torch.set_num_threads(1)
+    vps = space(parameters)
+    parts = [buffers_of(vps, SAVED, other, other + 1) for other in range(PROCESSES)]
+    buffers = parts[rank]
+    cast_weights(vps, parts, buffers)
+    del parts
+    shares = list(shares_of(vps, SAVED, rank, buffers, tuple(TYPES)))
+    nbytes = sum(share.nbytes for share in shares if share.master is None)
+    memory, copies = torch.ones(nbytes, dtype=torch.uint8), HostMemory()
+    target, quarter = buffers_of(vps, SAVED, rank, None), buffers_of(vps, QUARTER, rank, None)
+    copied = sum(share.nbytes for share in shares)
+    one, other = torch.ones(copied, dtype=torch.uint8), torch.zeros(copied, dtype=torch.uint8)
+    copies.copies(shares)
+    found: dict[str, list[float]] = {}
+    rows: list[Any] = []
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        barrier.wait()
+        begin = time.perf_counter()
+        work()
+        barrier.wait()  # the slower one counts
+        found.setdefault(name, []).append(time.perf_counter() - begin)
+
+    def saved() -> None:
+        rows[:] = write_shares(folder, rank, shares)
+
+    raw = folder / f"raw{rank}"
+    for turn in range(repeats + 1):
+        mine = [folder / name for name in os.listdir(folder) if name.startswith(f"{rank:05d}")]
+        for file in [raw, *mine]:
+            file.unlink(missing_ok=True)
+        pair = [("raw write", lambda: raw_write(raw, memory)), ("save", saved)]
+        for name, work in pair if turn % 2 else pair[::-1]:
+            timed(name, work)
+        (folder / f"{rank}.rows").write_bytes(Manifest.of(rows).to_bytes())
+        barrier.wait()
+        parts_of_it = [Manifest.from_bytes((folder / f"{each}.rows").read_bytes()) for each in range(PROCESSES)]
+        manifest = Manifest.of(row for part in parts_of_it for row in part)
+        files = [raw, *(folder / name for name in {row.file for row in rows if row.file})]
+        for state in ("cold", "warm"):
+            for name, goal, layout in (("load", target, SAVED), ("quarter", quarter, QUARTER)):
+                with Reader(folder, manifest) as reader:
+                    for file in files if state == "cold" else ():
+                        drop(file)
+                    timed(f"{name} {state}", lambda: reader.fill(vps, layout, rank, goal))  # noqa: B023
+                    found.setdefault(f"{name} bytes", []).append(float(reader.bytes_read))
+            for file in files if state == "cold" else ():
+                drop(file)
+            timed(f"raw read {state}", lambda: raw_read(raw, memory))
+        timed("raw copy", lambda: other.copy_(one))
+        timed("stall", lambda: copies.copies(shares))
+    wanted = sum(4 * vps.holding(QUARTER, rank, kind).numel for kind in TYPES if kind != "weight")
+    figures: dict[str, Any] = {name: median(values[1:]) for name, values in found.items()}
+    answers.put({**figures, "bytes": nbytes, "quarter wanted": wanted, "copied": copied})
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=60_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        barrier, answers = context.Barrier(PROCESSES), context.Queue()
+        arguments = (Path(name), args.parameters, args.repeats, barrier, answers)
+        processes = [context.Process(target=run, args=(rank, *arguments)) for rank in range(PROCESSES)]
+        for process in processes:
+            process.start()
+        found = [answers.get() for _ in processes]
+        for process in processes:
+            process.join()
+    text = f"Measured on: {machine()}. {args.parameters / 1e6:.0f}M parameters, medians of {args.repeats}.\n\n"
+    text += table(("what", "GB", "raw GB/s", "GB/s", "ratio", "bar", ""), rows_of(found))
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_checkpoint", text)
+
+
+def rows_of(found: list[dict[str, Any]]) -> list[list[object]]:
+    """The table: the processes together, the slower one's time."""
+
+    def slowest(name: str) -> float:
+        return max(float(each[name]) for each in found)
+
+    def total(name: str) -> float:
+        return sum(float(each[name]) for each in found)
+
+    rows: list[list[object]] = []
+    for name, raw in (("save", "raw write"), ("load cold", "raw read cold"), ("load warm", "raw read warm")):
+        moved = total("bytes") if name == "save" else total("load bytes")
+        ours, plain = moved / slowest(name) / 1e9, total("bytes") / slowest(raw) / 1e9
+        rows.append([name, f"{moved / 1e9:.2f}", f"{plain:.2f}", f"{ours:.2f}", *verdict(ours / plain, 0.8, False)])
+    copied, stall = total("copied") / 1e9, slowest("stall") / slowest("raw copy")
+    speeds = [f"{copied / slowest(name):.2f}" for name in ("raw copy", "stall")]
+    rows.append(["stall of a save in the background", f"{copied:.2f}", *speeds, *verdict(stall, 1.25, True)])
+    read = total("quarter bytes") / total("quarter wanted")
+    rows.append(["a quarter: bytes read", f"{total('quarter bytes') / 1e9:.2f}", "", "", *verdict(read, 1.1, True)])
+    return rows
+
+
+def verdict(ratio: float, bar: float, is_most: bool) -> list[str]:
+    """(ratio, bar, whether it is met)."""
+    met = ratio <= bar if is_most else ratio >= bar
+    sign = "≤" if is_most else "≥"
+    return [f"{ratio:.2f}", f"{sign} {bar}", "pass" if met else f"missed by {abs(ratio - bar):.2f}"]
+
+
+if __name__ == "__main__":
+    main()
