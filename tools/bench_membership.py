@@ -8,7 +8,7 @@ python tools/bench_membership.py --write docs/figures.md
 Real agents on one machine, over loopback, with one worker each; the script is `tests/elastic/summing.py`: a step is
 20 ms of sleep and three small all-reduces, batches come from two loader processes. A pause is the time from the last
 step of the old world to the first one that all members of the new world have made, less the median step; a switch that
-the script makes itself (`switch_ms` of its `formed` line) is taken off, too.
+the script makes itself (`pause_ms` of its `switch` line) is taken off, too.
 
 Stock torchrun is the c10d back-end: "default", with restarts allowed and no other setting, one event of each kind; and
 "best", with what made it fastest in our hands (`BEST`). It replaces all processes at every change, and they load a
@@ -90,14 +90,15 @@ def crossing(rows: list[Row], begin: float, size: int) -> Crossing | None:
     old = [row for row in old if not new or row["time"] < min(one["time"] for one in new.values())]
     if len(new) < size or not old:
         return None
-    formed = [row for row in rows if row["event"] == "formed" and row["time"] > begin and row["pid"] in new]
+    events = [row for row in rows if row["time"] > begin and row["pid"] in new]
+    formed = [row for row in events if row["event"] in ("formed", "switch")]
     first = max(row["time"] for row in new.values())
     return Crossing(
         last=old[-1]["time"],
         formed=max((row["time"] for row in formed if row["time"] < first), default=first),
         first=first,
         usual=usual(old),
-        switch=max((row.get("switch_ms", 0.0) / 1e3 for row in formed), default=0.0),
+        switch=max((row.get("pause_ms", 0.0) / 1e3 for row in formed), default=0.0),
         lost=max(row["step"] for row in old) - min(row["step"] for row in new.values()) + 1,
     )
 

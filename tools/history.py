@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, count, groupby
 from typing import Any
@@ -23,12 +23,14 @@ def mistakes(rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = su
 
     Of one process the steps of a generation follow one on another. A generation begins with the same step for all, and
     goes on where the one before it ended; one step may be made again, if only members that died had made it. All who
-    made a step agree on the sum after it.
+    made a step agree on the sum after it, if they wrote one; if they wrote the samples that they had (`parts`, as
+    `tests/elastic/training.py` does), all steps have as many, and no sample comes again before all others have come;
+    such a job may go back to a checkpoint, and what was made after that does not count.
 
     right: the sums that there have to be, step by step; None: it only matters that all agree.
     """
     steps = [row for row in rows if row["event"] == "step"]
-    found = [*_gaps(steps), *_disagreements(steps)]
+    found = [*_gaps(steps), *_disagreements(steps), *_samples(steps)]
     if right is not None and steps:
         last = max(row["step"] for row in steps)
         truth = dict(zip(range(1, last + 1), right(), strict=False))
@@ -50,9 +52,9 @@ def _gaps(steps: list[Row]) -> Iterator[str]:
             first[generation].add(numbers[0])
             if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
                 yield f"process {pid} skipped or repeated a step in generation {generation}: {numbers[:50]}"
-    done = 0
+    done, rewinds = 0, any("parts" in row for row in steps)
     for generation in sorted(first):
-        if len(first[generation]) > 1 or not done <= min(first[generation]) <= done + 1:
+        if len(first[generation]) > 1 or not (0 if rewinds else done) <= min(first[generation]) <= done + 1:
             yield f"generation {generation} began with steps {sorted(first[generation])}, after step {done}"
         done = max(done, *(row["step"] for row in steps if row["generation"] == generation))
 
@@ -60,5 +62,22 @@ def _gaps(steps: list[Row]) -> Iterator[str]:
 def _disagreements(steps: list[Row]) -> Iterator[str]:
     sums: defaultdict[int, set[Any]] = defaultdict(set)
     for row in steps:
-        sums[row["step"]].add(row["sum"])
+        if "sum" in row:
+            sums[row["step"]].add(row["sum"])
     yield from (f"step {step} has the sums {sorted(each)}" for step, each in sums.items() if len(each) > 1)
+
+
+def _samples(steps: list[Row]) -> Iterator[str]:
+    newest: defaultdict[int, int] = defaultdict(int)  # a step that only the dead have made does not count
+    for row in steps:
+        newest[row["step"]] = max(newest[row["step"]], row["generation"])
+    samples: defaultdict[int, list[int]] = defaultdict(list)
+    for row in steps:
+        if row["generation"] == newest[row["step"]]:
+            samples[row["step"]] += [number for _, numbers in row.get("parts", ()) for number in numbers]
+    sizes = {len(each) for each in samples.values()}
+    if len(sizes) > 1:
+        yield f"steps have {sorted(sizes)} samples"
+    times = Counter(number for each in samples.values() for number in each)
+    if times and max(times.values()) > min(times.values()) + 1:
+        yield f"samples came between {min(times.values())} and {max(times.values())} times"

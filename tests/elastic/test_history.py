@@ -25,6 +25,22 @@ def test_a_good_history() -> None:
     assert mistakes(rows) == []
 
 
+def having(step: int, generation: int, *samples: int) -> dict[str, Any]:
+    """A step as `training.py` writes it."""
+    parts = [[0.5, list(samples)]]
+    return {"pid": 1, "generation": generation, "event": "step", "step": step, "parts": parts}
+
+
+def test_samples() -> None:
+    first = [having(0, 1, 0, 1), having(1, 1, 2, 3)]
+    assert mistakes([*first, having(2, 2, 1, 0)], None) == []
+    assert mistakes([*first, {**having(1, 2, 3, 2), "pid": 2}], None) == [], (
+        "process 1 died, and its step is made again"
+    )
+    assert "came between" in mistakes([*first, having(2, 2, 1, 1)], None)[0]
+    assert "[1, 2] samples" in mistakes([*first, having(2, 2, 1)], None)[0]
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

@@ -63,7 +63,7 @@ class Script:
             engine.step()
             if engine.global_steps == step:
                 continue
-            self.say(event="step", step=step, parts=parts, rank=engine.rank)
+            self.say(event="step", step=step, parts=parts, rank=engine.rank, size=int(os.environ["WORLD_SIZE"]))
             parts = []
             time.sleep(STEP_SECONDS)
             if self.is_through():
@@ -87,7 +87,7 @@ class Script:
         self.say(event="switch", pause_ms=event.pause_ms, step=event.step, layout=event.target.layout)
 
     def say(self, **what: Any) -> None:
-        line = {"pid": os.getpid(), "generation": self.generation, **what}
+        line = {"pid": os.getpid(), "time": time.monotonic(), "generation": self.generation, **what}
         self.log.write(json.dumps(line) + "\n")
 
 
