@@ -7,6 +7,7 @@
 | `stretches` `manifest` | what lies in one piece in a file; the table that says where |
 | `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
+| `convert` | weights in the formats of others |
 | `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
 
 Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/checkpoint.md has the format.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -64,7 +65,7 @@ class Reader:
             os.close(file)
         self._open.clear()
 
-    @property
+    @cached_property
     def _stage(self) -> torch.Tensor:
         return torch.empty(max(1, min(STAGE_BYTES, self.budget_bytes)), dtype=torch.uint8)
 
@@ -86,7 +87,7 @@ class Reader:
         weights, masters = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
         stored, cast = self._requests(vps, WEIGHT, vps.holding(layout, rank, WEIGHT))
         self._read(stored, weights)
-        held = vps.holding(layout, rank, MASTER)
+        held = vps.holding(layout, rank, MASTER) if masters else Pieces.empty()
         for weight, master in placed(vps.line, cast.intersect(held), (weights, masters)):
             if weight.matrix.data_ptr() != master.matrix.data_ptr():
                 weight.matrix.copy_(master.matrix)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.arrow import Block, batch_header, closing, opening, padded
@@ -50,7 +51,7 @@ class Share:
             return master is not None
         most = max(1, chunk_bytes // master.element_size())
         pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
-        return all(torch.equal(_bits(held), _bits(of.to(held.dtype))) for (_, held), (_, of) in pairs)
+        return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
 
 def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES) -> list[Row]:
@@ -127,8 +128,12 @@ def _flushed(file: int) -> Iterator[None]:
         raise failed[0]
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat tensors of one type and size are the same bytes; in words of 8, which is much faster."""
+    mine, theirs = one.contiguous().view(torch.uint8).numpy(), other.contiguous().view(torch.uint8).numpy()
+    end = len(mine) // 8 * 8
+    words = np.array_equal(mine[:end].view(np.uint64), theirs[:end].view(np.uint64))
+    return words and np.array_equal(mine[end:], theirs[end:])
 
 
 def _put(file: int, at: int, data: bytes | memoryview) -> int:

@@ -11,7 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
+from ds_dynatrain.checkpoint.convert import to_safetensors
+from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+
+_COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
 
 
 def found(path: Path) -> Saved:
@@ -59,6 +63,15 @@ def show(said: dict[str, Any]) -> None:
     console.print(f"{len(said['files'])} data files, {total:,} bytes")
 
 
+def convert(saved: Saved, path: Path, dtype: str | None) -> int:
+    """Write the weights as safetensors, with a bar on the terminal; the bytes. CheckpointError as `to_safetensors`."""
+    wanted = None if dtype is None else named(dtype)
+    total = sum(tensor.numel for tensor in saved.record.logical_tensors())
+    with Progress(*_COLUMNS, transient=True) as bar:
+        task = bar.add_task("writing", total=None if wanted is None else total * wanted.itemsize)
+        return to_safetensors(saved, path, wanted, lambda nbytes: bar.advance(task, nbytes))
+
+
 def damage(saved: Saved) -> Iterator[str]:
     """Read all of it; in words what is not as it was saved. A bar on the terminal meanwhile."""
     stored = [row for row in saved.manifest if row.file]
@@ -67,9 +80,8 @@ def damage(saved: Saved) -> Iterator[str]:
             saved.of_rank(rank)
         except CheckpointDamaged as error:
             yield str(error)
-    columns = TextColumn("checking"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Reader(saved.path, saved.manifest) as reader, Progress(*columns, transient=True) as bar:
-        task = bar.add_task("", total=sum(row.nbytes for row in stored))
+    with Reader(saved.path, saved.manifest) as reader, Progress(*_COLUMNS, transient=True) as bar:
+        task = bar.add_task("checking", total=sum(row.nbytes for row in stored))
         for row in stored:
             yield from _damage_of(reader, row)
             bar.advance(task, row.nbytes)

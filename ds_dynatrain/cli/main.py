@@ -171,6 +171,29 @@ def inspect(
 
 
 @checkpoint.command()
+def convert(
+    path: Where,
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write; it must not be there yet.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16, for all weights. Without it: as they were.")
+    ] = None,
+) -> None:
+    """Write the weights of a checkpoint into a safetensors file, tensor by tensor.
+
+    Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the file cannot be written.
+    """
+    from ds_dynatrain.cli import checkpoints
+    from ds_dynatrain.errors import CheckpointError
+
+    try:
+        nbytes = checkpoints.convert(checkpoints.found(path), out, dtype)
+    except (CheckpointError, OSError) as error:
+        typer.echo(f"ds-dynatrain checkpoint convert: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    typer.echo(f"{out}: {nbytes:,} bytes")
+
+
+@checkpoint.command()
 def verify(path: Where) -> None:
     """Read a whole checkpoint and compare it with its digests.
 

@@ -1,0 +1,88 @@
+"""A checkpoint's weights in the formats of others, tensor by tensor: memory for the largest one is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.space import WEIGHT, BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+
+SAFETENSORS_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+"""What safetensors calls the types that weights have."""
+_ALONE = Layout(data=1, zero_stage=0)
+_BUFFER = BufferId("tensor", 0)
+
+
+def weight(saved: Saved, reader: Reader, tensor: LogicalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole weight of one tensor, in its own type or another one; cast from its master where nothing is stored.
+
+    CheckpointDamaged if what is stored is not what was saved, or not all of it is there.
+    """
+    rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
+    kind = dtype or (named(rows[0].dtype) if rows else torch.float32)
+    alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
+    vps = VirtualParameterSpace([alone], ZeroRules(), standard_kinds(kind.itemsize), _ALONE, (0,))
+    values = torch.empty(tensor.numel, dtype=kind)
+    if tensor.numel:
+        reader.fill(vps, _ALONE, 0, {(WEIGHT, _BUFFER): values})
+    return values.view(tensor.shape)
+
+
+def to_safetensors(
+    saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Callable[[int], object] | None = None
+) -> int:
+    """Write all weights into one safetensors file that must not be there yet; its bytes.
+
+    dtype: of all weights, their own if None. progress: called with the bytes of each tensor. The file has its name only
+    when it is whole. CheckpointError for a type that safetensors does not have here, or a file that is there.
+    """
+    tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
+    for tensor in tensors:
+        rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
+        types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)
+        if types[tensor.name] not in SAFETENSORS_TYPES:
+            raise CheckpointError(f"{tensor.name!r} is {types[tensor.name]}: give one of float32, bfloat16, float16")
+    if path.exists():
+        raise CheckpointError(f"{path} is there already: give another name, or remove it")
+    header, at = _header(tensors, types)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for tensor in tensors:
+                values = weight(saved, reader, tensor, types[tensor.name]).contiguous()
+                file.write(values.view(-1).view(torch.uint8).numpy().data)
+                if progress is not None:
+                    progress(values.numel() * values.element_size())
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return 8 + len(header) + at
+
+
+def _header(tensors: tuple[LogicalTensor, ...], types: dict[str, torch.dtype]) -> tuple[bytes, int]:
+    """(the JSON at the front, padded to a multiple of 8 bytes; bytes of all values)."""
+    said: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.numel * types[tensor.name].itemsize
+        name = SAFETENSORS_TYPES[types[tensor.name]]
+        said[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(said).encode()
+    return text + b" " * (-len(text) % 8), at
