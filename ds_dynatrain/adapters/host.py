@@ -383,6 +383,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Number of `GatheredParameters` blocks that the user has open over parameters of this engine."""
         return self._gathers.count
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an open window, wherever the present optimizer keeps them."""
+        for parameter in self.model_map.parameters:
+            parameter.grad = None
+        self.optimizer.zero_grad()
+        self._gradients.missing()
+
     @property
     def waiting_gradients(self) -> int:
         """Number of parameters with a gradient that no optimizer step has used yet."""

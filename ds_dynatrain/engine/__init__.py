@@ -13,4 +13,8 @@
 | `control`, `liveness` | the notice board, and who is still there |
 | `feasible` | what is refused when it is asked for |
 | `summary` | the event of a switch |
+| `entry`, `description`, `surroundings` | how a process comes into a job; what is alike on all; what is around it |
+| `elastic`, `roll`, `policy` | members that come and go: what is heard; numbers; which layout for so many |
+| `changes`, `change`, `leading` | what follows from it at a boundary |
+| `forming`, `survival`, `voiding` | after a failure: a new world, what is left of the state, the call that it came in |
 """

@@ -21,7 +21,8 @@ class Proposal:
     """A switch that all working members agreed to: the same record on every member.
 
     generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
-    after which it takes effect, None for the first boundary at which all are prepared.
+    after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
+    cannot be used any more.
     """
 
     generation: int
@@ -31,11 +32,12 @@ class Proposal:
     members: tuple[int, ...]
     at: int | None
     asked_at: int
+    forms_anew: bool = False
 
     @property
     def moves_nothing(self) -> bool:
         """Whether the same members stay in the same layout: then only the members around them change."""
-        return (self.layout, self.members) == (self.source_layout, self.source_members)
+        return not self.forms_anew and (self.layout, self.members) == (self.source_layout, self.source_members)
 
     @property
     def union(self) -> tuple[int, ...]:

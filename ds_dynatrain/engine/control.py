@@ -29,13 +29,22 @@ STOP_SECONDS = 0.005
 class Control:
     """One member's access to the notice board; a thread of its own needs a `clone`."""
 
-    def __init__(self, store: Any, prefix: str, member: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        member: int,
+        timeout_seconds: float,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self._base = store
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
         self._burials: list[threading.Thread] = []
         self.member = member
         self.timeout_seconds = timeout_seconds
+        self.watch = watch
+        """Raises once nobody should wait on this board any longer: membership knows who is dead."""
 
     @property
     def store(self) -> Store:
@@ -48,7 +57,7 @@ class Control:
         Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
         connection, and a name server that does not answer holds up the whole store for seconds.
         """
-        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds)
+        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds, self.watch)
 
     def post(self, key: str, value: Any) -> None:
         """Write `value` (plain JSON) under `key`."""
@@ -70,7 +79,7 @@ class Control:
         """Take a key away; harmless if there is none."""
         self._store.delete_key(key)
 
-    def all_posted(self, key: str, members: Iterable[int]) -> bool:
+    def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
         """Whether `key/member` is there for every member."""
         return bool(self._store.check([f"{key}/{member}" for member in members]))
 
@@ -97,8 +106,10 @@ class Control:
                 if missing:
                     raise MemberMissing(what, missing, time.monotonic() - begin)
             now = time.monotonic()
-            if stop is not None and now >= look:
-                stop()
+            if now >= look:
+                for reason in (self.watch, stop):
+                    if reason is not None:
+                        reason()
                 look = now + STOP_SECONDS
             time.sleep(pause)
             is_long = now - begin > PATIENT_AFTER_SECONDS

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ds_dynatrain.elastic.abort import WorldSockets
@@ -49,6 +50,7 @@ class Elastic:
         self.loaded: Any = None
         self.is_newcomer = False
         self._training: frozenset[str] = frozenset()
+        self._torn_at = 0
         self._present, self._coming = WorldSockets(), WorldSockets()
         self._lock = threading.Lock()
 
@@ -76,6 +78,10 @@ class Elastic:
             newest = self.member.newest
             raise WorldChanged("a failure came in between" if newest is None else newest.reason)
 
+    def _stop_if_torn_after(self, generation: int) -> None:
+        if self._torn_at > generation:
+            raise WorldChanged("a member of this world is dead, or a collective of it has failed")
+
     def enter(self, world: World, roll: Roll, training: frozenset[str]) -> None:
         """Be in a generation. training: the ids of those that hold the state now."""
         with self._lock:
@@ -90,6 +96,15 @@ class Elastic:
         with self._lock:
             self._training = training
 
+    def tear(self) -> None:
+        """What the others hold is not known any more: all have to say it, in a new generation."""
+        with self._lock:
+            self.is_torn = True
+            self._present.abort(self.member.descriptors())
+        newest = self.member.newest
+        if newest is not None:
+            self.member.broken(newest)
+
     def _hear(self, world: World) -> None:
         """On the member's thread, before anybody else learns of a generation."""
         if world.change == "planned":
@@ -98,7 +113,7 @@ class Elastic:
         self._coming.abort(spare)
         with self._lock:
             if not self.is_harmless(world):
-                self.is_torn = True
+                self.is_torn, self._torn_at = True, world.generation
                 self._present.abort(spare)
 
     # ---- process groups ------------------------------------------------------------------------------------------
@@ -126,7 +141,8 @@ class Elastic:
         for _ in range(2):
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
-            boards.append(Control(store, "board", number, self.timeout_seconds))
+            watch = partial(self._stop_if_torn_after, world.generation)
+            boards.append(Control(store, "board", number, self.timeout_seconds, watch))
         return boards[0], boards[1]
 
     def candidates(self, world: World, roll: Roll) -> Candidates:

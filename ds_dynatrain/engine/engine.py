@@ -38,6 +38,7 @@ from ds_dynatrain.engine.restore import Restored
 from ds_dynatrain.engine.saving import PendingSave, Saver
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
+from ds_dynatrain.engine.voiding import Window, needs_peers, surviving
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
@@ -91,6 +92,9 @@ class DynatrainEngine(HostEngine):
     last_switch: SwitchEvent | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
+    is_stepping: bool
+    """Whether an optimizer step was begun and not finished."""
+    _window: Window
     saver: Saver
     _switcher: Switcher
     _heartbeat: Heartbeat | None
@@ -117,7 +121,7 @@ class DynatrainEngine(HostEngine):
         self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
-        self.__dict__.update(settings=job.settings, _heartbeat=None)
+        self.__dict__.update(settings=job.settings, _heartbeat=None, _window=Window(self), is_stepping=False)
         self.__dict__.update(saver=Saver(self), _switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
 
@@ -303,10 +307,13 @@ class DynatrainEngine(HostEngine):
         On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         self._switcher.stand_at(BOUNDARY, self._window_is_open)
+        self._window.is_void = False
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name, self._window_is_open)
+        if self._switcher.changes is not None:
+            self._window.open()
 
     @property
     def _window_is_open(self) -> bool:
@@ -400,20 +407,38 @@ class DynatrainEngine(HostEngine):
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
 
         With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
-        A collective of the working members. DataError if nobody has a sample.
+        A collective of the working members; if the world is torn in it, it is the value of this rank alone. DataError
+        if nobody has a sample.
         """
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
-        if self.world is not None and self.world.data.size() > 1:
-            td.all_reduce(pair, group=self.world.data)
+        mine = pair.clone()
+        surviving(self, lambda: self._add_up(pair), lambda: pair.copy_(mine))
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         return (pair[0] / pair[1]).to(torch.float32)
 
+    def _add_up(self, pair: torch.Tensor) -> torch.Tensor:
+        if self.world is not None and self.world.data.size() > 1:
+            td.all_reduce(pair, group=self.world.data)
+        return pair
+
     # ---- DeepSpeed's calls ---------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; a micro-batch without a sample of its own leaves no trace in the module's buffers."""
+        """DeepSpeed's; a micro-batch without a sample of its own leaves no trace in the module's buffers.
+
+        Where members come and go: if the world is torn in it, it is formed anew, and what is returned trains nothing.
+        """
+        needed_peers = needs_peers(self.layout)
+        output = surviving(
+            self,
+            lambda: self._forward(*inputs, **kwargs),
+            lambda: self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
+        )
+        return output if self._switcher.changes is None else self._window.remember(output)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self.slot_is_borrowed and self.module.training):
             return super().forward(*inputs, **kwargs)
         before = [(held, held.detach().clone()) for held in self.module.buffers()]
@@ -423,13 +448,29 @@ class DynatrainEngine(HostEngine):
                 held.copy_(value)
         return output
 
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
+    ) -> torch.Tensor:
+        """DeepSpeed's; see `HostEngine.backward`. In a global batch that is void it does nothing."""
+        if self._window.is_void:
+            return loss
+        return surviving(
+            self,
+            lambda: super(DynatrainEngine, self).backward(loss, retain_graph, scale_wrt_gas, tokens),
+            lambda: loss,
+        )
+
     def step(self, lr_kwargs: Any = None) -> None:
         """DeepSpeed's; a complete window opens the way to the next boundary.
 
         UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or without
         `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
-        of samples.
+        of samples. In a global batch that is void it does nothing.
         """
+        if not self._window.is_void:
+            surviving(self, lambda: self._step(lr_kwargs), lambda: None)
+
+    def _step(self, lr_kwargs: Any) -> None:
         steps, samples = int(self.gradient_accumulation_steps()), int(self.global_samples)
         by_hand = self.ends_window_by_hand
         if by_hand and self._dealt and not self._last_dealt:
@@ -441,6 +482,31 @@ class DynatrainEngine(HostEngine):
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
             self._end_window(samples)
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""
+        self.is_stepping = True
+        super()._take_model_step(*arguments)
+        self.is_stepping = False
+
+    def void_window(self) -> None:
+        """The world is torn: drop the gradients of the open global batch, and go back to where it began."""
+        dealt = self._dealt
+        self._window.void(dealt)
+        self.micro_steps -= self.micro_steps % int(self.gradient_accumulation_steps())
+        self._dealt, self._window_samples, self.window_tokens = False, None, None
+        self.slot_weight, self.slot_is_borrowed = 1.0, False
+        self.drop_gradients()
+
+    def give_state_up(self) -> None:
+        """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
+        self.detach()
+        self.is_stepping = False
+        self.leave_world()
+        self.launch.install()
+        if self.world is not None:
+            self.control.bury(drop(self.world))
+            self.world = None
 
     def _end_window(self, samples: int) -> None:
         """After the optimizer's step; samples: `global_samples` before it."""

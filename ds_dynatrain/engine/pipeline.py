@@ -10,6 +10,7 @@ import torch
 from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.voiding import surviving
 from ds_dynatrain.errors import DataError
 
 
@@ -26,6 +27,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         members), or `RepeatingLoader(loader)`; or an iterator of the user's own, whose position no switch carries.
         Without it the first loader is read, epoch after epoch.
         """
+        return surviving(self, lambda: self._train_batch(data_iter), lambda: self.train_batch(data_iter))
+
+    def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         samples = self._pass_of(data_iter)
         if samples is not None:
             samples.stand()

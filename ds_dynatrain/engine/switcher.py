@@ -36,7 +36,7 @@ from ds_dynatrain.engine.restore import Restored
 from ds_dynatrain.engine.saving import PendingSave
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Outcome, Transaction
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
 from ds_dynatrain.space import Layout, LocalSpace, is_partitioned
@@ -91,7 +91,7 @@ class Switcher:
         wish, proposal = self._wish(layout, at, changes)
         try:
             agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
-        except td.DistError as error:
+        except (td.DistError, WorldChanged) as error:
             raise SwitchRefused(f"the notice board is gone: {error}", "ask again later") from error
         self.prepare(agreed)
         self._pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
@@ -413,7 +413,7 @@ class Switcher:
             for listener in self.listeners:
                 listener(event)
         if self.changes is not None:
-            self.changes.after(preparation, outcome.committed, outcome.reason)
+            self.changes.after(preparation, outcome)
 
     def _answer(self, event: SwitchEvent) -> None:
         """Tell whoever asked for the switch how it went."""

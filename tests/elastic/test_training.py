@@ -117,6 +117,63 @@ def test_below_min_and_above_max(start: Callable[..., Job], static: Static) -> N
     check_history(job, static)
 
 
+def test_nodes_are_killed_without_zero(start: Callable[..., Job], static: Static) -> None:
+    """3 -> 2 -> 1, the last time by the death of rank 0: those that live have all of it, and go on as they are."""
+    job = start(nodes="1:4", stage=0, variables={"WORKERS": "2"})
+    job.coordinator("coordinator")
+    for node in ("a", "b", "c"):
+        job.node(node, is_host=0)
+    joined = job.settled(3)
+    second = _node_of(job, joined, 1)
+    job.kill(second)
+    left = job.settled(2, joined.generation)
+    assert processes(left) == [processes(joined)[0], processes(joined)[2]]
+    assert left.changes[-1].change == "failure"
+    job.kill(_node_of(job, left, 0))
+    last = job.settled(1, left.generation)
+    assert processes(last) == processes(left)[1:]
+    finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
+    check_history(job, static, kills=2)
+
+
+def test_a_node_is_killed_with_zero(start: Callable[..., Job], static: Static, tmp_path: Path) -> None:
+    """Parts of the state die with it: all go back to the newest checkpoint, in the same processes, and on from it."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
+    job = start(nodes="1:4", stage=1, block={"fallback": fallback}, variables={"WORKERS": "2"})
+    job.coordinator("coordinator")
+    for node in ("a", "b", "c"):
+        job.node(node, is_host=0)
+    joined = job.settled(3)
+    job.wait(lambda: len(job.rows("step")) > 15, "a checkpoint")
+    job.kill(_node_of(job, joined, 1))
+    left = job.settled(2, joined.generation)
+    assert processes(left) == [processes(joined)[0], processes(joined)[2]]
+    finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
+    made = [row["step"] for row in job.rows("step") if row["pid"] == processes(left)[0]]
+    assert len(made) > len(set(made)), "steps since the checkpoint were made again"
+    check_history(job, static)
+
+
+@pytest.mark.full
+def test_a_pipeline_grows_and_shrinks(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Two stages: a node with two workers joins and makes a second column, another one goes and takes a column away."""
+    steps = {"STEPS": "60", "KIND": "pipeline"}
+    layouts = [{"data": 1, "pipe": 2}, {"data": 2, "pipe": 1}]
+    static = Static(tmp_path / "static", layouts, **steps)
+    job = start(nodes="1:3", workers=2, block={"layout": {"data": 1, "pipe": 2, "zero_stage": 1}}, variables=steps)
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(2)
+    job.node("b", is_host=0)
+    joined = job.settled(4, first.generation)
+    assert processes(joined)[:2] == processes(first)
+    job.kill("a", signal.SIGTERM)
+    left = job.settled(2, joined.generation)
+    assert processes(left) == processes(joined)[2:]
+    assert job.code("b") == 0, job.logs()
+    check_history(job, static)
+
+
 def _node_of(job: Job, status: Any, rank: int) -> str:
     """The agent whose worker has a rank."""
     pid = processes(status)[rank]

@@ -19,6 +19,7 @@ import torch
 
 import ds_dynatrain
 from tests.engine.models import Sequences, decay_groups, small_gpt
+from tests.engine.pipelines import pipeline
 
 OUT = Path(os.environ["OUT"])
 STEPS = int(os.environ.get("STEPS", "100000"))
@@ -27,6 +28,7 @@ WIDTH = int(os.environ.get("WIDTH", "15"))
 WORKERS = int(os.environ.get("WORKERS", "0"))
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.02"))
 HOW = os.environ.get("HOW", "")
+KIND = os.environ.get("KIND", "gpt")
 
 
 class Numbered(Sequences):
@@ -41,14 +43,18 @@ class Script:
         self.log = (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1)
         if HOW == "dies while warming up":
             os._exit(3)
-        model = small_gpt(width=WIDTH)
+        if KIND == "pipeline":  # which asks for a world before there is the job's: the node's own
+            deepspeed.init_distributed()
+            torch.distributed.barrier()
+        model = pipeline("tied") if KIND == "pipeline" else small_gpt(width=WIDTH)
         self.engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=SETTINGS)
-        self.loader = self.engine.loader(Numbered(), num_workers=WORKERS)
+        data = Sequences() if KIND == "pipeline" else Numbered()
+        self.loader = self.engine.loader(data, num_workers=WORKERS)
         self.engine.on_switch(self.note)
         self.say(event="ready")
 
     def run(self) -> None:
-        while not self.epoch():
+        while not (self.batches() if KIND == "pipeline" else self.epoch()):
             pass
         self.say(event="end")
 
@@ -69,6 +75,19 @@ class Script:
             if self.is_through():
                 return True
         return False
+
+    def batches(self) -> bool:
+        """One pass with a pipeline, which makes a whole step a call; every rank has the loss of all samples."""
+        feed = iter(self.loader)
+        while self.engine.global_steps < STEPS:
+            try:
+                loss = self.engine.train_batch(feed).item()
+            except StopIteration:
+                return False
+            step = int(self.engine.global_steps) - 1
+            self.say(event="step", step=step, parts=[(loss, [step])] if self.engine.rank == 0 else [])
+            time.sleep(STEP_SECONDS)
+        return True
 
     def is_through(self) -> bool:
         """Whether all working members have seen the end; they agree on it."""

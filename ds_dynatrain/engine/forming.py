@@ -1,0 +1,178 @@
+"""A new world after a failure: in the same processes, from what the living hold or from a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
+from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine import restore
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.change import Change
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.engine.survival import Source, Survivor, whole_state
+from ds_dynatrain.errors import ElasticError, WorldChanged
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.changes import Changes
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+POLL_SECONDS = 0.002
+NOTICE_SECONDS = 0.5
+"""How long a member whose collective has failed waits for the coordinator to notice why."""
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether gloo, or torch's store, says that a peer did not answer; other errors are the user's."""
+    return isinstance(error, td.DistError) or "gloo" in str(error).lower()
+
+
+class Forming:
+    """One member's part in it."""
+
+    def __init__(self, engine: DynatrainEngine, elastic: Elastic, changes: Changes) -> None:
+        self.engine = engine
+        self.elastic = elastic
+        self._changes = changes
+
+    def recover(self, error: RuntimeError) -> bool:
+        """Something of the training has failed: form a new world if that was why; False if it was something else."""
+        world = self.elastic.world
+        if world is None or self.engine.idle:
+            return False
+        if not self.elastic.is_torn:
+            if not is_of_a_collective(error):
+                return False
+            self._await_failure(world)
+        logger.warning("the world is torn (%s)", str(error).partition("\n")[0])
+        self.form_anew()
+        return True
+
+    def _await_failure(self, world: World) -> None:
+        """Until a failure is published; if the coordinator knows of none, it is told of one."""
+        end, has_told = time.monotonic() + NOTICE_SECONDS, False
+        while not self.elastic.is_torn:
+            if time.monotonic() > end and not has_told:
+                has_told = True
+                newest = self.elastic.member.newest
+                self.elastic.member.broken(world if newest is None else newest)
+            if self.elastic.member.is_finished:
+                raise SystemExit(0)
+            time.sleep(POLL_SECONDS)
+
+    def form_anew(self) -> None:
+        """Stay here until there is a world again; the open global batch is void, and is dealt again.
+
+        ElasticError if state was lost that nobody has any more.
+        """
+        self.engine.void_window()
+        while self.elastic.is_torn:
+            self._changes.look()
+            if self.engine.idle:
+                self._changes.wait_for_work()
+                return
+            self._changes.meet()
+            time.sleep(POLL_SECONDS)
+
+    def agree(self, change: Change) -> bool:
+        """After a failure all who may hold state say what they hold, and judge it alike; False while some are awaited.
+
+        Whoever holds nothing of the newest whole state is idle from here on.
+        """
+        if change.is_agreed:
+            return True
+        world, mine = change.world, self.elastic.member.id
+        asked = [*world.members[: world.survivors], *world.leaving]
+        if mine not in asked:
+            change.is_agreed = True
+            return True
+        if not change.has_said:
+            change.board.post(f"survivor/{mine}", self._survivor().to_json())
+            change.has_said = True
+        if not change.board.all_posted("survivor", asked):
+            return False
+        said = {one: Survivor(**(change.board.read(f"survivor/{one}") or {})) for one in asked}
+        change.is_agreed = True
+        if all(one.rank is None for one in said.values()):
+            return True
+        if self.elastic.is_torn or any(one.is_torn for one in said.values()):
+            self._go_on_from(change, whole_state(said))
+        return True
+
+    def _survivor(self) -> Survivor:
+        engine = self.engine
+        return Survivor(
+            number=engine.control.member,
+            rank=None if engine.idle else engine.members.index(engine.control.member),
+            generation=engine.generation,
+            step=int(engine.global_steps),
+            clean=not engine.is_stepping,
+            is_torn=self.elastic.is_torn,
+            layout=engine.layout.to_dict(),
+        )
+
+    def _go_on_from(self, change: Change, source: Source | None) -> None:
+        """Hold what the source says this member holds."""
+        engine = self.engine
+        if source is None:
+            if engine.settings.fallback is None or not change.world.survivors:
+                raise ElasticError(
+                    f"generation {change.world.generation}: {change.world.reason}; in {engine.layout} parts of the "
+                    "state have died with it, and no checkpoint is there to go on from: start the job again from one "
+                    "of your own, and configure dynatrain.fallback.path"
+                )
+            change.restores = True
+            if not engine.idle:
+                engine.give_state_up()
+            return
+        if not engine.idle and engine.control.member not in source.members:
+            engine.give_state_up()
+        engine.layout, engine.members = source.layout, source.members
+
+    def restore(self, change: Change, proposal: Proposal) -> None:
+        """Take all state from the newest fallback checkpoint, with all members of the target.
+
+        CheckpointError if there is none that is whole.
+        """
+        engine, elastic, boards, settings = self.engine, self.elastic, change.boards, self.engine.settings
+        if boards is None or settings.fallback is None:
+            return
+        generation = change.world.generation
+        engine.surroundings = Surroundings(engine.launch, change.candidates, *boards)
+        layout, members, mine = proposal.layout, proposal.members, change.board.member
+        world: GroupsOfWorld | None = None
+        try:
+            with elastic.building(generation):
+                ties = engine.vps.ties(layout)
+                seconds = settings.timeout_seconds
+                world = build_world(boards[1].store, proposal.generation, mine, members, members, seconds, layout, ties)
+            found = restore.restore(engine, layout, members, world, settings.fallback.path)
+        except (RuntimeError, WorldChanged) as error:
+            logger.warning("generation %d could not be restored: %s", generation, error)
+            self._give_restoring_up(change, world)
+            return
+        logger.warning("restored step %d from %s", found.step, found.path)
+        change.board.decide(f"record/{proposal.generation}", {"commit": True, "reason": ""})
+        elastic.settle()
+        self._changes.enter(change, proposal)
+
+    def _give_restoring_up(self, change: Change, world: GroupsOfWorld | None) -> None:
+        """Somebody has died meanwhile: be as before, and wait for the generation without it."""
+        engine = self.engine
+        if not engine.idle:
+            engine.give_state_up()
+        elif world is not None:
+            engine.launch.install()
+            change.board.bury(drop(world))
+        self.elastic.let_go()
+        change.proposal = None
+        if self.elastic.member.is_newest(change.world):
+            self.elastic.member.broken(change.world)
+        while self.elastic.member.is_newest(change.world) and not self.elastic.member.is_finished:
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,90 @@
+"""After a death: is the whole state still there, at one step? Arithmetic on what the survivors say of themselves.
+
+Without ZeRO every data index holds everything, in a *column* of ranks (one for each place on the other axes; experts
+ask for as many columns side by side as their axis is long). One complete, clean column has the whole state. With ZeRO
+each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_dynatrain.space import Layout
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
+
+    generation: of the engine's world that it was in. clean: no optimizer step was under way. is_torn: somebody of that
+    world is dead, or a collective of it has failed.
+    """
+
+    number: int
+    rank: int | None
+    generation: int
+    step: int
+    clean: bool
+    is_torn: bool
+    layout: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the state is whole: a layout, and its members in the order of its ranks, who all stand at one step."""
+
+    layout: Layout
+    members: tuple[int, ...]
+    step: int
+
+
+def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
+    """The newest whole state among survivors, as large as there is one; None if something is lost for good."""
+    holders = [one for one in survivors.values() if one.rank is not None and one.clean]
+    if not holders:
+        return None
+    newest = max(one.generation for one in holders)
+    holders = [one for one in holders if one.generation == newest]
+    layout = Layout.from_dict(holders[0].layout)
+    for step in sorted({one.step for one in holders}, reverse=True):
+        alive = {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
+        columns = _columns(layout, alive)
+        if columns:
+            smaller = layout.replace(data=len(columns))
+            return Source(
+                smaller,
+                tuple(alive[_old_rank(layout, smaller, columns, rank)] for rank in range(smaller.world_size)),
+                step,
+            )
+    return None
+
+
+def _columns(layout: Layout, alive: Mapping[int, int]) -> list[int]:
+    """The data indices of which nothing is missing, in whole blocks of the expert axis."""
+    if len(alive) == layout.world_size:
+        return list(range(layout.data))
+    if layout.zero_stage > 0:
+        return []
+    block = layout.expert
+    if layout.data % block:  # the expert axis runs over other axes, too
+        return []
+    complete = {
+        index
+        for index in range(layout.data)
+        if all(rank in alive for rank in range(layout.world_size) if layout.coordinate(rank)["data"] == index)
+    }
+    starts = range(0, layout.data, block)
+    return [
+        index for start in starts if complete >= {*range(start, start + block)} for index in range(start, start + block)
+    ]
+
+
+def _old_rank(layout: Layout, smaller: Layout, columns: list[int], rank: int) -> int:
+    place = smaller.coordinate(rank)
+    return layout.rank(**{**place, "data": columns[place["data"]]})

@@ -1,0 +1,92 @@
+"""What becomes of DeepSpeed's calls when the world is torn inside of one of them.
+
+The world is formed anew there and then. The global batch that was open is void: its gradients are dropped, `backward`
+and `step` do nothing until the loader deals again, and it deals the same batch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_dynatrain.engine import streams
+from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.space import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+T = TypeVar("T")
+
+
+class Window:
+    """The open global batch of one engine: where it began, so that it can be dealt again, and whether it is void."""
+
+    def __init__(self, engine: DynatrainEngine) -> None:
+        self.is_void = False
+        self._engine = engine
+        self._loaders: dict[str, dict[str, Any]] = {}
+        self._streams: streams.Streams | None = None
+        self._output: Any = None
+
+    def open(self) -> None:
+        """A loader is about to deal the first micro-batch of a global batch."""
+        self.is_void = False
+        self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
+        self._streams = streams.capture()
+
+    def void(self, has_dealt: bool) -> None:
+        """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
+        self.is_void = True
+        if has_dealt:
+            for name, state in self._loaders.items():
+                self._engine.train_loaders[name].load_state_dict(state)
+            if self._streams is not None:
+                streams.restore(self._streams)
+
+    def remember(self, output: Any) -> Any:
+        """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""
+        if needs_peers(self._engine.layout):
+            self._output = pytree.tree_map(_detached, output)
+        return output
+
+    def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
+        """A value of the type that a forward pass returns, after the world was formed anew; it trains nothing.
+
+        That of the forward itself where it needs no other rank; else that of the last one. WorldChanged if there is
+        none.
+        """
+        before = streams.capture()
+        try:
+            if not needed_peers and not needs_peers(self._engine.layout):
+                return forward()
+        finally:
+            streams.restore(before)
+        if self._output is None:
+            raise WorldChanged("the world was torn in the first forward pass, and was formed anew: call it again")
+        return self._output
+
+
+def needs_peers(layout: Layout) -> bool:
+    """Whether a forward pass sends or receives."""
+    return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
+
+
+def surviving(engine: DynatrainEngine, call: Callable[[], T], again: Callable[[], T]) -> T:
+    """What `call` returns; if the world is torn in it, what `again` returns in the new one."""
+    changes = engine._switcher.changes
+    if changes is None:
+        return call()
+    try:
+        return call()
+    except RuntimeError as error:
+        if not changes.forming.recover(error):
+            raise
+    return again()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
