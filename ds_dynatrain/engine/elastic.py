@@ -87,7 +87,10 @@ class Elastic:
         with self._lock:
             self.world, self.roll, self._training = world, roll.only(world.members), training
             newest = self.member.newest
-            self.is_torn = newest is not None and newest.generation > world.generation and not self.is_harmless(newest)
+            self.is_torn = False
+            if newest is not None and newest.generation > world.generation and not self.is_harmless(newest):
+                self.is_torn, self._torn_at = True, newest.generation
+                self._present.abort(self.member.descriptors())
         if self.member.id in world.members:
             self.member.enter(world)
 

@@ -144,6 +144,7 @@ class Forming:
         if boards is None or settings.fallback is None:
             return
         generation = change.world.generation
+        boards[0].succeed(engine.control)
         engine.surroundings = Surroundings(engine.launch, change.candidates, *boards)
         layout, members, mine = proposal.layout, proposal.members, change.board.member
         world: GroupsOfWorld | None = None

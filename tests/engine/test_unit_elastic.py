@@ -1,0 +1,88 @@
+"""What a member makes of a generation at once, on the thread that hears of it: is the world that trains torn by it?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.policy import rule_of
+from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.errors import WorldChanged
+
+MEMBERS = ("a/0", "b/0", "c/0")
+
+
+def world(generation: int, *members: str, change: str = "planned", **more: Any) -> World:
+    return World(term="1", generation=generation, change=change, members=members, **more)
+
+
+@pytest.fixture
+def elastic() -> Elastic:
+    """Member a/0 of three that train in generation 2; nothing is connected."""
+    place = WorkerPlace("a", 0, 1, Address("127.0.0.1", 1))
+    made = Elastic(place, rule_of("data"), timeout_seconds=5.0, wait_seconds=5.0)
+    made.enter(world(2, *MEMBERS), Roll().extended(MEMBERS), frozenset(MEMBERS))
+    return made
+
+
+def hear(elastic: Elastic, said: World) -> None:
+    """As if the coordinator had sent it."""
+    elastic.member._hear(said)
+
+
+def test_a_planned_change_tears_nothing(elastic: Elastic) -> None:
+    hear(elastic, world(3, "a/0", "b/0", leaving=("c/0",)))
+    assert not elastic.is_torn and not elastic.is_over(2)
+
+
+def test_the_death_of_a_newcomer_tears_nothing(elastic: Elastic) -> None:
+    hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
+    assert not elastic.is_torn
+    assert elastic.is_over(3), "what is being built for generation 3 will not come about"
+    with pytest.raises(WorldChanged):
+        elastic.stop_if_over(3)
+
+
+def test_the_death_of_a_member_tears_the_world(elastic: Elastic) -> None:
+    hear(elastic, world(3, "a/0", "c/0", change="failure", survivors=2, lost=("b/0",)))
+    assert elastic.is_torn
+    elastic.enter(world(3, "a/0", "c/0"), elastic.roll, frozenset(["a/0", "c/0"]))
+    assert not elastic.is_torn and elastic.roll.numbers == {"a/0": 0, "c/0": 2}
+
+
+def test_a_failed_collective_tears_the_world_though_all_are_alive(elastic: Elastic) -> None:
+    hear(elastic, world(3, *MEMBERS, change="failure", survivors=3))
+    assert elastic.is_torn
+
+
+def test_it_stays_torn_whatever_follows(elastic: Elastic) -> None:
+    hear(elastic, world(3, "a/0", "c/0", "d/0", change="failure", survivors=2, lost=("b/0",)))
+    hear(elastic, world(4, "a/0", "c/0", change="failure", survivors=2, lost=("d/0",)))
+    assert elastic.is_torn
+
+
+def test_a_death_during_the_commit_is_seen_on_entering(elastic: Elastic) -> None:
+    """The newcomer has died; the switch that made it a member of the world was committed all the same."""
+    after = world(3, *MEMBERS, "d/0", survivors=3)
+    hear(elastic, after)
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
+    assert not elastic.is_torn
+    elastic.enter(after, elastic.roll.extended(after.members), frozenset(after.members))
+    assert elastic.is_torn
+
+
+def test_an_idle_member_that_dies_tears_nothing(elastic: Elastic) -> None:
+    elastic.retrain(frozenset(["a/0", "b/0"]))
+    hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, lost=("c/0",)))
+    assert not elastic.is_torn
+
+
+def test_who_is_told_to_go_still_holds_state(elastic: Elastic) -> None:
+    hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, leaving=("c/0",), lost=("x/0",)))
+    assert not elastic.is_torn
