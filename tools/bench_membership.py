@@ -345,7 +345,7 @@ def report(events: list[Event]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--events", type=int, default=10, help="events of a kind (default 10)")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
     parser.add_argument("--kept", type=Path, help="a file with what was measured before; this run's figures are added")
@@ -355,15 +355,16 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
-    events: list[Event] = []
+    variables = dict(each.split("=", 1) for each in args.set)
+    events: list[Event] = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else []
     where = machine()
-    for part in args.parts:
-        variables = dict(each.split("=", 1) for each in args.set)
-        PARTS[part](events, {"script": args.script, "variables": variables}, args.events)
-    if args.kept is not None:
-        events = [*(json.loads(args.kept.read_text()) if args.kept.exists() else []), *events]
-        args.kept.parent.mkdir(parents=True, exist_ok=True)
-        args.kept.write_text(json.dumps(events))
+    try:
+        for part in args.parts:
+            PARTS[part](events, {"script": args.script, "variables": variables}, args.events)
+    finally:
+        if args.kept is not None:
+            args.kept.parent.mkdir(parents=True, exist_ok=True)
+            args.kept.write_text(json.dumps(events))
     text = f"Measured on: {where} at the beginning.\n\n{report(events)}"
     print(text)
     if args.write is not None:
