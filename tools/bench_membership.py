@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ from statistics import median
 from typing import Any
 
 from figures import keep, machine, table
-from nodes import SCRIPT, TIMES, Job, Row
+from nodes import SCRIPT, TIMES, Found, Job, Row
 
 BEST = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 """With two attempts a loss is noticed a second earlier, but on a busy machine a node that waits counts as dead."""
@@ -123,7 +123,11 @@ class Scene:
             self.job.coordinator("coordinator")
         for name in names:
             self._node(name, is_host=int(not is_ours and name == names[0]))
-        self.job.wait(lambda: any(row["size"] == len(names) for row in self.job.rows("step")), "a start", LIMIT_SECONDS)
+
+        def start() -> Row | None:
+            return self._unless_ended(next((one for one in self.job.rows("step") if one["size"] == len(names)), None))
+
+        self.job.wait(start, "a start", LIMIT_SECONDS)
         self._rest()
 
     def join(self, name: str = "c") -> None:
@@ -187,7 +191,7 @@ class Scene:
         self._note(kind, **what, step_ms=1e3 * (found.first - begin), first=found.first)
         self._rest()
 
-    def _unless_ended(self, found: Crossing | None) -> Crossing | None:
+    def _unless_ended(self, found: Found | None) -> Found | None:
         """What was found; OverError if it was nothing, and the nodes that stay have ended."""
         if found is None and all(self.job.processes[name].poll() is not None for name in ("a", "b")):
             raise OverError("the whole job ended")
@@ -275,13 +279,14 @@ def stock_at_its_best(events: list[Event], given: Given, times: int) -> None:
 def stock_by_default(events: list[Event], given: Given, times: int) -> None:
     """One event of each kind, side by side: they wait for most of their time."""
 
-    def one(kind: str) -> None:
-        with scene("default", events, given) as stock:
+    def act(kind: str, stock: Scene) -> None:
+        with suppress(OverError):
             stock.begin(*("ab" if kind == "join" else "abc"))
             getattr(stock, kind)()
 
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, ("join", "kill", "leave")))
+    with ThreadPoolExecutor() as pool, ExitStack() as scenes:  # whatever ends us ends the jobs, and then the threads
+        kinds = ("join", "kill", "leave")
+        list(pool.map(act, kinds, [scenes.enter_context(scene("default", events, given)) for _ in kinds]))
 
 
 PARTS: dict[str, Callable[[list[Event], Given, int], None]] = {
