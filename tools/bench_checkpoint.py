@@ -172,7 +172,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         barrier, answers = context.Barrier(PROCESSES), context.Queue()
         arguments = (Path(name), args.parameters, args.repeats, barrier, answers)
-        processes = [context.Process(target=run, args=(rank, *arguments)) for rank in range(PROCESSES)]
+        processes = [context.Process(target=run, args=(rank, *arguments), daemon=True) for rank in range(PROCESSES)]
         for process in processes:
             process.start()
         found = [answers.get() for _ in processes]

@@ -123,7 +123,7 @@ def test_round_trip(pool: RankPool, tmp_path: Path, kind: str, source: str, targ
     [
         ("module", "d2z1", "d4z3", "bf16"),
         ("module", "d3z3", "d2z2", "fp16"),
-        ("module", "d4z2", "d3z0", "bf16 in fp32"),
+        ("module", "d4z1", "d3z1", "bf16 in fp32"),
         ("PipelineModule", "p4z1", "p2d2z1", "bf16"),
         ("deepspeed.moe", "d2e2z1", "d4e4z2", "fp32"),
         ("Ulysses", "s2z3", "d2s2z1", "fp32"),
