@@ -67,6 +67,11 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
     c10d._register_pg_in_world(group, backend, store, group.group_name, f"cpu:{backend}", rank_mapping=mapping)
 
 
+def is_known(group: td.ProcessGroup) -> bool:
+    """Whether `torch.distributed` knows a group, and has not taken it down."""
+    return group in c10d._world.pg_map
+
+
 def unregister(group: td.ProcessGroup) -> None:
     """Let `torch.distributed` forget a group; harmless if it does not know it."""
     known = group in c10d._world.pg_map

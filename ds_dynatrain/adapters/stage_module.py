@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.children import Made, with_memory
 from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate
+from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout
 
@@ -139,7 +140,7 @@ def stand_at(root: PipelineModule, grid: StageGrid) -> None:
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
-        for group in {root.world_group, *own}:
+        for group in filter(is_known, {root.world_group, *own}):  # an elastic job's first world is gone already
             td.destroy_process_group(group)
     root._topo, root._grid, root.world_group = grid.topology(), grid, None
     root.global_rank, root.world_size = grid.global_rank, grid.world_size
