@@ -68,7 +68,7 @@ class Changes:
     def _stand_working(self) -> None:
         begin = time.monotonic()
         while not self.engine.idle:
-            self._save_if_due()
+            self._saved(self.switcher.save_if_due)
             self.look()
             self.meet()
             if self.elastic.is_torn and not self.engine.idle:
@@ -77,10 +77,10 @@ class Changes:
                 return
             self._wait_for_members(begin)
 
-    def _save_if_due(self) -> None:
+    def _saved(self, save: Callable[[], None]) -> None:
         """The fallback checkpoint; without a coordinator it is put off."""
         try:
-            self.switcher.save_if_due()
+            save()
         except WorldChanged as torn:
             logger.warning("no fallback checkpoint of step %d: %s", self.engine.global_steps, torn)
         except td.DistError as lost:
@@ -115,6 +115,7 @@ class Changes:
         seconds = self.elastic.wait_seconds
         self.leader.say_once(f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s")
         if time.monotonic() - begin > seconds:
+            self._saved(self.switcher.save_now)
             logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
             raise SystemExit(int(Ending.TOO_FEW))
         time.sleep(POLL_SECONDS)

@@ -8,6 +8,7 @@ needs rank 0's gradients and every member reads the board at every boundary.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.config import FallbackConfig
@@ -41,8 +42,16 @@ class Fallback:
             return
         if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
             return
-        key = f"fallback/{engine.attempt}/{engine.global_steps}"
-        how = engine.saver.start if settings.background else engine.saver.save
+        self._save(settings, engine.saver.start if settings.background else engine.saver.save)
+
+    def save_now(self) -> None:
+        """Before all working members end: save, and wait for it. One that fails is logged."""
+        if self._settings is not None:
+            self._save(self._settings, self._engine.saver.save, "/last")
+
+    def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
+        engine = self._engine
+        key = f"fallback/{engine.attempt}/{engine.global_steps}{more}"
         try:
             how(settings.path, None, key, "", settings.keep)
         except CheckpointError as error:

@@ -263,6 +263,10 @@ class Switcher:
         """On a working member, at a boundary: the fallback checkpoint."""
         self._fallback.stand_at()
 
+    def save_now(self) -> None:
+        """Before all working members end: a fallback checkpoint, if there is to be any."""
+        self._fallback.save_now()
+
     def settle_fallback(self) -> None:
         """The state was put together just now: no fallback checkpoint is due before the next step."""
         self._fallback.settle()

@@ -71,6 +71,7 @@ def test_two_nodes_join_and_one_leaves(start: Callable[..., Job], static: Static
     check_history(job, static)
 
 
+@pytest.mark.full
 def test_one_that_differs_is_refused_and_one_dies_while_it_warms_up(start: Callable[..., Job], static: Static) -> None:
     """The job goes on in both cases, and takes the next node that is as it should be."""
     job = start(nodes="1:4")
