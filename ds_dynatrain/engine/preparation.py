@@ -141,7 +141,9 @@ class Preparation:
             with self.building():
                 self.world = self._build()
             if self.reads_neighbors:
-                self.neighbors = Neighbors.meet(self.control.member, self._share, self.control.timeout_seconds)
+                self.neighbors = Neighbors.meet(
+                    self.control.member, self._share, self.control.timeout_seconds, self._stop_if_abandoned
+                )
             if self._stop.is_set():
                 self.end_neighbors()
                 self.control.bury(drop(self.world))

@@ -34,6 +34,8 @@ PEER = struct.Struct("=iII")
 HELLO = struct.Struct("<Q")
 PROBE_BYTES = 16
 BACKLOG = 4096
+STOP_SECONDS = 0.05
+"""Between two looks for a reason to give up."""
 
 
 @dataclass
@@ -107,10 +109,11 @@ class Neighbors:
         self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
 
     @classmethod
-    def meet(cls, member: int, share: Share, seconds: float) -> Neighbors:
+    def meet(cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None) -> Neighbors:
         """Find this member's neighbors. All members call it; each finds those of the same machine only.
 
-        MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
+        stop: called while waiting for others; it may raise. MemberMissing for a neighbor that does not connect in
+        `seconds`, or whatever `share` raises.
         """
         deadline, probe = time.monotonic() + seconds, torch.randint(0, 256, (PROBE_BYTES,), dtype=torch.uint8)
         permit_readers()
@@ -128,7 +131,7 @@ class Neighbors:
                 for other in [each for each in near if each > member]:
                     lines[other] = _call(member, other, cards[other], deadline)
                 while len(lines) < len(near):
-                    line = _answer(listener, cards, set(near) - set(lines), deadline)
+                    line = _answer(listener, cards, set(near) - set(lines), deadline, stop)
                     lines[line.member] = line
             except BaseException:
                 for line in lines.values():
@@ -285,16 +288,21 @@ def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> 
     return _Line(other, int(card["process"]), link)
 
 
-def _answer(listener: socket.socket, cards: Mapping[int, Any], missing: set[int], deadline: float) -> _Line:
+def _answer(
+    listener: socket.socket, cards: Mapping[int, Any], missing: set[int], deadline: float, stop: Callable[[], None]
+) -> _Line:
     """The next neighbor with a lower number that connects; anybody else is sent away."""
     since = time.monotonic()
     while True:
         try:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            listener.settimeout(max(min(deadline - time.monotonic(), STOP_SECONDS), 0.001))
             link, _ = listener.accept()
             link.settimeout(max(deadline - time.monotonic(), 0.001))
             (member,) = HELLO.unpack(link.recv(HELLO.size).ljust(HELLO.size, b"\xff"))
         except TimeoutError:
+            stop()
+            if time.monotonic() < deadline:
+                continue
             raise MemberMissing("connecting on this machine", sorted(missing), time.monotonic() - since) from None
         try:
             if member in missing:
