@@ -99,21 +99,25 @@ class Feed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, over sequence ranks if there is a group of them, and a feed-forward part, which may be experts."""
+    """Attention, over sequence ranks if there is a group of them, and a feed-forward part, which may be experts.
 
-    def __init__(self, group: Any = None, experts: int = 0) -> None:
+    experts: the expert size of a layer of `deepspeed.moe`. routed: makes another layer of experts.
+    """
+
+    def __init__(self, group: Any = None, experts: int = 0, routed: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.spread = None if group is None else DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)
         options = {"num_experts": EXPERTS, "ep_size": experts, "drop_tokens": False, "use_rts": False}
-        self.feed = MoE(WIDTH, Feed(), **options) if experts else Feed()
+        self.feed = MoE(WIDTH, Feed(), **options) if experts else Feed() if routed is None else routed()
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) to the same shape."""
         query, key, value = (of(x).unflatten(2, (-1, WIDTH // HEADS)) for of in (self.query, self.key, self.value))
         mixed = attend(query, key, value) if self.spread is None else self.spread(query, key, value, 0)
         x = x + self.out(mixed.flatten(2))
-        fed: Tensor = self.feed(x)[0] if isinstance(self.feed, MoE) else self.feed(x)
+        found = self.feed(x)
+        fed: Tensor = found[0] if isinstance(found, tuple) else found
         return x + fed
 
 
@@ -170,6 +174,23 @@ def start_pipeline(sizes: Sizes, config: Config, **options: Any) -> Any:
 def start_pipeline_of_experts(sizes: Sizes, config: Config) -> Any:
     """A PipelineModule with layers of `deepspeed.moe`."""
     return start_pipeline(sizes, config, experts=sizes["expert"])
+
+
+def start_pipeline_of_transformers_experts(sizes: Sizes, config: Config) -> Any:
+    """A PipelineModule with Mixtral's layers of experts, which AutoEP finds by their names in a stage."""
+    block = {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.feed", "top_k": 2}
+    block |= {"enabled": True, "autoep_size": sizes["expert"]}
+    return start_pipeline(sizes, {**config, "expert_parallel": block}, routed=mixtral_experts)
+
+
+def mixtral_experts() -> nn.Module:
+    """Of transformers; with weights as large as torch's own layers have."""
+    modeling = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_local_experts": EXPERTS}
+    made: nn.Module = modeling.MixtralSparseMoeBlock(modeling.MixtralConfig(**shape, num_experts_per_tok=2))
+    for held in made.parameters():
+        nn.init.normal_(held, std=0.2)
+    return made
 
 
 def start_experts(sizes: Sizes, config: Config) -> Any:
@@ -248,6 +269,12 @@ KINDS = (
     ),
     Kind("native experts", ("data", "expert", "tensor"), start_experts, step_plain),
     Kind("pipeline of native experts", ("pipe", "data", "expert"), start_pipeline_of_experts, step_pipeline),
+    Kind(
+        "pipeline of transformers experts",
+        ("pipe", "data", "expert"),
+        start_pipeline_of_transformers_experts,
+        step_pipeline,
+    ),
     Kind("ulysses", ("data", "tensor", "sequence"), start_ulysses, step_plain),
     Kind("ulysses with native experts", ("data", "expert", "sequence"), start_ulysses_of_experts, step_plain),
 )

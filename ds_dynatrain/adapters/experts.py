@@ -16,7 +16,7 @@ ranks hold at any size are slices of the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -68,16 +68,16 @@ class AutoEPShaper:
         """
         from ds_dynatrain.adapters.tensor import TensorShaper
 
-        _refuse_parts(model)
+        refuse_parts(model)
         self._block, self._config = dict(config["expert_parallel"]), config
         try:
-            _validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
+            validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
         except ValueError as error:
             raise ConfigError(f"expert_parallel: {error}") from error
         self._template = Template.of(model, factory)
         self._tensor = TensorShaper(Template(convert(self._template.copy(), self._block, 1, 0)), config)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
-        self._replaced: Any = _convert(model, self._block, 1, 0, listed)
+        self._replaced: Any = replace_layers(model, self._block, 1, 0, listed)
 
     def take_replaced(self) -> Any:
         """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
@@ -93,12 +93,12 @@ class AutoEPShaper:
         refuse_other_axes(layout, "tensor")
         if layout.tensor > 1:
             try:
-                _validate(self._config, layout)
+                validate(self._config, layout)
             except ValueError as error:
                 raise LayoutError(f"{layout}: {error}") from error
         if layout.expert not in self._cuts:
             made = convert(self._template.copy(), self._block, layout.expert, 0)
-            self._cuts[layout.expert] = {name: _cut(name, held) for name, held in made.named_parameters()}
+            self._cuts[layout.expert] = cuts_of(made)
         whole = self._tensor.cuts(layout.replace(expert=1))
         return {name: replace(whole[name], expert=cut.expert) for name, cut in self._cuts[layout.expert].items()}
 
@@ -117,20 +117,13 @@ class AutoEPShaper:
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The layers' groups and this rank's place among experts, also in a module that stays."""
-        index = expert_index(layout)
-        for part in layers_with_experts(engine.module):
-            part.ep_rank = index
-            for held in part.experts.parameters():
-                _place_of(held, index)
         self._tensor.enter(engine, layout)
-        enter_layers(engine, layout.expert)
-        _fold(engine, layout)
+        enter(engine, layout)
 
     def leave(self, engine: Any) -> None:
         """Layers hold no group of the world."""
         self._tensor.leave(engine)
-        leave_groups(engine.module)
-        _hold_groups(engine, None)
+        leave(engine)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """The sizes that DeepSpeed reads."""
@@ -143,11 +136,23 @@ def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) 
 
     block: `expert_parallel` of the configuration. LayoutError for a size that does not divide the experts of a layer.
     """
-    _convert(module, block, size, index)
+    replace_layers(module, block, size, index)
     return module
 
 
-def _convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int, listed: bool = False) -> Any:
+def replace_layers(
+    module: nn.Module,
+    block: Mapping[str, Any],
+    size: int,
+    index: int,
+    listed: bool = False,
+    each: Callable[[nn.Module], None] | None = None,
+) -> Any:
+    """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
+
+    each: called with a layer when it stands, before the next one is made. Returns which parameters replace which, if
+    listed. Errors as `convert`, and DeepSpeed's ValueError.
+    """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
 
@@ -158,13 +163,36 @@ def _convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int,
     validate_autoep_post_detection(settings, specs)
     device = next(module.parameters()).device
     with torch.device(device):
-        replaced = conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index, collect_sources=listed)
+        given: dict[str, Any] = {"collect_sources": listed, "on_moe_layer_replaced": each}
+        replaced = conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index, **given)
     for spec in specs:
         _count_from_zero(module.get_submodule(spec.moe_module_name))
     return replaced
 
 
-def _validate(config: Mapping[str, Any], layout: Layout) -> None:
+def enter(engine: Any, layout: Layout) -> None:
+    """Give layers their groups, and this rank's place among experts, also in a module that stays."""
+    index = expert_index(layout)
+    for part in layers_with_experts(engine.module):
+        part.ep_rank = index
+        for held in part.experts.parameters():
+            _place_of(held, index)
+    enter_layers(engine, layout.expert)
+    _fold(engine, layout)
+
+
+def leave(engine: Any) -> None:
+    """Let layers and engine hold no group of the world."""
+    leave_groups(engine.module)
+    _hold_groups(engine, None)
+
+
+def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
+    """The cuts of all tensors of a converted module, by name; UnsupportedError for experts that are not in order."""
+    return {name: _cut(name, held) for name, held in module.named_parameters()}
+
+
+def validate(config: Mapping[str, Any], layout: Layout) -> None:
     """ValueError, of DeepSpeed's, for a layout that it does not train with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
@@ -172,7 +200,7 @@ def _validate(config: Mapping[str, Any], layout: Layout) -> None:
     validate_autoep_config(
         parse_autoep_config({**config["expert_parallel"], "autoep_size": layout.expert}),
         world_size=layout.world_size,
-        pp_size=1,
+        pp_size=layout.pipe,
         tp_size=layout.tensor,
         sp_size=1,
         zero_stage=layout.zero_stage,
@@ -188,7 +216,7 @@ def _fold(engine: Any, layout: Layout) -> None:
 
     spec = build_folding_spec(
         world_size=layout.world_size,
-        pp_size=1,
+        pp_size=layout.pipe,
         tp_size=layout.tensor,
         ep_size=layout.expert,
         mp_mode="tp" if layout.tensor > 1 else "sp",
@@ -251,7 +279,8 @@ def _count_from_zero(layer: nn.Module) -> None:
             setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
-def _refuse_parts(model: nn.Module) -> None:
+def refuse_parts(model: nn.Module) -> None:
+    """UnsupportedError, naming the parameter, for a model that is not whole."""
     for name, held in model.named_parameters():
         if hasattr(held, "ds_id") or held.is_meta:
             where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"

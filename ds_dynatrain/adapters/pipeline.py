@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class PipelineTemplate:
 
     layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
     tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts: the boundaries that the module
-    was built with: those of as many stages, whatever the method says.
+    was built with: those of as many stages, whatever the method says. counts_all: whether a partition by parameters
+    counts all experts, and not those of a rank alone.
     """
 
     layers: tuple[Template | None, ...]
@@ -49,6 +50,7 @@ class PipelineTemplate:
     tied: Mapping[str, tuple[str, ...]]
     method: str = PARAMETERS
     parts: tuple[int, ...] = ()
+    counts_all: bool = False
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS) -> PipelineTemplate:
@@ -69,7 +71,10 @@ class PipelineTemplate:
             method.lower(),
             tuple(map(int, model.parts)),
         )
-        model._layer_specs = [_spec(spec, layer) for spec, layer in zip(specs, template.layers, strict=True)]
+        model._layer_specs = [
+            spec if layer is None else giving(spec, layer.copy)
+            for spec, layer in zip(specs, template.layers, strict=True)
+        ]
         return template
 
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
@@ -137,6 +142,19 @@ class PipelineTemplate:
         made.add_module("tied_modules", tied)
         return made
 
+    def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
+        """The same stages of other layers: `convert` alters copies of all of them, in a module as `whole`."""
+        copies = {id(layer): Template(layer.copy()) for layer in self.layers if layer is not None}
+        made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
+        convert(made)
+        found = (None if each is None else Template(self.layer_in(made, at)) for at, each in enumerate(self.layers))
+        return replace(self, layers=tuple(found), counts_all=True)
+
+    def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
+        """A layer that is no function, in a module as `whole`."""
+        key = self.keys[number]
+        return whole.get_submodule(str(number) if key is None else f"tied_modules.{key}")
+
     def _holders(self, parts: Sequence[int], key: str) -> tuple[int, ...]:
         return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
 
@@ -152,6 +170,7 @@ class PipelineTemplate:
     def _weights(self, expert: int) -> list[int]:
         """What the partition method counts each layer for, where a rank has one in `expert` of its experts."""
         if self.method == PARAMETERS:
+            expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]
         if not self.method.startswith(TYPE):
             raise LayoutError(f"no partition method {self.method!r}: use {PARAMETERS}, {UNIFORM} or {TYPE}...")
@@ -172,13 +191,17 @@ class PipelineTemplate:
         return next((size for size, found in parts if self._untrained(found) is None), 1)
 
 
-def _spec(spec: Any, layer: Template | None) -> Any:
-    """What the module builds a layer from: the user's description of it, whose layer is a copy of the template's."""
-    if layer is None:
-        return spec
+def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
+    """What the module builds a layer from: the user's description of it, with another way to make it."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
-    kept.build = layer.copy
+    kept.build = build
     return kept
+
+
+def layer_of(name: str) -> str:
+    """What the name of a parameter begins with: the number of its layer, or the key of its tie."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
 
 def _stage(parts: Sequence[int], number: int) -> int:

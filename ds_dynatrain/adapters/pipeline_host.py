@@ -11,6 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
+from torch import nn
 
 from ds_dynatrain.adapters.bf16 import count_hollow_experts
 from ds_dynatrain.adapters.compiled import compile_layers
@@ -38,6 +39,12 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         super().__init__(model=model, mpu=grid, **arguments)
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
             place(model, self.shaper.template, groups.layout, grid)
+
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        """DeepSpeed's, but that the shaper has AutoEP's layers in the module already."""
+        if self.shaper.autoep:
+            return self.shaper.autoep.take_replaced()
+        return super()._configure_expert_parallel(model, collect_sources)
 
     def compile(self, *arguments: Any, **given: Any) -> None:
         """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""

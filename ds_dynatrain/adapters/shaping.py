@@ -107,14 +107,16 @@ def shaper_of(
     member: int = 0,
     lists: Sequence[list[nn.Parameter]] = (),
     factory: ModelFactory | None = None,
+    owners: Mapping[int, int] | None = None,
 ) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
 
     From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
     parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
+    owners: see `staged.put_together`.
     """
     if is_pipeline(model):
-        return PipelineShaper(model, config, member, lists)
+        return PipelineShaper(model, config, member, lists, owners)
     if experts.is_on(config):
         return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):

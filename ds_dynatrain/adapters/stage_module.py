@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as td
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters import moe
+from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.children import Made, with_memory
 from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
 from ds_dynatrain.adapters.grid import StageGrid
-from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate
+from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate, giving, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.stage_experts import StageExperts
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout
 
@@ -24,7 +26,7 @@ from ds_dynatrain.space import AxisCuts, Layout
 class PipelineShaper:
     """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
 
-    owners: see `moe.complete`.
+    owners: see `moe.complete`. autoep: how AutoEP deals the layers' experts out, if it is on.
     """
 
     def __init__(
@@ -33,31 +35,52 @@ class PipelineShaper:
         config: Mapping[str, Any],
         member: int = 0,
         lists: Sequence[list[nn.Parameter]] = (),
+        owners: Mapping[int, int] | None = None,
     ) -> None:
-        """Take a user's model over, as `moe.complete` does, and keep a template of it.
+        """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
-        built with.
+        built with. owners: see `staged.put_together`.
         """
         method = (config.get("pipeline") or {}).get("partition", "best")
-        self.owners = moe.complete(model, member, lists)
+        self.autoep: StageExperts | None = None
+        self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method)
+        if experts.is_on(config):
+            self.autoep = StageExperts(model, self.template, config, bool(lists), owners or {})
+            self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
         if layout.tensor > 1:
             raise LayoutError(f"tensor={layout.tensor}: DeepSpeed's PipelineEngine knows no tensor axis")
-        cuts = moe.cuts_of(self.template.whole, layout.expert)
+        cuts = self.autoep.cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Nothing ahead: DeepSpeed's module builds its layers itself."""
-        return None
+        """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""
+        return Made(self.autoep.make(layout, rank)) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """The layers of this rank's stage; no random number is drawn."""
         dtype = next(held.dtype for held in root.parameters() if held.is_floating_point())
-        reshape(root, self.template, layout, layout.coordinate(td.get_rank())["pipe"], dtype)
+        rank = td.get_rank()
+        specs: Any = root._layer_specs
+        if self.autoep:
+            given: Any = self._giving(specs, (made or Made(self.autoep.make(layout, rank))).module)
+            root._layer_specs = given
+        try:
+            reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], dtype)
+        finally:
+            root._layer_specs = specs
+
+    def _giving(self, specs: Sequence[Any], whole: nn.Module) -> list[Any]:
+        """The descriptions of layers that are in `whole`."""
+        layers = (
+            None if each is None else self.template.layer_in(whole, at) for at, each in enumerate(self.template.layers)
+        )
+        pairs = zip(specs, layers, strict=True)
+        return [spec if layer is None else giving(spec, partial(_same, layer)) for spec, layer in pairs]
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """DeepSpeed's names are those of the whole model, but for numbers of experts."""
@@ -66,15 +89,36 @@ class PipelineShaper:
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The groups of layers with experts; what the engine of a stage needs is in `pipeline_host`."""
-        enter_layers(engine, layout.expert)
+        if self.autoep:
+            experts.enter(engine, layout)
+        else:
+            enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
         """Hold no group of its world, and no activation."""
+        if self.autoep:
+            experts.leave(engine)
         leave_groups(engine.module)
         engine.leave_stage()
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Nothing: the module says it."""
+        """The expert size for AutoEP; the module says all else."""
+        if self.autoep:
+            config["expert_parallel"]["autoep_size"] = layout.expert
+
+
+def complete(
+    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], owners: Mapping[int, int]
+) -> dict[int, int]:
+    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage."""
+    first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+    index = moe.complete(model, member, lists)
+    named = ((layer_of(name), held) for name, held in model.named_parameters())
+    return {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named if id(held) in index}
+
+
+def _same(layer: nn.Module) -> nn.Module:
+    return layer
 
 
 def reshape(

@@ -7,9 +7,9 @@ values, `requires_grad`, buffers. Lists of parameters, which each process has ma
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.children import without_memory
 from ds_dynatrain.adapters.meta import seeded
-from ds_dynatrain.adapters.moe import start_size
-from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.pipeline import giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.stage_module import build_layers
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 
@@ -64,7 +63,7 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
     _equal_buffers(model, owners, records)
     found = {}
     for name, held in model.named_parameters():
-        found[id(held)] = owners.get(_title(name), 0)
+        found[id(held)] = owners.get(layer_of(name), 0)
         held.requires_grad_(name not in records[found[id(held)]]["frozen"])
     return found
 
@@ -87,11 +86,6 @@ def _first_stages(model: PipelineModule) -> dict[str, int]:
     return found
 
 
-def _title(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
-
-
 def _complete(model: PipelineModule) -> None:
     """Build the layers of other stages, without values, and let go of the groups that share ties."""
     dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
@@ -101,10 +95,10 @@ def _complete(model: PipelineModule) -> None:
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied:
                 tied[spec.key] = _built(spec, number, dtype)
-            specs.append(_giving(spec, tied[spec.key]))
+            specs.append(giving(spec, partial(_same, tied[spec.key])))
         elif isinstance(spec, LayerSpec):
             here = model._modules.get(str(number))
-            specs.append(_giving(spec, _built(spec, number, dtype) if here is None else here))
+            specs.append(giving(spec, partial(_same, _built(spec, number, dtype) if here is None else here)))
         else:
             specs.append(spec)
     for tie in model.tied_comms.values():
@@ -112,8 +106,6 @@ def _complete(model: PipelineModule) -> None:
     parts, model._layer_specs, model.tied_comms = model.parts, specs, {}
     build_layers(model, [0, len(specs)], 0)
     model.parts = parts
-    if start_size(model) > 1:
-        raise UnsupportedError("layers of deepspeed.moe with ep_size above 1 in stages: build with num_stages=1")
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
@@ -124,11 +116,8 @@ def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module
     return without_memory(layer if first in (None, dtype) else layer.to(dtype))
 
 
-def _giving(spec: LayerSpec, layer: nn.Module) -> LayerSpec:
-    """The user's description of a layer that is there already."""
-    kept = copy.copy(spec)
-    kept.build = lambda *_, **__: layer
-    return kept
+def _same(layer: nn.Module) -> nn.Module:
+    return layer
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
@@ -162,7 +151,7 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
         if any(mark[:2] != marks[0][:2] for mark in marks):
             raise UnsupportedError(f"buffer {name!r} has another shape or type where another stage builds its layer")
         if any(mark != marks[0] for mark in marks):
-            td.broadcast(held, owners.get(_title(name), 0))
+            td.broadcast(held, owners.get(layer_of(name), 0))
 
 
 def _mark(held: torch.Tensor) -> list[str]:

@@ -12,7 +12,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_dynatrain.adapters import experts
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -89,8 +88,6 @@ def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a section that was not tried with pipelines."""
     if (config.get("data_efficiency") or {}).get("enabled"):
         raise practice("data_efficiency beside a pipeline").error("data_efficiency")
-    if experts.is_on(config):
-        raise practice("AutoEP in a pipeline").error("expert_parallel")
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -73,6 +73,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 "DeepSpeedEngine._apply_autotp_partitioning",
                 "DeepSpeedEngine._configure_tensor_parallel_states",
             ),
+            "deepspeed.runtime.pipe.engine": ("PipelineEngine._configure_expert_parallel",),
             "deepspeed.runtime.tensor_parallel.config": ("TPTrainingConfig",),
             "deepspeed.module_inject.auto_tp": ("groups",),
             "deepspeed.module_inject.layers": (

@@ -148,22 +148,23 @@ def _build(
     place: WorkerPlace | None,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
+    model, block = arguments["model"], settings.layout
+    pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
     entry = with_launch(settings.timeout_seconds) if place is None else with_members(place, settings)
     try:
-        said = described(own, settings)
-        if entry.record is not None:
-            layout, sizes = _of_running_job(entry.record, said)
-        else:
-            layout = _first_layout(arguments["model"], own, settings, entry.size, extras.mpu)
-            sizes = BatchSizes.of(own, layout.data)
-        own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
-        model, lists = arguments["model"], _lists(arguments)
+        lists, said = _lists(arguments), described(own, settings)
         if entry.elastic is not None:
             refuse_cut(model)
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
+        if entry.record is not None:
+            layout, sizes = _of_running_job(entry.record, said)
+        else:
+            layout = _first_layout(model, own, settings, entry.size, extras.mpu, pipe)
+            sizes = BatchSizes.of(own, layout.data)
+        own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
         features = features_of(model, own, extras.mpu)
-        shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory)
+        shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory, owners)
         incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
         records = _introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
@@ -288,13 +289,15 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
         engine.close()
 
 
-def _first_layout(model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any) -> Layout:
+def _first_layout(
+    model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any, pipe: int
+) -> Layout:
+    """model: with all its layers, if it was built in stages; pipe: how many."""
     block = settings.layout
     named = set() if block is None else block.model_fields_set
     sequence = first_size(mpu, own.get("sequence_parallel_size"))
     expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
     tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
-    pipe = start_stages(model, block.pipe if block is not None and "pipe" in named else None)
     if block is None:
         wide = pipe * sequence * tensor
         if processes % wide:

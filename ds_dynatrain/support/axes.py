@@ -85,6 +85,7 @@ CORRECTED: tuple[Rule, ...] = (
         ("pipe",),
         stages=(1,),
     ),
+    Rule((PIPELINE, EXPERTS), "raises if a stage has no experts", ("pipe",)),
     Rule(
         (ULYSSES,),
         "gradients are the mean over sequence ranks, in the other stages the sum",

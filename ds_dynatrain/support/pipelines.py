@@ -61,11 +61,10 @@ PIPELINES = (
     ),
     Row(
         "AutoEP in a pipeline",
-        Verdict.AT_START,
-        "DeepSpeed converts each stage by itself, and trains only where every stage has experts; a switch does not "
-        "follow it",
-        "build the layers with deepspeed.moe.layer.MoE, whose stages change",
-        proof="tests/engine/test_pipeline_experts.py::test_what_cannot_be_is_refused",
+        Verdict.NOTE,
+        "with a moe_layer_pattern for names as 3.mlp, of a layer's number in the whole model; a stage may be without "
+        "experts: see [pipelines](pipeline.md)",
+        proof="tests/engine/test_pipeline_autoep.py::test_walks",
     ),
     Row(
         "engine.compile of a pipeline",

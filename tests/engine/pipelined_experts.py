@@ -1,18 +1,19 @@
-"""A `PipelineModule` with layers of `deepspeed.moe` in two of its four layers, as a subject of `axis_walks`."""
+"""Pipelines with experts in two of their layers, of `deepspeed.moe` or under AutoEP, as subjects of `axis_walks`."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynatrain.space import Layout
 from tests.engine import oracle, pipelines
 from tests.engine.axis_walks import Subject
-from tests.engine.models import Sequences, decay_groups
+from tests.engine.models import Block, Sequences, decay_groups
 
 LOCAL = re.compile(r"(\d+)(.*deepspeed_experts\.)(\d+)(\..*)")
 COUNTS = {"1": 4, "3": 8}
@@ -66,3 +67,60 @@ def one_step(engine: Any, batch: Any) -> float:
 def subject() -> Subject:
     """Clipping bites."""
     return Subject(model, Sequences, places, {"gradient_clipping": 0.1}, one_step, groups=groups)
+
+
+# ---- AutoEP ---------------------------------------------------------------------------------------------------------
+
+WIDTH = 16
+"""torch's grouped product wants a multiple of 16 bytes."""
+AUTOEP = {"enabled": True, "preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp", "top_k": 2}
+
+
+class Mixture(nn.Module):
+    """A norm and Mixtral's layer of experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        modeling = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+        shape = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": experts}
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = modeling.MixtralSparseMoeBlock(modeling.MixtralConfig(**shape, num_experts_per_tok=2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        fed: torch.Tensor = self.mlp(self.norm(hidden))
+        return hidden + fed
+
+
+def mixture(stages: int = 1) -> PipelineModule:
+    """Layers of 4 and 8 experts between others, the same on every rank; with three and four stages one has none."""
+    layers = [
+        TiedLayerSpec("words", pipelines.Words, WIDTH),
+        LayerSpec(Mixture, COUNTS["1"]),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        LayerSpec(Mixture, COUNTS["3"]),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        LayerSpec(Block, WIDTH, 21, 0.0),
+        TiedLayerSpec("words", pipelines.Words, WIDTH, forward_fn=pipelines.logits),
+    ]
+    made = PipelineModule(layers, num_stages=stages, loss_fn=pipelines.loss, partition_method="uniform")
+    for name, held in made.named_parameters():
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        held.data = torch.randn(held.shape, generator=generator) * 0.2
+    return made
+
+
+def stacked(engine: Any) -> dict[str, oracle.Place]:
+    """Where the stacks of this rank's experts lie in those of all."""
+    size = engine.layout.expert
+    index = engine.layout.coordinate(engine.rank)["data"] % size
+    return {
+        name: oracle.Place(name, torch.arange(held.numel()) + index * held.numel(), size * held.numel())
+        for name, held in engine.module.named_parameters()
+        if name.endswith(("experts.w1", "experts.w2", "experts.w3"))
+    }
+
+
+def autoep(**block: Any) -> Subject:
+    """Clipping bites; `block` is merged over what the user says of AutoEP."""
+    settings = {"gradient_clipping": 0.1, "expert_parallel": {**AUTOEP, **block}}
+    return Subject(mixture, Sequences, stacked, settings, one_step, groups=groups)

@@ -67,6 +67,7 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "deepspeed.moe": native,
     "PipelineModule": pipelined,
     "PipelineModule of deepspeed.moe": pipelined_experts.subject,
+    "PipelineModule under AutoEP": pipelined_experts.autoep,
     "Ulysses": sgd,
 }
 """By the names of `transitions.TABLE`."""

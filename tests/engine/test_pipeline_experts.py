@@ -59,9 +59,9 @@ def furthest(seen: Sequence[list[float] | None], expected: list[float]) -> float
 
 
 def test_every_layout_computes_the_same(pool: RankPool) -> None:
-    """Several micro-batches a step; also from a model that was built for two ranks' experts, or in stages."""
+    """Several micro-batches a step; also from a model that was built for two ranks' experts, or in stages, or both."""
     expected = pool.run(trained, layout=at(1, 1, 1, 0))[0]
-    for layout, size, stages in ((at(2, 2, 2, 0), 1, 1), (at(2, 2, 2), 2, 1), (at(4, 1), 1, 4)):
+    for layout, size, stages in ((at(2, 2, 2, 0), 1, 1), (at(2, 2, 2), 2, 1), (at(2, 2, 2), 2, 2), (at(4, 1), 1, 4)):
         assert furthest(pool.run(trained, layout=layout, size=size, stages=stages), expected) <= 1e-6, layout
 
 
@@ -76,10 +76,6 @@ def errors() -> None:
     dense = PipelineShaper(pipelines.pipeline("tied"), {})
     with pytest.raises(LayoutError, match="expert=2: the model has no experts"):
         dense.cuts(at(2, 2, 2))
-    autoep = {**axis_walks.configured(subject(), "fp32", at(2, 2)), "expert_parallel": {"enabled": True}}
-    with pytest.raises(UnsupportedError, match=r"^expert_parallel: .* where every stage has experts"):
-        with jobs.job(autoep, model(), groups=False):
-            pass
     tied = [TiedLayerSpec("both", pipelines.RoutedBlock, 4, 1), LayerSpec(nn.Linear, pipelines.WIDTH, pipelines.WIDTH)]
     with pytest.raises(UnsupportedError, match=r"tied_modules\.both has a layer of deepspeed\.moe"):
         PipelineTemplate.of(PipelineModule([*tied, tied[0]], num_stages=1, loss_fn=pipelines.loss))

@@ -98,6 +98,16 @@ TABLE: Mapping[str, Rows] = {
         ),
         left_out=dict.fromkeys(("d3e3z0", "d3e3z1"), "the layers have 4 and 8 experts"),
     ),
+    "PipelineModule under AutoEP": Rows(
+        frozenset({PIPELINE, EXPERTS}),
+        ("pipe", "data", "expert"),
+        first=("p2d2e2z1 > d4e4z1 > p2d2z1 > d4e2z1", "p2d2e2z0 > d2e2z1"),
+        others=(
+            "d2e2z1 > p4z1 > d4e2z0 > p3z0 > p2z0 > d4e2z1 > z1 > p2d2z0 > p4z0 > d4e4z1 > p3z1 > p2d2e2z1 > p2d2e2z0",
+            "p2d2e2z0 > d4z0 > d3z0 > z0 > p2d2z1 > d2z0 > d2e2z0 > p2z1 > d4e4z0 > d2z1 > d4z1 > d3z1",
+        ),
+        left_out=dict.fromkeys(("d3e3z0", "d3e3z1"), "the layers have 4 and 8 experts"),
+    ),
     "Ulysses": Rows(
         frozenset({ULYSSES}),
         ("data", "sequence"),
