@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
     "transformers experts": (frozenset({EXPERTS}), ("data", "expert", "tensor")),
     "native experts": (frozenset({NATIVE_EXPERTS}), ("data", "expert", "tensor")),
     "pipeline of native experts": (frozenset({PIPELINE, NATIVE_EXPERTS}), ("pipe", "data", "expert")),
+    "pipeline of transformers experts": (frozenset({PIPELINE, EXPERTS}), ("pipe", "data", "expert")),
     "ulysses": (frozenset({ULYSSES}), ("data", "sequence", "tensor")),
     "ulysses with native experts": (frozenset({ULYSSES, NATIVE_EXPERTS}), ("data", "expert", "sequence")),
 }

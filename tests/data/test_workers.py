@@ -136,7 +136,7 @@ from tests.data.fakes import Job, Member
 signal.signal(signal.SIGTERM, lambda *_: print("told to go", flush=True))
 source = Source.build(list(range(64)), num_workers=2, shuffle=False)
 turning = iter(TrainLoader(source, Member(Job([0], 4, 4), 0)))
-print("began with", next(turning), flush=True)
+print("began with", [next(turning) for _ in range(2)], flush=True)  # one of each worker: both have started
 sys.stdin.readline()
 print("ended with", [next(turning) for _ in range(12)][-1], flush=True)
 """
