@@ -53,7 +53,9 @@ class Host:
         asyncio.run(self._serve())
 
     def start(self) -> None:
-        """Serve in a thread."""
+        """Serve in a thread. Imports torch first: two threads that import it at once break it."""
+        from ds_dynatrain.elastic import store  # noqa: F401
+
         self._thread.start()
         self._is_up.wait()
 
