@@ -58,8 +58,8 @@ def settings(dtype: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "name", "path", "model"),
     [
-        ("bf16", "aligned", FLAT, {}),
-        ("fp32", "round robin", ACROSS, {}),
+        pytest.param("bf16", "aligned", FLAT, {}, marks=pytest.mark.full),
+        pytest.param("fp32", "round robin", ACROSS, {}, marks=pytest.mark.full),
         ("bf16", "both", ACROSS, WIDE),
         pytest.param("fp32", "both", FLAT, WIDE, marks=pytest.mark.full),
     ],

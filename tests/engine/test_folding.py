@@ -48,6 +48,7 @@ ACROSS = [
 ]
 
 
+@pytest.mark.full
 def test_walk(pool: RankPool) -> None:
     """With experts in groups that only tensor ranks can fill; `transitions` has others."""
     axis_walks.compare(pool, autoep, ACROSS)

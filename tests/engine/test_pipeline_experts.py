@@ -27,7 +27,10 @@ WALKS: dict[str, tuple[Layout, ...]] = {
 }
 
 
-@pytest.mark.parametrize("title", WALKS)
+@pytest.mark.parametrize(
+    "title",
+    [title if number == 0 else pytest.param(title, marks=pytest.mark.full) for number, title in enumerate(WALKS)],
+)
 def test_walks(pool: RankPool, title: str) -> None:
     axis_walks.compare(pool, subject, WALKS[title])
 
