@@ -1,7 +1,7 @@
 """The `dynatrain` block of a DeepSpeed configuration: its keys, their types and units, and what is wrong with a block.
 
-Nothing is converted and nothing is ignored: a misspelled key or a "2" for a 2 is an error that names the key. Keys of
-later versions are known here and refused by name, so that nobody relies on a setting that does nothing.
+Nothing is converted and nothing is ignored: a misspelled key or a "2" for a 2 is an error that names the key. A value
+that is not there yet is known here and refused by name, so that nobody relies on a setting that does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 BLOCK = "dynatrain"
-LATER_KEYS: tuple[str, ...] = ()
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
@@ -131,7 +130,7 @@ class DynatrainConfig(_Block):
         """Return the block of a DeepSpeed configuration, or `None` where there is no block (or no configuration).
 
         Raises `ConfigError` for a file that cannot be read, an unknown key or a wrong value, and `UnsupportedError`
-        for a key or value that a later version brings.
+        for a value that is not there yet.
         """
         return None if config is None else split_config(config)[1]
 
@@ -203,9 +202,6 @@ def _validated(block: object) -> DynatrainConfig:
     """Return the checked block; the first thing that is wrong with it is the error."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({_type_name(block)})")
-    later = [key for key in LATER_KEYS if key in block]
-    if later:
-        raise UnsupportedError(f"{BLOCK}.{later[0]}: comes in a later version; remove the key for now")
     try:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:
@@ -246,10 +242,10 @@ def _unknown_key(where: str, valid: list[str]) -> str:
 
 
 def _refuse_later_values(block: DynatrainConfig) -> None:
-    """Raise `UnsupportedError` for a value that a later version brings."""
+    """Raise `UnsupportedError` for a value that is not there yet."""
     if block.safety == "lean":
         raise UnsupportedError(
-            f'{BLOCK}.safety: "lean" needs a checkpoint that a later version brings; use "rollback" for now'
+            f'{BLOCK}.safety: "lean" needs a checkpoint of the very step, which no switch writes yet; use "rollback"'
         )
 
 

@@ -6,6 +6,7 @@ import importlib
 import re
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -124,3 +125,12 @@ def autoep(**block: Any) -> Subject:
     """Clipping bites; `block` is merged over what the user says of AutoEP."""
     settings = {"gradient_clipping": 0.1, "expert_parallel": {**AUTOEP, **block}}
     return Subject(mixture, Sequences, stacked, settings, one_step, groups=groups)
+
+
+WALKS: dict[str, tuple[Layout, ...]] = {
+    "every axis at once": (at(2, 2, 2), at(1, 4, 4), at(2, 1), at(1, 2, 2), at(2, 2), at(2, 2, 2)),
+    "stages without experts": (at(4, 1), at(1, 4, 2), at(3, 1), at(2, 2, 2), at(4, 1)),
+    "without ZeRO": (at(2, 2, 2, 0), at(1, 4, 4), at(3, 1, 1, 0), at(1, 4, 2, 0), at(2, 2, 1, 0), at(2, 2, 2)),
+}
+"""For experts of either kind; the table of transitions has the same changes, so the first one does for a short run."""
+TITLES = [title if number == 0 else pytest.param(title, marks=pytest.mark.full) for number, title in enumerate(WALKS)]

@@ -17,20 +17,11 @@ from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, pipelines
 from tests.engine.models import Sequences
-from tests.engine.pipelined_experts import at, model, subject, whole_name
+from tests.engine.pipelined_experts import TITLES, WALKS, at, model, subject, whole_name
 from tests.engine.pool import RankPool
 
-WALKS: dict[str, tuple[Layout, ...]] = {
-    "every axis at once": (at(2, 2, 2), at(1, 4, 4), at(2, 1), at(1, 2, 2), at(2, 2), at(2, 2, 2)),
-    "stages without experts": (at(4, 1), at(1, 4, 2), at(3, 1), at(2, 2, 2), at(4, 1)),
-    "without ZeRO": (at(2, 2, 2, 0), at(1, 4, 4), at(3, 1, 1, 0), at(1, 4, 2, 0), at(2, 2, 1, 0), at(2, 2, 2)),
-}
 
-
-@pytest.mark.parametrize(
-    "title",
-    [title if number == 0 else pytest.param(title, marks=pytest.mark.full) for number, title in enumerate(WALKS)],
-)
+@pytest.mark.parametrize("title", TITLES)
 def test_walks(pool: RankPool, title: str) -> None:
     axis_walks.compare(pool, subject, WALKS[title])
 
