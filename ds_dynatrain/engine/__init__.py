@@ -13,8 +13,7 @@
 | `control`, `liveness` | the notice board, and who is still there |
 | `feasible` | what is refused when it is asked for |
 | `summary` | the event of a switch |
-| `entry`, `description`, `surroundings` | how a process comes into a job; what is alike on all; what is around it |
-| `elastic`, `roll`, `policy` | members that come and go: what is heard; numbers; which layout for so many |
-| `changes`, `change`, `leading` | what follows from it at a boundary |
-| `forming`, `survival`, `voiding` | after a failure: a new world, what is left of the state, the call that it came in |
+| `surroundings` | what a member has around it in the present generation |
+| `members/` | processes that come into a job, leave it, or die |
+| `checkpoints/` | universal checkpoints of an engine |
 """

@@ -29,16 +29,16 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.description import plain_part
-from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.liveness import Heartbeat, ended_in_error, post_end
+from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.voiding import Window, needs_peers, surviving
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
-from ds_dynatrain.engine.restore import Restored
-from ds_dynatrain.engine.saving import PendingSave, Saver
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import OnIdle, OnSwitch, Switcher
-from ds_dynatrain.engine.voiding import Window, needs_peers, surviving
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace

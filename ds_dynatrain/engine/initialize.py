@@ -37,13 +37,13 @@ from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.description import described, differing_key, differing_parameter
-from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.engine import DynatrainEngine, Job
-from ds_dynatrain.engine.entry import Entry, node, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.entry import Entry, node, stand_alone, with_launch, with_members
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
-from ds_dynatrain.engine.roll import Roll
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.engine.switcher import OnIdle

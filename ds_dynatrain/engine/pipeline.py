@@ -10,7 +10,7 @@ import torch
 from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.voiding import surviving
+from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.errors import DataError
 
 

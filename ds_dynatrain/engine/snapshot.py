@@ -12,8 +12,8 @@ from ds_dynatrain.checkpoint import HostMemory, Record, Share, record, shares_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.checkpoints.rests import packed
 from ds_dynatrain.engine.encoding import encode, fingerprint
-from ds_dynatrain.engine.rests import packed
 from ds_dynatrain.errors import CheckpointError
 
 if TYPE_CHECKING:

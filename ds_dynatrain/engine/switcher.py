@@ -23,17 +23,18 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, restore, streams
+from ds_dynatrain.engine import agreement, feasible, registration, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
-from ds_dynatrain.engine.changes import Changes
+from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.fallback import Fallback
+from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.elastic import Boards
-from ds_dynatrain.engine.fallback import Fallback
 from ds_dynatrain.engine.liveness import Watch
+from ds_dynatrain.engine.members.changes import Changes
+from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.restore import Restored
-from ds_dynatrain.engine.saving import PendingSave
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Outcome, Transaction
 from ds_dynatrain.errors import SwitchRefused, WorldChanged

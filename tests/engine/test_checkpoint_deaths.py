@@ -13,8 +13,8 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.engine.restore import _Restoration
-from ds_dynatrain.engine.saving import _Saving
+from ds_dynatrain.engine.checkpoints.restore import _Restoration
+from ds_dynatrain.engine.checkpoints.saving import _Saving
 from ds_dynatrain.errors import CheckpointError, MemberMissing
 from tests.engine import jobs
 from tests.engine.pool import Died, RankPool

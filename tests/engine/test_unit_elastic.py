@@ -9,9 +9,9 @@ import pytest
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.engine.policy import rule_of
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.policy import rule_of
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.errors import WorldChanged
 
 MEMBERS = ("a/0", "b/0", "c/0")

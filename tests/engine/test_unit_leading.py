@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.engine import leading
-from ds_dynatrain.engine.leading import WITH_NEWCOMERS, Leader
-from ds_dynatrain.engine.policy import Rule, rule_of
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members import leading
+from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
+from ds_dynatrain.engine.members.policy import Rule, rule_of
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.description import described, differing_key, differing_parameter, plain_part
-from ds_dynatrain.engine.policy import choose, rule_of
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter, plain_part
+from ds_dynatrain.engine.members.policy import choose, rule_of
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ds_dynatrain.engine.survival import Source, Survivor, whole_state
+from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
 from ds_dynatrain.space import Layout
 
 

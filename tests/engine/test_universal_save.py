@@ -13,7 +13,7 @@ import torch
 
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.checkpoint import Saved
-from ds_dynatrain.engine.restore import restore
+from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle

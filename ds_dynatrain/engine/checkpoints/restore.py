@@ -25,13 +25,13 @@ from ds_dynatrain.adapters.worlds import World, install
 from ds_dynatrain.checkpoint import Reader, Saved, folder
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import feasible, streams
-from ds_dynatrain.engine.accord import agree, gather_living
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import side_digests, whole_digests
+from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
+from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
 from ds_dynatrain.engine.encoding import decode, fingerprint
-from ds_dynatrain.engine.rests import rest_for, streams_for
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 

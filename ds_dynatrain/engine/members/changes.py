@@ -18,11 +18,11 @@ import torch.distributed as td
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.change import Change
-from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.engine.forming import Forming
-from ds_dynatrain.engine.leading import WITH_NEWCOMERS, Leader
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.forming import Forming
+from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger

@@ -10,18 +10,18 @@ import torch.distributed as td
 from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine import restore
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.change import Change
-from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
 from ds_dynatrain.engine.surroundings import Surroundings
-from ds_dynatrain.engine.survival import Source, Survivor, whole_state
 from ds_dynatrain.errors import ElasticError, WorldChanged
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
-    from ds_dynatrain.engine.changes import Changes
     from ds_dynatrain.engine.engine import DynatrainEngine
+    from ds_dynatrain.engine.members.changes import Changes
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5

@@ -10,8 +10,8 @@ import torch.distributed as td
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.elastic import Boards, Elastic
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.elastic import Boards, Elastic
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
 
 REOPEN_SECONDS = 0.5

@@ -18,9 +18,9 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.elastic import Boards, Elastic
-from ds_dynatrain.engine.policy import rule_of
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.elastic import Boards, Elastic
+from ds_dynatrain.engine.members.policy import rule_of
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger

@@ -17,8 +17,8 @@ from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.world import World, node_of
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.policy import Rule
-from ds_dynatrain.engine.roll import Roll
+from ds_dynatrain.engine.members.policy import Rule
+from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
 from ds_dynatrain.errors import WorldChanged
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.change import Change
-from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.engine.policy import choose
+from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.policy import choose
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout

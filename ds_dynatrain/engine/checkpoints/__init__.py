@@ -1,0 +1,9 @@
+"""Universal checkpoints of an engine: `ds_dynatrain.checkpoint` has the files, this has the state that goes in and out.
+
+| file | what it does |
+|---|---|
+| `saving`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
+| `rests` | what belongs to single ranks |
+| `fallback` | saves that the engine makes by itself |
+| `accord` | one answer for all members to a call that each of them makes |
+"""
