@@ -2,7 +2,7 @@
 
 | file | what it does |
 |---|---|
-| `saving`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
+| `saving`, `snapshot`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
 | `rests` | what belongs to single ranks |
 | `fallback` | saves that the engine makes by itself |
 | `accord` | one answer for all members to a call that each of them makes |

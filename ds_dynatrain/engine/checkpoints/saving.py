@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
+from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.snapshot import Snapshot
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.report import logger
 
