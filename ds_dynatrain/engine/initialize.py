@@ -37,8 +37,10 @@ from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.engine import DynatrainEngine, Job
+from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.forward import OptimizerForwarder
+from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry, node, stand_alone, with_launch, with_members
@@ -247,7 +249,7 @@ def _engine_of(
         incoming.held.clear()
     elif not whole:
         try:
-            engine.take_in(incoming, space)
+            take_in(engine, incoming, space)
         except BaseException:
             engine.let_module_go()
             launch.install()

@@ -1,0 +1,74 @@
+"""Calls that save and load."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.saving import PendingSave
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+
+
+class CheckpointCalls(EngineCore):
+    """Checkpoints of any layout, and DeepSpeed's own."""
+
+    def save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Path:
+        """Save all state into a folder of checkpoints, as one that any layout and any world can load.
+
+        Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
+        folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
+        `latest` names it from then on. Returns the checkpoint's own folder.
+
+        CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
+        can go on.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        return self._switcher.save(path, tag, self._window_is_open)
+
+    def start_save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> PendingSave:
+        """`save_universal` in the background: the step waits for a copy in host memory, and a thread writes.
+
+        The copy takes as much memory as this member writes, and is kept for the next one. `wait()` of the result gives
+        the folder, or raises why there is none; a boundary that finds it failed logs the error. Another save, a load
+        and the end of the engine wait for it.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        return self._switcher.start_save(path, tag, self._window_is_open)
+
+    def load_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Restored:
+        """Go on from a checkpoint of `save_universal`, whatever layout and world it was saved in, in the present one.
+
+        Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
+        default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
+        objects of `carry`; a loader or object that is made later gets its own then. An iterator over a loader goes on
+        from the position that was loaded.
+
+        CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
+        was saved: training goes on as before the call.
+        """
+        if self.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self.saver.settle()
+        return self._switcher.load(path, tag, self._window_is_open)
+
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's. On a member that joined a running job it loads nothing, and returns what the job's own call did.
+
+        Of the client state it returns what JSON has a word for.
+        """
+        elastic = self.job.elastic
+        if elastic is None:
+            return super().load_checkpoint(*arguments, **named)
+        if elastic.is_newcomer:
+            logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
+            return tuple(elastic.loaded) if elastic.loaded else (None, {})
+        result = super().load_checkpoint(*arguments, **named)
+        elastic.loaded = [plain_part(part) for part in result]
+        return result

@@ -1,0 +1,66 @@
+"""The end of the script: the others are told, and the process groups are taken down."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import ended_in_error, post_end
+
+SEE_OFF_SECONDS = 5.0
+
+
+class EndingCalls(EngineCore):
+    """How an engine ends."""
+
+    def destroy(self) -> None:
+        """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
+        self._end_job()
+        super().destroy()
+        if "_gradients" in self.__dict__:
+            self.let_module_go()
+
+    def close(self) -> None:
+        """End of the script: tell the others, and take the process groups down while they can still answer."""
+        if self._end_job() and self.job.elastic is None and self.control.member == 0:
+            self._see_idle_members_off()
+        if td.is_initialized():
+            td.destroy_process_group()
+
+    def _end_job(self) -> bool:
+        """Leave the world and stand in the launch group again; False if that was done before."""
+        if not self.__dict__.get("_is_open", False):
+            return False
+        self._is_open = False
+        try:
+            self.saver.settle()
+            post_end(self.control)
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            self._switcher.close()
+            self.surroundings.background.see_buried()
+            self.close_loaders()
+            if self.job.claims is not None:
+                self.job.claims.erase(f"open/{self.control.member}")
+        except RuntimeError:  # the store is gone: there is nobody left to tell
+            pass
+        if self.job.elastic is not None:
+            self.job.elastic.member.stop(has_ended=not ended_in_error())
+        if self.world is not None:
+            self.shaper.leave(self)
+            self.control.bury(drop(self.world))
+            self.world = None
+        self.launch.install()
+        self.control.see_buried()
+        return True
+
+    def _see_idle_members_off(self) -> None:
+        """The store may live in this process: idle members read their release from it before it goes."""
+        waiting = [member for member in self.candidates.members if member not in self.members]
+        deadline = time.monotonic() + SEE_OFF_SECONDS
+        while waiting and time.monotonic() < deadline:
+            waiting = [member for member in waiting if not self.control.all_posted("left", [member])]
+            time.sleep(0.02)
