@@ -45,11 +45,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 # What torch says of its own deprecations would stand in the progress bar, once a rank.
 demo: export PYTHONWARNINGS ?= ignore
-demo: $(STAMP)  ## train a GPT with plain DeepSpeed, then with two live switches, and plot both
+demo: $(STAMP)  ## train a GPT with plain DeepSpeed, with two live switches, and on nodes that come and go
 	rm -rf $(DEMO_OUT)
 	$(TORCHRUN) --nproc-per-node=2 examples/$(STATIC) --out $(DEMO_OUT) $(ARGS)
 	$(TORCHRUN) --nproc-per-node=4 examples/train_gpt.py --schedule "$(SCHEDULE)" --out $(DEMO_OUT) $(ARGS)
-	@echo "The plot of both runs: $(DEMO_OUT)/losses.png"
+	@echo "The plot of both runs: $(DEMO_OUT)/losses.png. Now nodes that come, go and die:"
+	$(BIN)/python examples/elastic/nodes.py --out $(DEMO_OUT)/elastic
 
 test: $(STAMP)  ## run the tests, the long sets apart
 	$(BIN)/python -m pytest $(ARGS)

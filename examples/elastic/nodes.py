@@ -1,0 +1,145 @@
+"""Nodes of `train.py` come and go on this machine: two start, one joins, one leaves by SIGTERM, one is killed.
+
+python examples/elastic/nodes.py --out build/elastic
+
+Says what happens and what it costs: the time without a step, beyond that of a usual one, and the steps made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SCRIPT = Path(__file__).with_name("train.py")
+STEPS_BETWEEN = 30
+LONGEST_SECONDS = 300.0
+LEFT_SECONDS = 30.0
+
+Row = dict[str, Any]
+
+
+class Nodes:
+    """A coordinator, and agents of torchrun, each of which would be started on a machine of its own."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.coordinator = self._run("coordinator", "ds_dynatrain.cli", "coordinator", self.endpoint, "--nnodes=1:4")
+
+    def start(self, name: str) -> None:
+        """Start a node with one worker; what it prints goes into OUT/NAME.log."""
+        options = ["--nnodes=1:4", "--nproc-per-node=1", "--rdzv-backend=dynatrain"]
+        options += [f"--rdzv-endpoint={self.endpoint}", "--rdzv-conf=is_host=0"]
+        self.agents[name] = self._run(
+            name, "torch.distributed.run", *options, str(SCRIPT), "--steps=100000", f"--out={self.out}"
+        )
+
+    def _run(self, name: str, *module: str) -> subprocess.Popen[bytes]:
+        with (self.out / f"{name}.log").open("wb") as log:
+            return subprocess.Popen([sys.executable, "-m", *module], stdout=log, stderr=log)
+
+    def rows(self) -> list[Row]:
+        """The steps that were made, one line each."""
+        file = self.out / "steps.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait(self, what: str, holds: Callable[[list[Row]], bool]) -> list[Row]:
+        """The steps, once this is true of them; RuntimeError if a node that should train has ended, or never."""
+        end = time.monotonic() + LONGEST_SECONDS
+        while time.monotonic() < end:
+            if holds(rows := self.rows()):
+                return rows
+            if any(agent.poll() for name, agent in self.agents.items()):
+                break
+            time.sleep(0.1)
+        raise RuntimeError(f"{what}: it did not come; what the nodes have printed is in {self.out}/*.log")
+
+    def settle(self, members: int, after: int = 0) -> list[Row]:
+        """The steps, once so many members have made `STEPS_BETWEEN` of them; `after`: steps that do not count."""
+
+        def holds(rows: list[Row]) -> bool:
+            return len(rows) >= after + STEPS_BETWEEN and all(
+                row["members"] == members for row in rows[-STEPS_BETWEEN:]
+            )
+
+        return self.wait(f"a world of {members}", holds)
+
+    def end(self) -> None:
+        """End everything."""
+        (self.out / "stop").touch()
+        for process in (*self.agents.values(), self.coordinator):
+            try:
+                process.wait(LEFT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def cost(rows: list[Row], before: int) -> tuple[float, int]:
+    """(milliseconds without a step beyond a usual one, steps made again) at the change after `before` steps."""
+    change = next(i for i in range(before, len(rows)) if rows[i]["members"] != rows[before - 1]["members"])
+    gaps = [after["time"] - one["time"] for one, after in pairwise(rows)]
+    usual = median(gaps[max(change - STEPS_BETWEEN, 0) : change - 1])
+    again = rows[change - 1]["step"] + 1 - rows[change]["step"]
+    return 1e3 * (gaps[change - 1] - usual), again
+
+
+def story(nodes: Nodes, console: Console) -> Table:
+    """What happens, told while it does; the table of what it has cost."""
+    table = Table("what happened", "members", "layout", "pause", "steps made again")
+    console.print("nodes A and B start")
+    nodes.start("A")
+    nodes.start("B")
+    rows = nodes.settle(2)
+    events: list[tuple[str, int, Callable[[], None]]] = [
+        ("node C joins", 3, lambda: nodes.start("C")),
+        ("node B gets SIGTERM", 2, lambda: nodes.agents.pop("B").send_signal(signal.SIGTERM)),
+        ("node C is killed", 1, lambda: nodes.agents.pop("C").kill()),
+    ]
+    for what, members, happen in events:
+        before, was = len(rows), rows[-1]["members"]
+        console.print(f"step {rows[-1]['step']}, loss {rows[-1]['loss']:.3f}: {what}")
+        happen()
+        rows = nodes.settle(members, before)
+        milliseconds, again = cost(rows, before)
+        console.print(f"  {was} members -> {members}, {milliseconds:.0f} ms without a step")
+        table.add_row(what, f"{was} -> {members}", rows[-1]["layout"], f"{milliseconds:.0f} ms", str(again))
+    return table
+
+
+def main() -> None:
+    """Play it through in an empty folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/elastic"), help="folder for all files")
+    out: Path = parser.parse_args().out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        parser.error(f"{out} is not empty: give another folder, or remove it")
+    nodes, console = Nodes(out), Console(highlight=False)
+    try:
+        table = story(nodes, console)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    finally:
+        nodes.end()
+    console.print(table)
+    console.print("The process on node A was the same from the beginning to the end.")
+
+
+if __name__ == "__main__":
+    main()
