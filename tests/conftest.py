@@ -8,12 +8,30 @@ import pytest
 
 from ds_dynatrain.adapters.versions import present
 from tests.engine.pool import RankPool
-from tests.ops import build
+from tests.ops import Builds
 
 RANKS = 4
 NEWEST_ALONE = ["adapters/test_tensor.py", "adapters/test_experts.py"]
 """Of the core, what DeepSpeed 0.18 does not have: a description of what AutoTP cuts, and AutoEP."""
 collect_ignore = [] if present().has_autotp else NEWEST_ALONE
+
+
+OPERATORS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "cpu_lion": "CPULionBuilder"}
+"""What DeepSpeed compiles, by the fixture that a test asks for it with."""
+BUILDS = pytest.StashKey[Builds]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin to compile what the tests will need."""
+    wanted = {name for item in session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
+    builders = [builder for fixture, builder in OPERATORS.items() if fixture in wanted]
+    session.config.stash[BUILDS] = Builds([] if session.config.option.collectonly else builders)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave out what is not needed any more."""
+    if builds := session.config.stash.get(BUILDS, None):
+        builds.stop()
 
 
 def pytest_report_header() -> str | None:
@@ -30,18 +48,18 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def fused_adam() -> None:
+def fused_adam(request: pytest.FixtureRequest) -> None:
     """DeepSpeed's FusedAdam, which a configuration without `torch_adam` means, is compiled."""
-    build("FusedAdamBuilder")
+    request.config.stash[BUILDS].wait(OPERATORS["fused_adam"])
 
 
 @pytest.fixture(scope="session")
-def cpu_adam() -> None:
+def cpu_adam(request: pytest.FixtureRequest) -> None:
     """DeepSpeedCPUAdam, which offload means, is compiled."""
-    build("CPUAdamBuilder")
+    request.config.stash[BUILDS].wait(OPERATORS["cpu_adam"])
 
 
 @pytest.fixture(scope="session")
-def cpu_lion() -> None:
+def cpu_lion(request: pytest.FixtureRequest) -> None:
     """DeepSpeedCPULion is compiled."""
-    build("CPULionBuilder")
+    request.config.stash[BUILDS].wait(OPERATORS["cpu_lion"])

@@ -1,8 +1,8 @@
 """DeepSpeed's compiled operators: built once, before any rank asks for one.
 
 DeepSpeed compiles an operator at its first use, under a lock file that a killed process leaves behind; so the test
-process has it built first, into a folder that only tests use. About a minute each on a fresh machine, nothing
-afterwards.
+process has it built first, into a folder that only tests use: beside the first tests, which keep one core busy. About a
+minute each on a fresh machine, nothing afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,31 @@ FOLDER = Path(__file__).parents[1] / "build" / "torch_extensions"
 BUILD = "from deepspeed.accelerator import get_accelerator as g; g().create_op_builder('{}').load(verbose=False)"
 
 
-def build(builder: str) -> None:
-    """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds; skip the test where that cannot be."""
+class Builds:
+    """Operators that are being built, one after the other, in the background."""
+
+    def __init__(self, builders: Iterable[str]) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._futures: dict[str, Future[None]] = {}
+        for builder in builders:
+            self._begin(builder)
+
+    def wait(self, builder: str) -> None:
+        """Until `builder` is through; skips the test where nothing can be compiled."""
+        self._begin(builder).result()
+
+    def _begin(self, builder: str) -> Future[None]:
+        if builder not in self._futures:
+            self._futures[builder] = self._thread.submit(_build, builder)
+        return self._futures[builder]
+
+    def stop(self) -> None:
+        """Begin no other one."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _build(builder: str) -> None:
+    """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds."""
     if shutil.which("c++") is None:
         pytest.skip(f"{builder}: DeepSpeed compiles it at first use, and there is no C++ compiler")
     subprocess.run(
