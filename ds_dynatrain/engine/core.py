@@ -104,9 +104,9 @@ class EngineCore(HostEngine):
         return self.world.generation if self.world is not None else self._switcher.attempt
 
     @property
-    def attempt(self) -> int:
-        """The highest number of a generation that was ever asked for."""
-        return self._switcher.attempt
+    def era(self) -> str:
+        """See `Switcher.era`."""
+        return self._switcher.era
 
     @property
     def rank(self) -> int:

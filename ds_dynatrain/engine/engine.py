@@ -35,6 +35,7 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, EndingCalls):
         has changed then. Asking again for what is pending gives the same answer. A roll-back later on does not raise:
         see `last_switch`.
         """
+        self._window.refuse_switch()
         return self._switcher.ask(layout, at, changes)
 
     def register_parameters(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
@@ -51,6 +52,7 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, EndingCalls):
         """
         if self.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+        self._window.refuse_switch()
         return self._switcher.register(list(groups or ()), self._window_is_open)
 
     def plan(self, layout: Layout | None = None, **changes: int) -> SwitchEstimate:

@@ -90,7 +90,7 @@ def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> No
 
 def available_bytes() -> int:
     """Memory that this process may still take: what the system has, its control group grants, and its limits allow."""
-    found = [_meminfo("MemAvailable")]
+    found = [_kilobytes(Path("/proc/meminfo"), "MemAvailable")]
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -98,10 +98,10 @@ def available_bytes() -> int:
             found.append(int(limit) - int((group / "memory.current").read_text()))
     except (OSError, ValueError):  # no control group of version 2
         pass
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        found.append(soft - pages * resource.getpagesize())
+    for kind, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            found.append(soft - _kilobytes(Path("/proc/self/status"), key, absent=0))
     return max(0, min(found))
 
 
@@ -120,11 +120,12 @@ def check_memory(member: int, needs: Mapping[int, int], nodes: Mapping[int, str]
         )
 
 
-def _meminfo(key: str) -> int:
+def _kilobytes(file: Path, key: str, absent: int = 1 << 62) -> int:
+    """A figure of Linux's, in bytes; absent: where there is none, so that nothing is refused by it."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in file.read_text().splitlines():
             if line.startswith(f"{key}:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 1 << 62  # no such figure on this system: nothing to refuse by
+    return absent

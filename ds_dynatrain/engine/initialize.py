@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -289,6 +290,9 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
+        if engine.job.elastic is not None:
+            gc.freeze()  # else Python's end visits all that torch and DeepSpeed have: 0.8 s of a core, and a node that
+            # was told to go has little time
 
 
 def _first_layout(

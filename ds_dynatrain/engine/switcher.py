@@ -63,7 +63,8 @@ class Switcher:
         self.listeners: list[OnSwitch] = []
         self.attempt = 1
         self._on_idle = on_idle
-        self._asked: tuple[tuple[int, int], int] = ((0, 0), 0)
+        self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
+        self._loads: tuple[int, int] = (0, 0)
         self._pending: PendingSwitch | None = None
         self._answered: PendingSwitch | None = None
         self._first_step_is_due = False
@@ -78,6 +79,15 @@ class Switcher:
     def control(self) -> Control:
         """The notice board of the present generation."""
         return self.engine.control
+
+    @property
+    def era(self) -> str:
+        """A stretch of training in which no step comes twice. Keys of what working members do together begin with it.
+
+        It is the same on all of them, which `attempt` is not while a change of members is being prepared.
+        """
+        generation, count = self._loads
+        return f"{self.engine.generation}.{count if generation == self.engine.generation else 0}"
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -108,7 +118,7 @@ class Switcher:
 
     def _place_in_training(self) -> str:
         """Key of a wish: the same on all members that ask at the same place, another one at any other place."""
-        now = (self.attempt, int(self.engine.micro_steps))
+        now = (self.era, int(self.engine.micro_steps))
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
 
@@ -204,6 +214,7 @@ class Switcher:
         """See `DynatrainEngine.load_universal`; it uses a generation up, as a switch does."""
         place, is_open = self._place_in_training(), self._in_the_way(window_is_open)
         self.attempt += 1
+        self._loads = self.engine.generation, 1 + (self._loads[1] if self._loads[0] == self.engine.generation else 0)
         found = restore.load(self.engine, path, tag, place, self.attempt, is_open)
         self._fallback.settle()
         return found

@@ -29,6 +29,7 @@ class CheckpointCalls(EngineCore):
         """
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self._window.refuse_checkpoint()
         return self._switcher.save(path, tag, self._window_is_open)
 
     def start_save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> PendingSave:
@@ -40,6 +41,7 @@ class CheckpointCalls(EngineCore):
         """
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self._window.refuse_checkpoint()
         return self._switcher.start_save(path, tag, self._window_is_open)
 
     def load_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Restored:
@@ -55,6 +57,7 @@ class CheckpointCalls(EngineCore):
         """
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self._window.refuse_checkpoint()
         self.saver.settle()
         return self._switcher.load(path, tag, self._window_is_open)
 

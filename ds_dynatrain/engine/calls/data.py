@@ -130,13 +130,16 @@ class DataCalls(EngineCore):
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
 
         With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
-        A collective of the working members; if the world is torn in it, it is the value of this rank alone. DataError
-        if nobody has a sample.
+        A collective of the working members. If the world is torn in it, or the global batch is void, it is the value of
+        this rank alone. DataError if nobody has a sample.
         """
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
-        mine = pair.clone()
-        surviving(self, lambda: self._add_up(pair), lambda: pair.copy_(mine))
+        alone = torch.tensor([plain, 1.0], dtype=torch.float64)
+        if self._window.is_void:  # members that have just come do not go through this batch
+            pair = alone
+        else:
+            pair = surviving(self, lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         return (pair[0] / pair[1]).to(torch.float32)

@@ -25,20 +25,20 @@ class Fallback:
     def __init__(self, engine: DynatrainEngine, settings: FallbackConfig | None) -> None:
         self._engine = engine
         self._settings = settings
-        self._here: tuple[int, int] = (0, 0)
+        self._here: tuple[str, int] = ("", 0)
         self._posted = 0
         self._since = time.monotonic()
-        self._world = 0
+        self._world = ""
 
     def settle(self) -> None:
         """The state of this step is safe, or was put together just now: no save is due before the next step."""
-        self._here = self._engine.attempt, int(self._engine.global_steps)
+        self._here = self._engine.era, int(self._engine.global_steps)
         self._since = time.monotonic()
 
     def stand_at(self) -> None:
         """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on."""
         engine, settings = self._engine, self._settings
-        if settings is None or self._here == (engine.attempt, int(engine.global_steps)):
+        if settings is None or self._here == (engine.era, int(engine.global_steps)):
             return
         if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
             return
@@ -51,7 +51,7 @@ class Fallback:
 
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
         engine = self._engine
-        key = f"fallback/{engine.attempt}/{engine.global_steps}{more}"
+        key = f"fallback/{engine.era}/{engine.global_steps}{more}"
         try:
             how(settings.path, None, key, "", settings.keep)
         except CheckpointError as error:
@@ -67,9 +67,9 @@ class Fallback:
         engine = self._engine
         if settings.every_seconds is None:
             return False
-        if self._world != engine.attempt:
-            self._world, self._posted = engine.attempt, 0
-        key, now = f"fallback/{engine.attempt}/due/{self._posted + 1}", int(engine.global_steps)
+        if self._world != engine.era:
+            self._world, self._posted = engine.era, 0
+        key, now = f"fallback/{engine.era}/due/{self._posted + 1}", int(engine.global_steps)
         due = engine.control.read(key)
         if due is not None and now >= due:
             self._posted += 1

@@ -13,13 +13,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ds_dynatrain.engine import streams
-from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 T = TypeVar("T")
+
+VOID = (
+    "the world was torn and formed anew in this global batch, which members that have just come do not go through",
+    "ask again after the next step",
+)
 
 
 class Window:
@@ -46,6 +51,16 @@ class Window:
                 self._engine.train_loaders[name].load_state_dict(state)
             if self._streams is not None:
                 streams.restore(self._streams)
+
+    def refuse_switch(self) -> None:
+        """SwitchRefused if it is void: members that have just come do not go through it, and would not answer."""
+        if self.is_void:
+            raise SwitchRefused(*VOID)
+
+    def refuse_checkpoint(self) -> None:
+        """The same, as CheckpointError."""
+        if self.is_void:
+            raise CheckpointError(": ".join(VOID))
 
     def remember(self, output: Any) -> Any:
         """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""

@@ -1,0 +1,62 @@
+"""What working members do together finds together, whatever one of them knows already that others do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.errors import CheckpointError, SwitchRefused
+from tests.engine import jobs
+from tests.engine.pool import RankPool
+
+
+def ahead_case(folder: str) -> tuple[str, ...]:
+    """One member has seen the proposal of a change at this boundary, and the other one will at the next."""
+    saved = []
+
+    def each(job: jobs.Job) -> None:
+        if job.engine.global_steps in (1, 2):
+            job.engine._switcher.attempt += job.engine.rank
+            saved.append(job.engine.save_universal(folder).name)
+            job.engine._switcher.attempt -= job.engine.rank
+
+    with jobs.job(jobs.config("fp32", (2, 1))) as made:
+        jobs.train(made, 3, {}, jobs.Record(), each=each)
+    return tuple(saved)
+
+
+def void_case(folder: str) -> tuple[float, list[str]]:
+    """One member is in a global batch that is void: it asks nobody for anything."""
+    said = []
+    with jobs.job(jobs.config("fp32", (2, 1))) as made:
+        engine: Any = made.engine
+        jobs.train(made, 1, {}, jobs.Record())
+        if engine.rank != 1:
+            return 0.0, []
+        engine._window.is_void = True
+        mean = float(engine.mean(3.0, 2))
+        asked = (
+            (engine.switch, {"data": 1}),
+            (engine.register_parameters, {}),
+            (engine.save_universal, {"path": folder}),
+        )
+        for ask, arguments in (*asked, (engine.load_universal, {"path": folder})):
+            with pytest.raises((SwitchRefused, CheckpointError)) as refusal:
+                ask(**arguments)
+            said.append(str(refusal.value))
+        engine._window.is_void = False
+        return mean, said
+    return 0.0, []
+
+
+def test_a_checkpoint_while_a_change_is_being_prepared(pool: RankPool, tmp_path: Path) -> None:
+    saved = pool.run(ahead_case, folder=str(tmp_path))
+    assert saved[0] == saved[1] == ("step1", "step2")
+
+
+def test_a_void_batch_has_no_collective(pool: RankPool, tmp_path: Path) -> None:
+    mean, said = pool.run(void_case, folder=str(tmp_path))[1]
+    assert mean == 3.0
+    assert len(said) == 4 and all("formed anew in this global batch" in words for words in said), said
