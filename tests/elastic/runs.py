@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.elastic.agents import ROOT, Job
+from ds_dynatrain.elastic.messages import Status
+from tests.elastic.agents import ROOT, Job, processes
 
 SCRIPT = Path(__file__).with_name("training.py")
 STATIC_STEPS = 200
@@ -22,8 +23,8 @@ SECONDS = 120.0
 """How long anything may take on a busy machine: a worker imports DeepSpeed, and that alone takes a while."""
 
 
-def settings(stage: int = 1, **block: Any) -> dict[str, Any]:
-    """A configuration that says nothing about the world."""
+def settings(stage: int = 1, own: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
+    """A configuration that says nothing about the world. own: more of DeepSpeed's; block: more of dynatrain's."""
     return {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 6,
@@ -32,12 +33,15 @@ def settings(stage: int = 1, **block: Any) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "dynatrain": {"timeout_seconds": 20, **block},
+        **(own or {}),
     }
 
 
-def training(folder: Path, stage: int = 1, block: dict[str, Any] | None = None, **given: Any) -> Job:
-    """A job of `training.py`; given: see `Job`."""
-    variables = {"SETTINGS": json.dumps(settings(stage, **(block or {}))), "DS_ACCELERATOR": "cpu"}
+def training(
+    folder: Path, stage: int = 1, block: dict[str, Any] | None = None, own: dict[str, Any] | None = None, **given: Any
+) -> Job:
+    """A job of `training.py`; own, block: see `settings`; given: see `Job`."""
+    variables = {"SETTINGS": json.dumps(settings(stage, own, **(block or {}))), "DS_ACCELERATOR": "cpu"}
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
     return Job(folder, script=SCRIPT, variables=variables, seconds=SECONDS, **given)
 
@@ -71,8 +75,14 @@ def history(rows: list[dict[str, Any]]) -> tuple[Losses, Samples]:
 class Static:
     """Runs of the same script with worlds that never change."""
 
-    def __init__(self, folder: Path, layouts: Sequence[dict[str, int]] = STATIC_LAYOUTS, **variables: str) -> None:
-        folders = [folder / str(number) for number in range(len(layouts))]
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Sequence[dict[str, int]] = STATIC_LAYOUTS,
+        own: dict[str, Any] | None = None,
+        **variables: str,
+    ) -> None:
+        folders, self._own = [folder / str(number) for number in range(len(layouts))], own
         started = [self._start(where, layout, variables) for where, layout in zip(folders, layouts, strict=True)]
         runs = [self._read(where, run) for where, run in zip(folders, started, strict=True)]
         self.losses, self.samples = runs[0]
@@ -84,7 +94,7 @@ class Static:
         size, block = math.prod(layout.values()), {"layout": {**layout, "zero_stage": 1}}
         variables = {"OUT": str(folder), "STEPS": str(STATIC_STEPS), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu"}
         variables |= {
-            "SETTINGS": json.dumps(settings(**block)),
+            "SETTINGS": json.dumps(settings(own=self._own, **block)),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             **given,
@@ -130,9 +140,61 @@ def check_history(job: Job, static: Static, kills: int = 0) -> None:
 
 
 def finish(job: Job, *nodes: str) -> None:
-    """All scripts end by themselves, with code 0."""
+    """All scripts end by themselves, with code 0. nodes: by default those that have not ended, and the coordinator."""
     job.end()
+    nodes = nodes or living(job)
     assert {node: job.code(node) for node in nodes} == dict.fromkeys(nodes, 0), job.logs()
+
+
+def finish_together(job: Job) -> None:
+    """The same for scripts that cannot agree on the end: it is a few steps ahead of them."""
+    end = max(row["step"] for row in job.rows("step")) + 8
+    (job.folder / "stopping").write_text(str(end))
+    (job.folder / "stopping").rename(job.folder / "stop")
+    finish(job)
+
+
+def living(job: Job) -> tuple[str, ...]:
+    """The agents and coordinators that have not ended."""
+    return tuple(name for name, process in job.processes.items() if process.poll() is None)
+
+
+def steps_on(job: Job, count: int = 3) -> None:
+    """Wait until so many steps more have been made than there are now."""
+    made = max(row["step"] for row in job.rows("step"))
+    job.wait(lambda: max(row["step"] for row in job.rows("step")) >= made + count, f"{count} steps more")
+
+
+def gated(job: Job, name: str, gate: str = "", *options: str, **given: str) -> None:
+    """Start a node that warms up, and comes when `open_gate` is called. given: environment variables."""
+    with variables(job, GATE=gate or f"gate-{name}", **given):
+        job.node(name, *options, is_host=0)
+
+
+def open_gate(job: Job, name: str) -> None:
+    """Let the nodes behind a gate come; of a name, or the node's own."""
+    (job.folder / (name if name.startswith("gate-") else f"gate-{name}")).touch()
+
+
+def worker(job: Job, name: str) -> int:
+    """The only worker of a node."""
+    return int(job.wait(lambda: job.workers_of(name), f"the worker of {name}")[0])
+
+
+def node_of(job: Job, status: Status, rank: int) -> str:
+    """The agent whose worker has a rank."""
+    pid = processes(status)[rank]
+    return next(name for name in job.processes if pid in job.workers_of(name))
+
+
+def world_with(job: Job, pid: int, size: int) -> list[int] | None:
+    """The processes of a world of this size with that one in it, if it makes steps."""
+    status = job.status()
+    if status is None or len(status.ranks) != size or pid not in processes(status):
+        return None
+    working = [one for one in status.members if one.rank is not None]
+    is_in = len(working) == size and all(one.entered == status.generation for one in working)
+    return processes(status) if is_in and job.steps(status.generation) >= size else None
 
 
 @contextmanager

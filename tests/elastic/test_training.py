@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.elastic.agents import Job, processes
-from tests.elastic.runs import Static, check_history, finish, training, variables
+from tests.elastic.runs import Static, check_history, finish, node_of, variables
 
 
-@pytest.fixture(scope="module")
-def static(tmp_path_factory: pytest.TempPathFactory) -> Static:
-    """The same training in worlds that never change."""
-    return Static(tmp_path_factory.mktemp("static"))
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Makes a job, and leaves nothing of it behind."""
-    jobs: list[Job] = []
-
-    def make(**given: Any) -> Job:
-        jobs.append(training(tmp_path, **given))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.clean_up()
-
-
-def test_nodes_join_and_the_first_one_leaves(start: Callable[..., Job], static: Static) -> None:
+def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
     """1 -> 2 -> 1: the node of rank 0 hands over what it has, and goes."""
-    job = start(nodes="1:4")
+    job = train(nodes="1:4")
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(1)
@@ -52,9 +31,9 @@ def test_nodes_join_and_the_first_one_leaves(start: Callable[..., Job], static: 
 
 
 @pytest.mark.full
-def test_two_nodes_join_and_one_leaves(start: Callable[..., Job], static: Static) -> None:
+def test_two_nodes_join_and_one_leaves(train: Callable[..., Job], static: Static) -> None:
     """Two workers a node; two changes at once are one or two switches, and a node that goes takes both workers away."""
-    job = start(nodes="1:4", workers=2, variables={"WORKERS": "2"})
+    job = train(nodes="1:4", workers=2, variables={"WORKERS": "2"})
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(2)
@@ -72,9 +51,9 @@ def test_two_nodes_join_and_one_leaves(start: Callable[..., Job], static: Static
 
 
 @pytest.mark.full
-def test_one_that_differs_is_refused_and_one_dies_while_it_warms_up(start: Callable[..., Job], static: Static) -> None:
+def test_one_that_differs_is_refused_and_one_dies_while_it_warms_up(train: Callable[..., Job], static: Static) -> None:
     """The job goes on in both cases, and takes the next node that is as it should be."""
-    job = start(nodes="1:4")
+    job = train(nodes="1:4")
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(1)
@@ -93,19 +72,19 @@ def test_one_that_differs_is_refused_and_one_dies_while_it_warms_up(start: Calla
 
 
 @pytest.mark.full
-def test_below_min_and_above_max(start: Callable[..., Job], static: Static) -> None:
+def test_below_min_and_above_max(train: Callable[..., Job], static: Static) -> None:
     """Above MAX a node waits warm, and steps in for one that goes; below MIN training waits with its state."""
-    job = start(nodes="2:2")
+    job = train(nodes="2:2")
     job.coordinator("coordinator")
     for node in ("a", "b", "spare"):
         job.node(node, is_host=0)
     first = job.settled(2)
     job.wait(lambda: (status := job.status()) and len(status.members) == 3, "the spare")
-    job.kill(_node_of(job, first, 0), signal.SIGTERM)
+    job.kill(node_of(job, first, 0), signal.SIGTERM)
     replaced = job.settled(2, first.generation)
     assert processes(replaced)[0] == processes(first)[1]
     steps = len(job.rows("step"))
-    gone = _node_of(job, replaced, 0)
+    gone = node_of(job, replaced, 0)
     job.kill(gone, signal.SIGTERM)
     paused = job.wait(lambda: (status := job.status()) and status.paused and status, "the pause")
     job.wait(lambda: [one for one in job.status().members if one.entered == paused.generation], "a world of one")
@@ -118,35 +97,35 @@ def test_below_min_and_above_max(start: Callable[..., Job], static: Static) -> N
     check_history(job, static)
 
 
-def test_nodes_are_killed_without_zero(start: Callable[..., Job], static: Static) -> None:
+def test_nodes_are_killed_without_zero(train: Callable[..., Job], static: Static) -> None:
     """3 -> 2 -> 1, the last time by the death of rank 0: those that live have all of it, and go on as they are."""
-    job = start(nodes="1:4", stage=0, variables={"WORKERS": "2"})
+    job = train(nodes="1:4", stage=0, variables={"WORKERS": "2"})
     job.coordinator("coordinator")
     for node in ("a", "b", "c"):
         job.node(node, is_host=0)
     joined = job.settled(3)
-    second = _node_of(job, joined, 1)
+    second = node_of(job, joined, 1)
     job.kill(second)
     left = job.settled(2, joined.generation)
     assert processes(left) == [processes(joined)[0], processes(joined)[2]]
     assert left.changes[-1].change == "failure"
-    job.kill(_node_of(job, left, 0))
+    job.kill(node_of(job, left, 0))
     last = job.settled(1, left.generation)
     assert processes(last) == processes(left)[1:]
     finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
     check_history(job, static, kills=2)
 
 
-def test_a_node_is_killed_with_zero(start: Callable[..., Job], static: Static, tmp_path: Path) -> None:
+def test_a_node_is_killed_with_zero(train: Callable[..., Job], static: Static, tmp_path: Path) -> None:
     """Parts of the state die with it: all go back to the newest checkpoint, in the same processes, and on from it."""
     fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
-    job = start(nodes="1:4", stage=1, block={"fallback": fallback}, variables={"WORKERS": "2"})
+    job = train(nodes="1:4", stage=1, block={"fallback": fallback}, variables={"WORKERS": "2"})
     job.coordinator("coordinator")
     for node in ("a", "b", "c"):
         job.node(node, is_host=0)
     joined = job.settled(3)
     job.wait(lambda: len(job.rows("step")) > 15, "a checkpoint")
-    job.kill(_node_of(job, joined, 1))
+    job.kill(node_of(job, joined, 1))
     left = job.settled(2, joined.generation)
     assert processes(left) == [processes(joined)[0], processes(joined)[2]]
     finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
@@ -156,12 +135,12 @@ def test_a_node_is_killed_with_zero(start: Callable[..., Job], static: Static, t
 
 
 @pytest.mark.full
-def test_a_pipeline_grows_and_shrinks(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_pipeline_grows_and_shrinks(train: Callable[..., Job], tmp_path: Path) -> None:
     """Two stages: a node with two workers joins and makes a second column, another one goes and takes a column away."""
     steps = {"STEPS": "60", "KIND": "pipeline"}
     layouts = [{"data": 1, "pipe": 2}, {"data": 2, "pipe": 1}]
     static = Static(tmp_path / "static", layouts, **steps)
-    job = start(nodes="1:3", workers=2, block={"layout": {"data": 1, "pipe": 2, "zero_stage": 1}}, variables=steps)
+    job = train(nodes="1:3", workers=2, block={"layout": {"data": 1, "pipe": 2, "zero_stage": 1}}, variables=steps)
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(2)
@@ -173,9 +152,3 @@ def test_a_pipeline_grows_and_shrinks(start: Callable[..., Job], tmp_path: Path)
     assert processes(left) == processes(joined)[2:]
     assert job.code("b") == 0, job.logs()
     check_history(job, static)
-
-
-def _node_of(job: Job, status: Any, rank: int) -> str:
-    """The agent whose worker has a rank."""
-    pid = processes(status)[rank]
-    return next(name for name in job.processes if pid in job.workers_of(name))

@@ -2,13 +2,15 @@
 
 Writes a line of JSON for each step and each event into `$OUT/PID.jsonl`: the loss and the samples of every
 micro-batch that this rank had. It ends after `$STEPS` optimizer steps, or at the end of the step in which `$OUT/stop`
-appears.
+appears; if a number of steps stands in that, after so many. `$GATE` names a file in `$OUT` that it waits for, warm, but
+unknown to the job; `$LATE` is how many seconds it takes from `initialize` to the loop. `$FAULT`: see `faulted.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,9 +18,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
 
 import ds_dynatrain
-from tests.engine.models import Sequences, decay_groups, small_gpt
+from tests.elastic import faulted
+from tests.engine.models import WORDS, Sequences, decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
 
 OUT = Path(os.environ["OUT"])
@@ -29,6 +33,11 @@ WORKERS = int(os.environ.get("WORKERS", "0"))
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.02"))
 HOW = os.environ.get("HOW", "")
 KIND = os.environ.get("KIND", "gpt")
+"""Of the model: "gpt", "pipeline", "tensor", "experts", or "meta" for a large one without memory."""
+GATE = os.environ.get("GATE", "")
+LATE = float(os.environ.get("LATE", "0"))
+LIMIT = int(os.environ.get("LIMIT", "0"))
+"""Megabytes, see `limited`."""
 
 
 class Numbered(Sequences):
@@ -36,6 +45,45 @@ class Numbered(Sequences):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:  # type: ignore[override]
         return *super().__getitem__(index), index
+
+
+def built() -> tuple[torch.nn.Module, Any]:
+    """(the model, what is trained of it)."""
+    if KIND in ("tensor", "experts"):
+        from tests.engine.language_models import MODELS
+        from tests.engine.mixtures import autoep_model, with_loss
+
+        model = autoep_model("mixtral") if KIND == "experts" else with_loss(MODELS["llama of 4 kv"]())
+        return model, list(model.parameters())
+    if KIND == "meta":
+        with torch.device("meta"):
+            model = Large()
+        return model, list(model.parameters())
+    model = pipeline("tied") if KIND == "pipeline" else small_gpt(width=WIDTH)
+    return model, decay_groups(model)
+
+
+class Large(torch.nn.Module):
+    """Layers of a megabyte each, called as `model(inputs, targets)` for a loss."""
+
+    def __init__(self, width: int = 512, depth: int = 48) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, width)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(depth)])
+        self.out = torch.nn.Linear(width, WORDS)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(inputs)
+        for layer in self.layers:
+            hidden = hidden + 0.1 * torch.tanh(layer(hidden))
+        return F.cross_entropy(self.out(hidden).flatten(0, 1), targets.flatten())
+
+
+def limited(megabytes: int) -> None:
+    """Let this process take no more than so much in addition to what it has, as the kernel counts memory of its own."""
+    has = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    limit = (has << 10) + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class Script:
@@ -46,12 +94,20 @@ class Script:
         if KIND == "pipeline":  # which asks for a world before there is the job's: the node's own
             deepspeed.init_distributed()
             torch.distributed.barrier()
-        model = pipeline("tied") if KIND == "pipeline" else small_gpt(width=WIDTH)
-        self.engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=SETTINGS)
+        if LIMIT:
+            limited(LIMIT)
+        model, trained = built()
+        agent = os.getppid()
+        while GATE and not (OUT / GATE).exists():
+            if os.getppid() != agent:
+                os._exit(1)
+            time.sleep(0.05)
+        self.engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=trained, config=SETTINGS)
         data = Sequences() if KIND == "pipeline" else Numbered()
         self.loader = self.engine.loader(data, num_workers=WORKERS)
         self.engine.on_switch(self.note)
         self.say(event="ready")
+        time.sleep(LATE)
 
     def run(self) -> None:
         while not (self.batches() if KIND == "pipeline" else self.epoch()):
@@ -62,12 +118,14 @@ class Script:
         """One pass over the data, or what is left of it; whether the script is through."""
         parts: list[tuple[float, list[int]]] = []
         for inputs, targets, numbers in self.loader:
-            engine, step = self.engine, int(self.engine.global_steps)
+            engine, step, micro_steps = self.engine, int(self.engine.global_steps), int(self.engine.micro_steps)
             loss = engine(inputs, targets)
-            parts.append((loss.item(), [] if engine.slot_is_borrowed else numbers.tolist()))
+            parts.append((loss.item(), numbers.tolist() if self.counts else []))
             engine.backward(loss)
             engine.step()
-            if engine.global_steps == step:
+            if engine.micro_steps != micro_steps + 1:  # the global batch is void
+                parts = []
+            if engine.micro_steps != micro_steps + 1 or engine.global_steps == step:
                 continue
             self.say(event="step", step=step, parts=parts, rank=engine.rank, size=int(os.environ["WORLD_SIZE"]))
             parts = []
@@ -79,7 +137,7 @@ class Script:
     def batches(self) -> bool:
         """One pass with a pipeline, which makes a whole step a call; every rank has the loss of all samples."""
         feed = iter(self.loader)
-        while self.engine.global_steps < STEPS:
+        while not self.is_through():
             try:
                 loss = self.engine.train_batch(feed).item()
             except StopIteration:
@@ -91,9 +149,18 @@ class Script:
 
     def is_through(self) -> bool:
         """Whether all working members have seen the end; they agree on it."""
+        stop = OUT / "stop"
         if self.engine.global_steps >= STEPS:
             return True
-        return bool(self.engine.mean(float((OUT / "stop").exists()), 1) > 0)
+        if KIND != "gpt":  # members that share samples have no common mean
+            return stop.exists() and int(self.engine.global_steps) >= int(stop.read_text())
+        return bool(self.engine.mean(float(stop.exists()), 1) > 0)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the samples of this rank are its own."""
+        shares = self.engine.layout.coordinate(self.engine.rank)["tensor"] > 0
+        return not shares and not self.engine.slot_is_borrowed
 
     @property
     def generation(self) -> int:
@@ -114,5 +181,7 @@ if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # who is killed while it compiles leaves a lock behind
     )
+    if "FAULT" in os.environ:
+        faulted.install(os.environ["FAULT"])
     Script().run()
     sys.exit(0)

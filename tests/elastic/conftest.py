@@ -1,0 +1,32 @@
+"""Jobs of `training.py`, and what they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import Job
+from tests.elastic.runs import Static, training
+
+
+@pytest.fixture(scope="session")
+def static(tmp_path_factory: pytest.TempPathFactory) -> Static:
+    """The same training in worlds that never change."""
+    return Static(tmp_path_factory.mktemp("static"))
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a job of `training.py`, see `runs.training`, and leaves nothing of it behind."""
+    jobs: list[Job] = []
+
+    def make(**given: Any) -> Job:
+        jobs.append(training(tmp_path, **given))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.clean_up()

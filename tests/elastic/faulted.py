@@ -1,0 +1,101 @@
+"""What befalls a member in the middle of a switch or of a step, put there from outside by `$FAULT`.
+
+"ROLE PHASE ACT": a member with a role does something in a phase of the switch in which a third one comes. "step FILE
+ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction import Transaction
+
+PLACES: dict[str, tuple[type, str]] = {
+    "prepare": (Preparation, "_build"),
+    "meet": (Transaction, "_meet"),
+    "drain": (Transaction, "_drain"),
+    "rebuild": (Transaction, "_rebuild"),
+    "move": (Transaction, "_move"),
+    "verify": (Transaction, "_verify"),
+    "commit": (Transaction, "_commit"),
+}
+"""At the begin of which method a phase begins; that of the commit: after the record was written."""
+ROLES = ("first", "other", "joiner")
+"""Rank 0 of those that hold the state, another one of them, one that comes."""
+
+
+def kill() -> None:
+    """The node loses power: its agent and its workers are gone."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def term() -> None:
+    """The node is told to go."""
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term}
+
+
+def install(fault: str) -> None:
+    """Let it happen once in this process."""
+    who, where, act = fault.split()
+    if who == "step":
+        _in_step(Path(os.environ["OUT"], where), act)
+    else:
+        _in_switch(who, where, ACTS[act])
+
+
+def role(proposal: Proposal, member: int) -> str:
+    """One of ROLES."""
+    if member not in proposal.source_members:
+        return "joiner"
+    return "other" if proposal.source_members.index(member) else "first"
+
+
+def _grows(proposal: Proposal) -> bool:
+    """Whether somebody comes to several that train, and nothing else happens."""
+    before = len(proposal.source_members)
+    return not proposal.forms_anew and 1 < before < len(proposal.members)
+
+
+def _in_switch(who: str, phase: str, act: Callable[[], None]) -> None:
+    owner, method = PLACES[phase]
+    own, left = getattr(owner, method), [act]
+
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        if left and _grows(self.proposal) and role(self.proposal, self.control.member) == who:
+            left.pop()()
+        return own(self, *arguments)
+
+    setattr(owner, method, wrapped)
+
+
+def _in_step(told: Path, act: str) -> None:
+    """kill: after the step has begun. behind, inside: a collective of the step fails, before anything was changed or
+    when something may have been."""
+    own, left = DynatrainEngine._take_model_step, [told]
+
+    def wrapped(self: DynatrainEngine, *arguments: Any) -> Any:
+        if not left or not told.exists() or self.global_steps != int(told.read_text()):
+            return own(self, *arguments)
+        left.pop()
+        if act == "kill":
+            self.is_stepping = True
+            kill()
+        elastic = self.job.elastic
+        while elastic is not None and not elastic.is_torn:
+            time.sleep(0.01)
+        self.is_stepping = act == "inside"
+        raise RuntimeError("gloo: what stands here is what a collective says whose peer has died")
+
+    setattr(DynatrainEngine, "_take_model_step", wrapped)  # noqa: B010 - mypy takes no assignment to a method
