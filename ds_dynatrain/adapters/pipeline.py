@@ -121,6 +121,10 @@ class PipelineTemplate:
                 found[f"{prefix}.{name}"] = held
         return found
 
+    def prefixes(self) -> tuple[str, ...]:
+        """Under which name each layer's parameters are registered."""
+        return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
+
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """The stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
         parts = self.boundaries(layout)

@@ -97,6 +97,19 @@ def write(optimizer: Any, state: State) -> None:
                 setattr(holder, name, state[field])
 
 
+def taken_from(state: State, fields: Mapping[str, Any]) -> State:
+    """A state with the fields that a checkpoint of DeepSpeed's has, by DeepSpeed's names, of whichever scaler.
+
+    A scale that was fixed says nothing about one that moves, nor the other way round: then it stays as it is.
+    """
+    was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
+    if was_dynamic != ("iteration" in state):
+        return state
+    names = DYNAMIC if was_dynamic else STATIC
+    found = {field: fields[name] for field, name in names.items() if field in state and name in fields}
+    return {**state, **{field: _plain(value) for field, value in found.items()}}
+
+
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 

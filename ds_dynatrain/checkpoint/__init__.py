@@ -8,6 +8,7 @@
 | `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
 | `convert` | weights in the formats of others |
+| **others/** | checkpoints of others, described as tensors at offsets in their files |
 | `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
 
 Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/checkpoint.md has the format.

@@ -184,21 +184,25 @@ class Reader:
 
     def is_sound(self, row: Row) -> bool:
         """Whether what is stored has the digest that it had when it was written; read chunk by chunk."""
-        dtype, stage, total = named(row.dtype), self._stage, 0
+        return self.digest(row) == row.digest
+
+    def digest(self, row: Row, dtype: torch.dtype | None = None) -> int:
+        """That of what is stored, or of the same values in another type; read chunk by chunk."""
+        stored, stage, total = named(row.dtype), self._stage, 0
         length = row.stretch.length
-        most = max(1, len(stage) // dtype.itemsize)
+        most = max(1, len(stage) // stored.itemsize)
         height = most // length
         begin = 0
         while begin < row.stretch.numel:
             here = begin % length
             count = min(height, row.stretch.count - begin // length) if height and not here else 1
             numel = count * length if count > 1 else min(most, length - here)
-            values = stage[: numel * dtype.itemsize]
-            self._pread(row.file, row.offset + begin * dtype.itemsize, values)
+            values = stage[: numel * stored.itemsize]
+            self._pread(row.file, row.offset + begin * stored.itemsize, values)
             at = Stretch(begin, length if count > 1 else numel, length, count)
-            total += digest_of(row.stretch, at, values.view(dtype), row.numel)
+            total += digest_of(row.stretch, at, values.view(stored).to(dtype or stored), row.numel)
             begin += numel
-        return total & ((1 << 64) - 1) == row.digest
+        return total & ((1 << 64) - 1)
 
 
 def _joined(request: Request) -> Request:

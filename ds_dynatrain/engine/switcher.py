@@ -210,12 +210,14 @@ class Switcher:
         key, is_open = f"save/{self._place_in_training()}", self._in_the_way(window_is_open)
         return self.engine.saver.start(path, tag, key, is_open, None)
 
-    def load(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Restored:
+    def load(
+        self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool, trust_pickle: bool = False
+    ) -> Restored:
         """See `DynatrainEngine.load_universal`; it uses a generation up, as a switch does."""
         place, is_open = self._place_in_training(), self._in_the_way(window_is_open)
         self.attempt += 1
         self._loads = self.engine.generation, 1 + (self._loads[1] if self._loads[0] == self.engine.generation else 0)
-        found = restore.load(self.engine, path, tag, place, self.attempt, is_open)
+        found = restore.load(self.engine, path, tag, place, self.attempt, is_open, trust_pickle)
         self._fallback.settle()
         return found
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ds_dynatrain.engine.checkpoints import stock
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.core import EngineCore
@@ -44,8 +45,13 @@ class CheckpointCalls(EngineCore):
         self._window.refuse_checkpoint()
         return self._switcher.start_save(path, tag, self._window_is_open)
 
-    def load_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Restored:
+    def load_universal(
+        self, path: str | os.PathLike[str], tag: str | None = None, *, trust_pickle: bool = False
+    ) -> Restored:
         """Go on from a checkpoint of `save_universal`, whatever layout and world it was saved in, in the present one.
+
+        One of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are then.
+        trust_pickle: of such files, run what they say where they hold more than tensors and plain values.
 
         Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
         default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
@@ -59,19 +65,28 @@ class CheckpointCalls(EngineCore):
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
         self.saver.settle()
-        return self._switcher.load(path, tag, self._window_is_open)
+        return self._switcher.load(path, tag, self._window_is_open, trust_pickle)
 
-    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-        """DeepSpeed's. On a member that joined a running job it loads nothing, and returns what the job's own call did.
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, *arguments: Any, trust_pickle: bool = False, **named: Any
+    ) -> Any:
+        """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `save_universal`.
 
-        Of the client state it returns what JSON has a word for.
+        That is one step for all members, as `load_universal`, which see also for `trust_pickle`; CheckpointError says
+        why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
+
+        On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
+        state it returns what JSON has a word for.
         """
         elastic = self.job.elastic
-        if elastic is None:
-            return super().load_checkpoint(*arguments, **named)
-        if elastic.is_newcomer:
+        if elastic is not None and elastic.is_newcomer:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
             return tuple(elastic.loaded) if elastic.loaded else (None, {})
-        result = super().load_checkpoint(*arguments, **named)
-        elastic.loaded = [plain_part(part) for part in result]
+        if not self.idle and stock.is_for_us(self, load_dir, tag, arguments, named, trust_pickle):
+            found = self.load_universal(load_dir, tag, trust_pickle=trust_pickle)
+            result: tuple[Any, ...] = str(found.path), found.client_state
+        else:
+            result = super().load_checkpoint(load_dir, tag, *arguments, **named)
+        if elastic is not None:
+            elastic.loaded = [plain_part(part) for part in result]
         return result

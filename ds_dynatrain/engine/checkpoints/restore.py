@@ -12,7 +12,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,16 @@ from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World, install
 from ds_dynatrain.checkpoint import Reader, Saved, folder
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.others import is_zero_folder
+from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import side_digests, whole_digests
 from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
-from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
-from ds_dynatrain.engine.encoding import decode, fingerprint
+from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows, opened
+from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 
@@ -46,14 +48,24 @@ SAME = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "schedul
 
 @dataclass(frozen=True)
 class Restored:
-    """What training goes on from. path: of the checkpoint. step: optimizer steps done there."""
+    """What training goes on from. path: of the checkpoint. step: optimizer steps done there.
+
+    client_state: what was given to DeepSpeed's `save_checkpoint`, and what that adds; empty for a checkpoint of ours.
+    """
 
     path: Path
     step: int
+    client_state: dict[str, Any] = field(default_factory=dict)
 
 
 def load(
-    engine: DynatrainEngine, path: str | os.PathLike[str], tag: str | None, place: str, generation: int, is_open: str
+    engine: DynatrainEngine,
+    path: str | os.PathLike[str],
+    tag: str | None,
+    place: str,
+    generation: int,
+    is_open: str,
+    trust_pickle: bool = False,
 ) -> Restored:
     """See `DynatrainEngine.load_universal`. generation: the number that the load uses up, as a switch does.
 
@@ -67,8 +79,8 @@ def load(
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")
     goal = _Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
-    found = _chosen(engine, goal, lambda: Saved.open(where / (folder.latest(where) if tag is None else tag)))
-    return _Restoration(engine, goal, found, _Old.of(engine)).run()
+    found = _chosen(engine, goal, lambda: _named(where, tag))
+    return _Restoration(engine, goal, found, _Old.of(engine), trust_pickle).run()
 
 
 def restore(
@@ -96,7 +108,7 @@ def restore(
     while True:
         key = f"restore/{world.generation}/{len(left_out)}"
         goal = _Goal(layout, members, world, key, f"{key}/record")
-        found = _chosen(engine, goal, lambda: _newest(where, left_out))
+        found = _chosen(engine, goal, lambda: _newest(where, left_out).path)
         try:
             return _Restoration(engine, goal, found, None).run()
         except CheckpointDamaged:
@@ -128,6 +140,12 @@ def _refusal(engine: DynatrainEngine, is_open: str, tag: str | None) -> str:
     return ""
 
 
+def _named(where: Path, tag: str | None) -> Path:
+    """The checkpoint of a tag, or the latest; CheckpointError where there is none, of ours or of DeepSpeed's."""
+    path = where / (folder.latest(where) if tag is None else tag)
+    return path if is_zero_folder(path) and not (path / RECORD).is_file() else Saved.open(path).path
+
+
 def _newest(where: Path, left_out: list[str]) -> Saved:
     for saved in folder.newest(where):
         if saved.path.name not in left_out:
@@ -147,12 +165,12 @@ class _Goal:
     record: str
 
 
-def _chosen(engine: DynatrainEngine, goal: _Goal, find: Callable[[], Saved]) -> Path:
+def _chosen(engine: DynatrainEngine, goal: _Goal, find: Callable[[], Path]) -> Path:
     """The checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
     control, first = engine.control, goal.members[0]
     if control.member == first:
         try:
-            said = {"path": str(find().path)}
+            said = {"path": str(find())}
         except Exception as error:  # the others wait for an answer, whatever it is
             said = {"failed": str(error)}
             control.decide(goal.record, {"commit": False, "reason": str(error)})
@@ -185,8 +203,11 @@ class _Old:
 class _Restoration:
     """The transaction on one member."""
 
-    def __init__(self, engine: DynatrainEngine, goal: _Goal, path: Path, old: _Old | None) -> None:
+    def __init__(
+        self, engine: DynatrainEngine, goal: _Goal, path: Path, old: _Old | None, trust_pickle: bool = False
+    ) -> None:
         self.engine, self.goal, self.path, self.old = engine, goal, path, old
+        self.trust_pickle = trust_pickle
         self.control = engine.control
         self.rank = goal.members.index(engine.control.member)
         self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
@@ -200,11 +221,14 @@ class _Restoration:
     def run(self) -> Restored:
         """Everything or nothing, on all members alike."""
         interrupt: BaseException | None = None
+        client_state: dict[str, Any] = {}
         try:
-            saved = Saved.open(self.path)
-            with Reader(self.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
-                self._read(saved, reader)
-                self._verify_tensors(saved, reader)
+            present = None if self.old is None else self.old.shared
+            source = opened(self.path, self.engine, present, self.trust_pickle)
+            with Reader(self.path, source.manifest, self.engine.settings.memory_budget_bytes) as reader:
+                self._read(source, reader)
+                self._verify_tensors(source, reader)
+            client_state = source.client_state
             self._swap()
             self._verify_carry()
             wish: dict[str, Any] = {"commit": True}
@@ -216,7 +240,7 @@ class _Restoration:
         decision = self.control.decide(self.goal.record, wish)
         if decision["commit"]:
             self._commit()
-            return Restored(self.path, int(self.engine.global_steps))
+            return Restored(self.path, int(self.engine.global_steps), client_state)
         self._roll_back()
         if interrupt is not None:
             raise interrupt
@@ -237,11 +261,11 @@ class _Restoration:
 
     # ---- new buffers -------------------------------------------------------------------------------------------------
 
-    def _read(self, saved: Saved, reader: Reader) -> None:
+    def _read(self, source: Source, reader: Reader) -> None:
         """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
         engine, layout, vps = self.engine, self.goal.layout, self.vps
-        numbers = self._numbers(saved)
-        self.types = self._types(saved)
+        numbers = self._numbers(source)
+        self.types = self._types(source)
         local = vps.local(layout, self.rank)
         if self.old is not None:
             needs = engine.room_for(layout, self.goal.members)
@@ -249,12 +273,7 @@ class _Restoration:
         self.buffers = provide(local, self.types, set(), {}, zeros)
         reader.fill(vps, layout, self.rank, self.buffers)
         try:
-            self.shared = decode(saved.record.carry, [])
-            scalars = self.shared["scalars"]
-            self.shared["scalars"] = {
-                name: {str(numbers[int(number)]): value for number, value in table.items()}
-                for name, table in scalars.items()
-            }
+            self.shared = source.shared(numbers)
             if len(self.shared["groups"]) != len(engine.basic_optimizer.param_groups):
                 raise CheckpointError(
                     f"it has {len(self.shared['groups'])} optimizer groups, and there are "
@@ -262,14 +281,14 @@ class _Restoration:
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
-        self.rest = rest_for(saved, reader, layout, self.rank)
-        self.streams = streams_for(saved, layout, self.rank)
+        self.rest = source.rest(reader, layout, self.rank)
+        self.streams = source.streams(layout, self.rank)
 
-    def _numbers(self, saved: Saved) -> dict[int, int]:
+    def _numbers(self, source: Source) -> dict[int, int]:
         """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
         here = {tensor.name: (number, tensor) for number, tensor in enumerate(self.vps.tensors)}
         found = {}
-        for number, tensor in enumerate(saved.record.logical_tensors()):
+        for number, tensor in enumerate(source.tensors):
             mine = here.pop(tensor.name, None)
             if mine is None:
                 raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
@@ -282,10 +301,10 @@ class _Restoration:
             raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
         return found
 
-    def _types(self, saved: Saved) -> dict[str, torch.dtype]:
+    def _types(self, source: Source) -> dict[str, torch.dtype]:
         """Element types of the kinds that there will be; CheckpointError for those of another optimizer."""
         types = self.engine.types_in(self.goal.layout)
-        there = [kind for kind in saved.record.kinds if kind not in ALWAYS]
+        there = [kind for kind in source.kinds if kind not in ALWAYS]
         here = [kind for kind in types if kind not in ALWAYS]
         if there and set(there) != set(here):
             raise CheckpointError(
@@ -293,32 +312,32 @@ class _Restoration:
                 "use the same optimizer"
             )
         types = {kind: dtype for kind, dtype in types.items() if kind in ALWAYS or kind in there}
-        for row in saved.manifest:
+        for row in source.manifest:
             if row.kind in types and row.kind != WEIGHT and row.dtype != name_of(types[row.kind]):
                 raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(types[row.kind])} here")
         return types
 
     # ---- proofs ------------------------------------------------------------------------------------------------------
 
-    def _verify_tensors(self, saved: Saved, reader: Reader) -> None:
+    def _verify_tensors(self, source: Source, reader: Reader) -> None:
         """CheckpointDamaged, naming tensor, kind and place, unless all members together have what was saved."""
         layout, members = self.goal.layout, self.goal.members
-        kinds = tuple(kind for kind in self.types if kind in saved.record.kinds)
+        kinds = tuple(kind for kind in self.types if kind in source.kinds)
         mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
         records = self._gather("digests", mine.to_json())
         whole = whole_digests(self.vps, layout, members, records, "loaded")
+        there, place = source.digests(reader, self.rank, len(members), self._gather), self.rank
         wrong = []
         for kind in whole:
             for number, tensor in enumerate(self.vps.tensors):
-                rows = saved.manifest.rows.get((tensor.name, kind))
+                rows = source.manifest.rows.get((tensor.name, kind))
                 if rows is None or rows[0].dtype != name_of(self.types[kind]):
                     continue
-                if int(whole[kind][number]) != saved.manifest.digest(tensor.name, kind):
+                if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
             return
-        stored = [row for key in wrong for row in saved.manifest.rows[key] if row.file]
-        damaged = [str(row) for row in stored[self.rank :: len(members)] if not reader.is_sound(row)]
+        damaged = damaged_rows(source, reader, wrong, place, len(members))
         found = [each for member in self._gather("damaged", damaged).values() for each in member]
         if found:
             raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")

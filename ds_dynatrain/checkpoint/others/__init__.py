@@ -1,0 +1,30 @@
+"""Checkpoints of others, described as tensors at offsets in their files: read in place, never loaded whole.
+
+| file | role |
+|---|---|
+| `torch_files` | what `torch.save` wrote, without its values and without running anything |
+| `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
+| `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
+
+Knows no engine and no DeepSpeed: the files say what they are.
+"""
+
+from ds_dynatrain.checkpoint.others.torch_files import Opaque, Stored, fields_of, read_tree, value_of, with_values
+from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, is_zero_folder, scaler_fields
+from ds_dynatrain.checkpoint.others.zero_rows import layout_of, rows_of, scalars_of, then
+
+__all__ = [
+    "Opaque",
+    "Stored",
+    "ZeroFolder",
+    "fields_of",
+    "is_zero_folder",
+    "layout_of",
+    "read_tree",
+    "rows_of",
+    "scalars_of",
+    "scaler_fields",
+    "then",
+    "value_of",
+    "with_values",
+]

@@ -1,0 +1,218 @@
+"""A checkpoint folder of DeepSpeed's own `save_checkpoint`: which file has which buffer of which rank.
+
+Written by DeepSpeed 0.14 to 0.19, in ZeRO stages 0 to 3. One file of model states for each model-parallel rank (in
+stage 3 for each rank), and in stages 1 to 3 one of optimizer states for each rank:
+
+| stage | masters | moments | frozen weights |
+|---|---|---|---|
+| 0 | `module` (fp32), `optimizer.fp32_groups`, `optimizer.fp32_groups_flat` | of each tensor, or flat | `module` |
+| 1, 2 | `single_partition_of_fp32_groups`, without padding at the end | flat, as the masters | `module` |
+| 3 | `fp32_flat_groups`, one for each sub-group | the same | `frozen_param_fragments` |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.checkpoint.others.torch_files import Opaque, Stored, fields_of, read_tree
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+_EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+
+
+def is_zero_folder(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of DeepSpeed's."""
+    return path.is_dir() and any(_MODEL.fullmatch(each.name) for each in path.iterdir())
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerFile:
+    """What the optimizer of one rank had. masters: its flat buffers, or those of single tensors, in order.
+
+    states: for each of them a table of moments (`Stored` with dims) and scalars. groups: hyper-parameters.
+    """
+
+    stage: int
+    masters: list[Stored]
+    states: list[Mapping[str, Any]]
+    groups: list[Mapping[str, Any]]
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ZeroFolder:
+    """One checkpoint. models: file names by (model-parallel rank, data rank), optimizers the same.
+
+    layers: of a pipeline, the files of its layers by number. prefixes: under which name the parameters of each layer
+    are registered, their numbers where it is empty.
+    """
+
+    path: Path
+    trust_pickle: bool
+    models: Mapping[tuple[int, int], str]
+    optimizers: Mapping[tuple[int, int], str]
+    layers: Mapping[int, str]
+    prefixes: tuple[str, ...] = ()
+    _trees: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
+        """CheckpointError for what is none, or has experts; CheckpointDamaged where files are missing."""
+        names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+        experts = [name for name in names if _EXPERT.fullmatch(name)]
+        if experts:
+            raise CheckpointError(
+                f"{path} has experts in files of their own ({experts[0]}), which are not read here: load it with "
+                "DeepSpeed in the layout that wrote it, and save it with save_universal"
+            )
+        models = {_place(found): found[0] for found in _matches(_MODEL, names)}
+        optimizers = {_place(found): found[0] for found in _matches(_OPTIMIZER, names)}
+        if not models:
+            raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's")
+        layers = {int(found[1]): found[0] for found in _matches(_LAYER, names)}
+        folder = ZeroFolder(path, trust_pickle, models, optimizers, layers, prefixes)
+        folder._check_complete()
+        return folder
+
+    def _check_complete(self) -> None:
+        wanted = {(part, rank) for part in range(self.parts) for rank in range(self.ranks)}
+        missing = sorted(wanted - set(self.optimizers)) if self.optimizers else []
+        if missing:
+            part, rank = missing[0]
+            raise CheckpointDamaged(
+                f"{self.path}: the optimizer states of data rank {rank} and model-parallel rank {part} are not there"
+            )
+
+    def check_ranks(self) -> None:
+        """CheckpointDamaged if files of data ranks are missing at the end."""
+        said = int(self.model(0)["dp_world_size"])
+        if self.ranks != said:
+            raise CheckpointDamaged(f"{self.path} was saved by {said} data ranks, and has files of {self.ranks}")
+
+    @property
+    def parts(self) -> int:
+        """Model-parallel ranks: tensor ranks, or pipeline stages."""
+        return 1 + max(part for part, _ in self.models)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data ranks (with sequence parallelism all that ZeRO cuts over)."""
+        if self.optimizers:
+            return 1 + max(rank for _, rank in self.optimizers)
+        return int(self.model(0)["dp_world_size"])
+
+    @cached_property
+    def stage(self) -> int:
+        """The ZeRO stage; that of the configuration where the optimizer does not say (BF16_Optimizer)."""
+        if not self.optimizers:
+            return 0
+        said = self.optimizer(0, 0).raw.get("zero_stage")
+        if said is None:
+            return 1
+        return int(said.args[0]) if isinstance(said, Opaque) else int(getattr(said, "value", said))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration of then."""
+        name = self.optimizers.get((0, 0))
+        held = (self._tree(name) if name else self.model(0)).get("ds_config")
+        return held if isinstance(held, Mapping) else {}
+
+    def model(self, part: int, rank: int = 0) -> Mapping[str, Any]:
+        """The model states of a model-parallel rank (in stage 3: and data rank)."""
+        name = self.models.get((part, rank), self.models.get((part, 0)))
+        if name is None:
+            raise CheckpointDamaged(f"{self.path}: the model states of model-parallel rank {part} are not there")
+        return self._tree(name)
+
+    def optimizer(self, part: int, rank: int) -> OptimizerFile:
+        """The optimizer states of a rank; CheckpointDamaged for a file that has others than expected."""
+        if self.optimizers:
+            name = self.optimizers[part, rank]
+            raw, stage = self._tree(name).get("optimizer_state_dict"), None
+        else:
+            name, stage = self.models[part, 0], 0
+            raw = self.model(part).get("optimizer")
+        if not isinstance(raw, Mapping):
+            raise CheckpointError(f"{name} has no optimizer states")
+        try:
+            return _optimizer_file(raw, stage)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
+
+    def weights(self, part: int) -> dict[str, Stored]:
+        """Weights and buffers of a model-parallel rank by name, as far as they are there whole."""
+        module = self.model(part).get("module")
+        found = _stored_in(module if isinstance(module, Mapping) else {})
+        for number, name in self.layers.items():
+            prefix = self.prefixes[number] if number < len(self.prefixes) else str(number)
+            found.update({f"{prefix}.{each}": held for each, held in _stored_in(self._tree(name)).items()})
+        return found
+
+    def client_state(self, known: frozenset[str]) -> dict[str, Any]:
+        """What the user gave to `save_checkpoint`: all but DeepSpeed's own keys."""
+        return {key: value for key, value in self.model(0).items() if key not in known}
+
+    def _tree(self, name: str) -> Mapping[str, Any]:
+        if name not in self._trees:
+            tree = read_tree(self.path, name, self.trust_pickle)
+            if not isinstance(tree, Mapping):
+                raise CheckpointDamaged(f"{self.path / name} is no file of a checkpoint of DeepSpeed's")
+            self._trees[name] = tree
+        found: Mapping[str, Any] = self._trees[name]
+        return found
+
+
+def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
+    return {name: held for name, held in tree.items() if isinstance(held, Stored)}
+
+
+def _matches(pattern: re.Pattern[str], names: list[str]) -> Iterator[re.Match[str]]:
+    return (found for found in map(pattern.fullmatch, names) if found is not None)
+
+
+def _place(found: re.Match[str]) -> tuple[int, int]:
+    return int(found[2]), int(found[1] or 0)
+
+
+def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
+    """From the `state_dict` of any of DeepSpeed's optimizers, or (stage 0, fp32) of the basic one."""
+    if "fp32_flat_groups" in raw:
+        return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
+    if "single_partition_of_fp32_groups" in raw:
+        masters, base = list(raw["single_partition_of_fp32_groups"]), raw["base_optimizer_state"]
+        if isinstance(base, list):  # elastic_checkpoint: no hyper-parameters
+            step = {"step": raw["base_optimizer_state_step"]} if "base_optimizer_state_step" in raw else {}
+            return OptimizerFile(1, masters, [{**step, **each} for each in base], [], raw)
+        return _with_states(1, masters, base, raw)
+    if stage != 0:
+        raise KeyError("single_partition_of_fp32_groups")
+    if "fp32_groups_flat" in raw:
+        return _with_states(0, raw["fp32_groups_flat"], raw["optimizer_state_dict"], raw)
+    if "fp32_groups" in raw:
+        masters = [held for group in raw["fp32_groups"] for held in group]
+        return _with_states(0, masters, raw["optimizer_state_dict"], raw)
+    return _with_states(0, [], raw, raw)
+
+
+def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw: Mapping[str, Any]) -> OptimizerFile:
+    groups, table = list(base["param_groups"]), base["state"]
+    numbers = [number for group in groups for number in group["params"]]
+    states = [table.get(number, {}) for number in numbers]
+    if not masters and stage == 0:  # the basic optimizer steps the parameters themselves, frozen ones left out
+        states = [each for each in states if each]
+    return OptimizerFile(stage, list(masters), states, groups, raw)
+
+
+def scaler_fields(file: OptimizerFile) -> dict[str, Any]:
+    """The loss scale's fields by DeepSpeed's names, whichever object had them."""
+    own = {key: value for key, value in file.raw.items() if isinstance(value, bool | int | float)}
+    return {**own, **fields_of(file.raw.get("loss_scaler"))}

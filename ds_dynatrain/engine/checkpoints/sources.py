@@ -1,0 +1,266 @@
+"""What a state is restored from: a checkpoint of ours, or one of DeepSpeed's own in whatever layout it was written.
+
+Both are a manifest, whose rows say where each element lies, and a carry. One of DeepSpeed's says less: random streams,
+loaders' positions and the user's objects stay as they are, as with DeepSpeed's own load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_dynatrain.adapters.optimizers import rule_of
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.adapters.scaler import taken_from
+from ds_dynatrain.checkpoint import Manifest, Reader, Saved
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.others import (
+    Stored,
+    ZeroFolder,
+    is_zero_folder,
+    rows_of,
+    scalars_of,
+    scaler_fields,
+    then,
+    value_of,
+    with_values,
+)
+from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.carry import COUNTERS
+from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
+from ds_dynatrain.engine.encoding import decode
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+Key = tuple[str, str]
+"""(tensor, state kind)."""
+Gather = Callable[[str, Any], Mapping[int, Any]]
+"""Post a record under a name; those of all members."""
+
+NO_CLIENT_STATE = frozenset(
+    {
+        "data_sampler",
+        "dp_world_size",
+        "frozen_param_fragments",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_world_size",
+        "optimizer",
+        "random_ltd",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+    }
+)
+"""What DeepSpeed does not give back from `load_checkpoint`, and the parts of frozen tensors."""
+
+
+class Source(Protocol):
+    """A checkpoint that is open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def kinds(self) -> list[str]: ...
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]: ...
+    @property
+    def client_state(self) -> dict[str, Any]: ...
+
+    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """The shared carry. numbers: of a tensor there -> here."""
+        ...
+
+    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
+        """The rest of a rank's carry."""
+        ...
+
+    def streams(self, layout: Layout, rank: int) -> streams.Streams:
+        """A rank's random streams."""
+        ...
+
+    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        """Of whole tensors, in their types there; where it takes reading, `places` members share it."""
+        ...
+
+
+def opened(path: Path, engine: DynatrainEngine, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
+    """The checkpoint in a folder. present: the shared carry of now, which one of DeepSpeed's is read into.
+
+    CheckpointError for a folder that is none.
+    """
+    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
+        return Universal(Saved.open(path))
+    template = getattr(engine.shaper, "template", None)
+    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
+    return Stock(ZeroFolder.open(path, trust_pickle, prefixes), engine, present)
+
+
+@dataclass(frozen=True, eq=False)
+class Universal:
+    """One of ours."""
+
+    saved: Saved
+
+    @property
+    def path(self) -> Path:
+        return self.saved.path
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.saved.manifest
+
+    @property
+    def kinds(self) -> list[str]:
+        return self.saved.record.kinds
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return self.saved.record.logical_tensors()
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        return {}
+
+    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        shared: dict[str, Any] = decode(self.saved.record.carry, [])
+        scalars = shared["scalars"]
+        shared["scalars"] = {
+            name: {str(numbers[int(number)]): value for number, value in table.items()}
+            for name, table in scalars.items()
+        }
+        return shared
+
+    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
+        return rest_for(self.saved, reader, layout, rank)
+
+    def streams(self, layout: Layout, rank: int) -> streams.Streams:
+        return streams_for(self.saved, layout, rank)
+
+    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
+
+
+@dataclass(frozen=True, eq=False)
+class Stock:
+    """One of DeepSpeed's."""
+
+    folder: ZeroFolder
+    engine: DynatrainEngine
+    present: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return self.engine.vps.tensors
+
+    @cached_property
+    def space(self) -> VirtualParameterSpace:
+        """Under the layout that it was saved in."""
+        return then(self.folder, self.engine.vps)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return Manifest.of(rows_of(self.folder, self.space, self.engine.element_types.weight))
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        held = {kind for _, kind in self.manifest.rows}
+        return [kind for kind in self.space.present_kinds() if kind in held]
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        found: dict[str, Any] = with_values(self.path, self.folder.client_state(NO_CLIENT_STATE))
+        return found
+
+    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        said, file = self.folder.model(0), self.folder.optimizer(0, 0)
+        groups = with_values(self.path, file.groups) or self.present["groups"]
+        if len(groups) != len(self.present["groups"]):
+            raise CheckpointError(
+                f"it has {len(groups)} optimizer groups, and there are {len(self.present['groups'])} here"
+            )
+        if said.get("data_sampler") is not None:
+            logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
+        scheduler, random_ltd = said.get("lr_scheduler"), said.get("random_ltd")
+        has_scheduler = self.present["scheduler"] is not None and scheduler is not None
+        taken = {
+            "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
+            "windows": int(said.get("global_steps", 0)),
+            "groups": [
+                {name: there.get(name, value) for name, value in here.items()}
+                for here, there in zip(self.present["groups"], groups, strict=True)
+            ],
+            "scalars": self._scalars(),
+            "scaling": taken_from(self.present["scaling"], scaler_fields(file)),
+            "scheduler": with_values(self.path, scheduler) if has_scheduler else self.present["scheduler"],
+        }
+        if self.present["random-LTD"] is not None and random_ltd is not None:
+            taken["random-LTD"] = with_values(self.path, random_ltd)
+        return {**self.present, **taken}
+
+    def _scalars(self) -> dict[str, dict[str, float]]:
+        """Those that the present optimizer keeps; CheckpointError where it keeps one that is not there."""
+        basic, tensors = self.engine.basic_optimizer, self.space.tensors
+        there = scalars_of(self.folder, self.space)
+        moments = [kind for kind in self.kinds if kind not in (WEIGHT, MASTER)]
+        found: dict[str, dict[str, float]] = {}
+        for number, tensor in enumerate(tensors):
+            if not tensor.trainable or not (there or moments):
+                continue
+            for name in rule_of(basic).scalars_of(basic.param_groups[tensor.group]):
+                value = there.get(name, {}).get(number)
+                if value is None and tensor.numel:
+                    if any((tensor.name, kind) in self.manifest.rows for kind in moments):
+                        raise CheckpointError(f"its optimizer has no {name!r} of {tensor.name!r}")
+                    continue
+                if value is None:
+                    continue
+                plain = value_of(self.path, value).item() if isinstance(value, Stored) else value
+                found.setdefault(name, {})[str(number)] = float(plain)
+        return found
+
+    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
+        wanted = {name for name, _ in self.engine.module.named_buffers()}
+        held = {name: each for part in range(self.folder.parts) for name, each in self.folder.weights(part).items()}
+        buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
+        return {"grad_norm": None, "training": bool(self.engine.module.training), "buffers": buffers, "objects": {}}
+
+    def streams(self, layout: Layout, rank: int) -> streams.Streams:
+        return streams.capture()
+
+    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        weight = self.engine.element_types.weight
+        mine: dict[Key, int] = {}
+        for row in [row for row in self.manifest if row.file][place::places]:
+            share = {row.kind: reader.digest(row)}
+            if row.kind == MASTER:
+                share[WEIGHT] = share[MASTER] if row.dtype == name_of(weight) else reader.digest(row, weight)
+            for kind, total in share.items():
+                mine[row.tensor, kind] = mine.get((row.tensor, kind), 0) + total
+        found: dict[Key, int] = {}
+        for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
+            for tensor, kind, total in record:
+                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & ((1 << 64) - 1)
+        return found
+
+
+def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:
+    """Which stored stretches of these tensors are not what was saved; this member's share of the reading."""
+    if not isinstance(source, Universal):
+        return []
+    stored = [row for key in keys for row in source.manifest.rows[key] if row.file]
+    return [str(row) for row in stored[place::places] if not reader.is_sound(row)]

@@ -1,0 +1,57 @@
+"""`engine.load_checkpoint`: which checkpoints DeepSpeed reads itself, and which are read here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
+from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+DEFAULTS: Mapping[str, Any] = {
+    "load_module_strict": True,
+    "load_optimizer_states": True,
+    "load_lr_scheduler_states": True,
+    "load_module_only": False,
+    "custom_load_fn": None,
+}
+"""Of DeepSpeed's `load_checkpoint`, in order; with others it loads a part of the state, which is left to it."""
+
+
+def is_for_us(
+    engine: DynatrainEngine,
+    load_dir: Any,
+    tag: Any,
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+    trust_pickle: bool,
+) -> bool:
+    """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout."""
+    given = {**dict(zip(DEFAULTS, arguments, strict=False)), **named}
+    if {**DEFAULTS, **given} != DEFAULTS or engine.load_universal_checkpoint():
+        return False
+    try:
+        path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
+    except CheckpointError:
+        return False  # DeepSpeed has words for it
+    if (path / RECORD).is_file():
+        return True
+    return is_zero_folder(path) and _differs(engine, path, trust_pickle)
+
+
+def _differs(engine: DynatrainEngine, path: Path, trust_pickle: bool) -> bool:
+    """Whether the layout that was saved is another one, as far as DeepSpeed's files know of layouts."""
+    layout = engine.layout
+    try:
+        held = ZeroFolder.open(path, trust_pickle)
+        if (held.ranks, held.parts) != (layout.data * layout.sequence, layout.pipe * layout.tensor):
+            return True
+        return held.stage != (1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage)
+    except CheckpointError:
+        return False  # experts, or content that is not read here: it has to be the same layout
