@@ -19,6 +19,7 @@ from ds_dynatrain.adapters.flat import (
     refill_master,
     weight_rows,
 )
+from ds_dynatrain.adapters.fragments import link_moments
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.stage12 import forget
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
@@ -73,3 +74,4 @@ class AccumulatingStage:
         held._link_all_hp_params()
         held._hp_optimizer_states_linked = False
         held._param_slice_mappings = held._create_param_mapping()
+        link_moments(held)

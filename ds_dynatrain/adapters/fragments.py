@@ -14,6 +14,15 @@ import deepspeed.comm as dist
 from deepspeed.utils import link_hp_params
 
 
+def link_moments(held: Any) -> None:
+    """Let `safe_get_full_optimizer_state` find the moments before the first step of an optimizer that was refilled.
+
+    DeepSpeed links them in its own first step. Nothing to do where a group has none yet.
+    """
+    if all(held.optimizer.state.get(group["params"][0]) for group in held.optimizer.param_groups):
+        held._lazy_init_hp_params_optimizer_state()
+
+
 def correct_fragments(zero: Any) -> None:
     """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; nothing to do for any other."""
     if not getattr(zero, "round_robin_gradients", False):

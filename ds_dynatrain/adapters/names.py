@@ -52,6 +52,7 @@ NAMES: Names = {
     "deepspeed.runtime.bf16_optimizer": (
         "BF16_Optimizer._update_storage_to_flattened_tensor",
         "BF16_Optimizer._link_all_hp_params",
+        "BF16_Optimizer._lazy_init_hp_params_optimizer_state",
         "BF16_Optimizer._create_param_mapping",
         "see_memory_usage",
     ),
@@ -122,6 +123,7 @@ NAMES: Names = {
         "DeepSpeedZeroOptimizer._update_model_bit16_weights",
         "DeepSpeedZeroOptimizer.get_data_parallel_partitions",
         "DeepSpeedZeroOptimizer._link_all_hp_params",
+        "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
         "DeepSpeedZeroOptimizer._create_param_mapping",
         "DeepSpeedZeroOptimizer._create_optimizer_mapping",
         "DeepSpeedZeroOptimizer._get_offload_gradient_dict",

@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.flat import (
     weight_rows,
     whole_rows,
 )
-from ds_dynatrain.adapters.fragments import correct_fragments
+from ds_dynatrain.adapters.fragments import correct_fragments, link_moments
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
@@ -93,6 +93,7 @@ class FlatStages:
         zero._hp_optimizer_states_linked = False
         zero._param_slice_mappings = zero._create_param_mapping()
         correct_fragments(zero)
+        link_moments(zero)
 
 
 def forget(model: ModelMap) -> None:

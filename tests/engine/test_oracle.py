@@ -38,3 +38,26 @@ def case(dtype: str, path: list[jobs.Sizes]) -> Any:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_oracle_is_what_deepspeed_says(pool: RankPool, dtype: str) -> None:
     pool.run(case, dtype=dtype, path=[(2, 1), *LAYOUTS], seconds=90)
+
+
+def switch_and_look(made: jobs.Job) -> None:
+    """Raise for a moment that DeepSpeed's own call does not give as it is, before any step of the new layout."""
+    engine = made.engine
+    engine.switch(at=engine.global_steps, zero_stage={1: 2, 2: 3, 3: 1}[engine.zero_optimization_stage()])
+    engine.boundary()
+    assert engine.last_switch.step == engine.global_steps
+    state = oracle.gather(engine)
+    trained = [each for each in engine.module.named_parameters() if each[1].requires_grad]
+    for name, parameter in trained:
+        for kind in ("exp_avg", "exp_avg_sq"):
+            seen = safe_get_full_optimizer_state(parameter, kind)
+            assert torch.equal(seen.view(-1), state.tensors[name, kind]), f"{kind} of {name}"
+
+
+def looking() -> Any:
+    return jobs.run(jobs.config("bf16", (4, 1)), 3, each=switch_and_look)
+
+
+def test_deepspeed_finds_moments_before_the_first_step(pool: RankPool) -> None:
+    """Right after a switch, as right before it."""
+    pool.run(looking, seconds=90)
