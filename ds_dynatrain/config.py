@@ -106,8 +106,9 @@ class DynatrainConfig(_Block):
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
     """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself may have drifted apart
     for a switch to take one for all, as a share of the tensor's largest value."""
-    transport: Literal["auto", "gloo"] = "auto"
-    """How bytes travel: "auto" reads the memory of members on the same machine where the kernel permits it."""
+    transport: Literal["auto", "ring", "gloo"] = "auto"
+    """How bytes travel: "auto" reads the memory of members on the same machine where the kernel permits it, else shares
+    a ring of memory with them; "ring" never reads another's memory; "gloo" does neither."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long one member waits for another in a switch, in seconds."""
     data: DataConfig = DataConfig()

@@ -47,7 +47,7 @@ RING: tuple[tuple[str, dict[str, int]], ...] = (
 )
 """Changes of one lap, each from where the one before it ended; stages change in a world of two."""
 
-WAYS = {"auto": "which read each other's memory", "gloo": "over gloo"}
+WAYS = {"auto": "which read each other's memory", "ring": "which share rings of memory", "gloo": "over gloo"}
 Record = dict[str, Any]
 
 
@@ -261,7 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--laps", type=int, default=3, help="laps with switches asked for ahead (default 3)")
     parser.add_argument("--immediate", type=int, default=1, help="laps with immediate switches (default 1)")
-    parser.add_argument("--transport", default="auto", choices=["auto", "gloo"], help="as dynatrain.transport")
+    parser.add_argument("--transport", default="auto", choices=list(WAYS), help="as dynatrain.transport")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")

@@ -28,7 +28,7 @@ class RawTransport:
         self.member = member
         self._group, self._store = make_group(launch_store(), "bench_raw", member, size, SECONDS)
         far = GroupTransport(self._group, range(size))
-        self._way: Transport = RoutedTransport(_neighbors(member, size), far) if kind == "auto" else far
+        self._way: Transport = far if kind == "gloo" else RoutedTransport(_neighbors(member, size, kind == "auto"), far)
 
     def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
         """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
@@ -58,14 +58,16 @@ class RawTransport:
                 getattr(self._group, call)([token], other, 8).wait()
 
 
-def _neighbors(member: int, size: int) -> Neighbors:
+def _neighbors(member: int, size: int, reads: bool) -> Neighbors:
     store = PrefixStore("bench_near", launch_store())
 
     def share(what: str, record: Any) -> dict[int, Any]:
         store.set(f"{what}/{member}", json.dumps(record))
         return {other: json.loads(store.get(f"{what}/{other}")) for other in range(size)}
 
-    return Neighbors.meet(member, share, SECONDS)
+    found = Neighbors.meet(member, share, SECONDS, reads=reads)
+    found.reserve(found.members)
+    return found
 
 
 def _touched(nbytes: int) -> torch.Tensor:

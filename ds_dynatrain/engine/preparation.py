@@ -44,8 +44,9 @@ class Preparation:
 
     board: where the switch is negotiated; control: the same over the connection for work in the background, which
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
-    member. budget_bytes: of staging. check: raises SwitchRefused if this member cannot take part. building: around the
-    building of groups; stop: called in every wait, raises if the switch will not come about.
+    member. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member cannot
+    take part. building: around the building of groups; stop: called in every wait, raises if the switch will not come
+    about.
     """
 
     proposal: Proposal
@@ -56,7 +57,7 @@ class Preparation:
     types: Mapping[str, torch.dtype]
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
-    reads_neighbors: bool = True
+    way: str = "auto"
     check: Callable[[], None] = _nothing
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
@@ -140,10 +141,8 @@ class Preparation:
             self._wait_for_all()
             with self.building():
                 self.world = self._build()
-            if self.reads_neighbors:
-                self.neighbors = Neighbors.meet(
-                    self.control.member, self._share, self.control.timeout_seconds, self._stop_if_abandoned
-                )
+            if self.way != "gloo":
+                self.neighbors = self._meet_neighbors()
             if self._stop.is_set():
                 self.end_neighbors()
                 self.control.bury(drop(self.world))
@@ -179,6 +178,13 @@ class Preparation:
         board, key = self.control, f"building/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", True)
         board.gather(key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned)
+
+    def _meet_neighbors(self) -> Neighbors:
+        """Those on this machine, ready for what this member is to send them."""
+        seconds, reads = self.control.timeout_seconds, self.way == "auto"
+        found = Neighbors.meet(self.control.member, self._share, seconds, self._stop_if_abandoned, reads)
+        found.reserve({exchange.peer for ready in self.mine.values() for exchange in ready.plan.rounds})
+        return found
 
     def _share(self, what: str, record: Any) -> dict[int, Any]:
         """Tell all members of both worlds a record, and read theirs."""

@@ -394,8 +394,8 @@ class Switcher:
         around, engine = self.engine.surroundings, self.engine
         front, back = (around.control, around.background) if boards is None else boards
         make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)
-        budget, reads = settings.memory_budget_bytes, settings.transport == "auto"
-        self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, reads)
+        budget, way = settings.memory_budget_bytes, settings.transport
+        self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
         if check is not None:
             self._preparation.check = check
         if self.changes is not None:

@@ -1,8 +1,8 @@
-"""Members on one machine read each other's memory: a transport with one copy, where the kernel permits it.
+"""Members on one machine: they read each other's memory where the kernel permits it, else they share a ring.
 
-A sender offers an address and a length over a Unix socket; the receiver reads from there into its tensor and says that
-it has taken it. Nothing that a peer says is trusted beyond that: lengths must be those expected, and what was read is
-proved by the certificate of the switch as if it had come over a wire.
+A sender offers a message over a Unix socket; the receiver takes it (`line`, `ring`) and says so. Nothing that a peer
+says is trusted beyond that: lengths must be those expected, and what was read is proved by the certificate of the
+switch as if it had come over a wire.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +20,13 @@ import torch
 
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.transfer.cross_memory import NOBODY, machine, permit_readers, read_memory
+from ds_dynatrain.transfer.line import Key, Line, ReadingLine
+from ds_dynatrain.transfer.ring import RingLine, can_share
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 Share = Callable[[str, Any], Mapping[int, Any]]
 """`share(what, record)`: tell all members this one's record (plain JSON), and return all of theirs by member."""
 
-OFFER, TAKEN = 1, 2
-PACKET = struct.Struct("<BxxxIQQQ")
-"""What it is; the tag and the number of the message; of an offer, the address and the length in bytes."""
 PEER = struct.Struct("=iII")
 """`struct ucred`: process, user, group."""
 HELLO = struct.Struct("<Q")
@@ -38,104 +36,45 @@ STOP_SECONDS = 0.05
 """Between two looks for a reason to give up."""
 
 
-@dataclass
-class _Line:
-    """The connection to one neighbor. Messages are counted by tag, from 0."""
-
-    member: int
-    process: int
-    socket: socket.socket
-    outbox: deque[bytes] = field(default_factory=deque)
-    sent: dict[int, int] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)
-    offers: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    wanted: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    taken: set[tuple[int, int]] = field(default_factory=set)
-    """Messages of ours that the neighbor has, until their senders have asked."""
-    arrived: set[tuple[int, int]] = field(default_factory=set)
-    is_over: bool = False
-
-    def say(self, kind: int, key: tuple[int, int], address: int = 0, length: int = 0) -> None:
-        """Send a packet as soon as the socket takes it."""
-        self.outbox.append(PACKET.pack(kind, *key, address, length))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the socket takes now; what a neighbor that has gone had said before still counts."""
-        try:
-            while self.outbox:
-                self.socket.send(self.outbox[0])
-                self.outbox.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outbox.clear()
-
-    def listen(self) -> None:
-        """Take in what has come, and whether the neighbor has gone."""
-        try:
-            while True:
-                packet = self.socket.recv(PACKET.size)
-                if len(packet) != PACKET.size:
-                    self.is_over = True
-                    return
-                kind, tag, number, address, length = PACKET.unpack(packet)
-                if kind == OFFER:
-                    self.offers[tag, number] = (address, length)
-                else:
-                    self.taken.add((tag, number))
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_over = True
-
-    def settle(self) -> None:
-        """Read whatever is both offered and wanted."""
-        for key in self.offers.keys() & self.wanted.keys():
-            (address, length), into = self.offers.pop(key), self.wanted.pop(key)
-            if length != into.numel():
-                raise TransferError(f"member {self.member} offers {length} bytes where {into.numel()} are awaited")
-            read_memory(self.process, address, into)
-            self.arrived.add(key)
-            self.say(TAKEN, key)
-
-
 class Neighbors:
-    """The members on this machine that can read this one, and that it can read. Built by `meet`; `close` it."""
+    """The members on this machine, each by the best way there is to it. Built by `meet`; `close` it."""
 
-    def __init__(self, lines: Mapping[int, _Line]) -> None:
+    def __init__(self, lines: Mapping[int, Line]) -> None:
         self._lines = lines
         self._poll = select.poll()
         self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
 
     @classmethod
-    def meet(cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None) -> Neighbors:
+    def meet(
+        cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None, reads: bool = True
+    ) -> Neighbors:
         """Find this member's neighbors. All members call it; each finds those of the same machine only.
 
-        stop: called while waiting for others; it may raise. MemberMissing for a neighbor that does not connect in
-        `seconds`, or whatever `share` raises.
+        stop: called while waiting for others; it may raise. reads: whether memory may be read; if not, nobody is let
+        read this member's. MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
         """
         deadline, probe = time.monotonic() + seconds, torch.randint(0, 256, (PROBE_BYTES,), dtype=torch.uint8)
-        permit_readers()
+        if reads:
+            permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # Linux finds a name that is no file's
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
-            here = {"machine": machine(), "process": os.getpid(), "socket": name}
+            here = {"machine": machine(), "process": os.getpid(), "socket": name, "shares": can_share()}
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()]})
-            able = {other for other, card in cards.items() if other != member and _can_read(card, here["machine"])}
+            able = {other for other, card in cards.items() if other != member and reads and _can_read(card, here)}
             found = share("readable", sorted(able))
-            near = sorted(other for other in able if member in found[other])
-            lines: dict[int, _Line] = {}
+            kinds = _kinds(member, here, cards, found)
+            lines: dict[int, Line] = {}
             try:
-                for other in [each for each in near if each > member]:
-                    lines[other] = _call(member, other, cards[other], deadline)
-                while len(lines) < len(near):
-                    line = _answer(listener, cards, set(near) - set(lines), deadline, stop)
-                    lines[line.member] = line
+                for other in [each for each in sorted(kinds) if each > member]:
+                    lines[other] = kinds[other](other, *_call(member, other, cards[other], deadline))
+                while len(lines) < len(kinds):
+                    other, process, link = _answer(listener, cards, set(kinds) - set(lines), deadline, stop)
+                    lines[other] = kinds[other](other, process, link)
             except BaseException:
                 for line in lines.values():
-                    line.socket.close()
+                    line.close()
                 raise
         return cls(lines)
 
@@ -144,28 +83,34 @@ class Neighbors:
         """Who they are."""
         return frozenset(self._lines)
 
+    @property
+    def ways(self) -> dict[int, str]:
+        """How the bytes of each get here: "memory" or "ring"."""
+        return {member: "ring" if isinstance(line, RingLine) else "memory" for member, line in self._lines.items()}
+
+    def reserve(self, members: Collection[int]) -> None:
+        """Make ready what sending to these members takes, if they are neighbors."""
+        for member in members:
+            line = self._lines.get(member)
+            if isinstance(line, RingLine):
+                line.reserve()
+
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer the tensor's bytes; an accelerator's are copied to the host first."""
         line, data = self._line(member), bytes_of(tensor).to("cpu")
         if not data.numel():
             return _Done()
-        key = tag, line.sent.get(tag, 0)
-        line.sent[tag] = key[1] + 1
-        line.say(OFFER, key, data.data_ptr(), data.numel())
-        return _Sent(self, line, key, data)
+        return _Sent(self, line, line.offer(tag, data), data)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Ask for the next message of that tag."""
         line, data = self._line(member), bytes_of(tensor)
         if not data.numel():
             return _Done()
-        key = tag, line.asked.get(tag, 0)
-        line.asked[tag] = key[1] + 1
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
-        line.wanted[key] = host
-        return _Received(self, line, key, data, host)
+        return _Received(self, line, line.want(tag, host), data, host)
 
-    def advance(self, line: _Line, what: str, since: float, deadline: float) -> None:
+    def advance(self, line: Line, what: str, since: float, deadline: float) -> None:
         """Wait until something comes from any neighbor, and do what is due.
 
         MemberMissing when the deadline passes, TransferError if the neighbor of the line has gone.
@@ -190,18 +135,18 @@ class Neighbors:
     def close(self) -> None:
         """End all connections, and let nobody read any more."""
         for line in self._lines.values():
-            line.socket.close()
+            line.close()
         self._lines = {}
         permit_readers(NOBODY)
 
-    def _line(self, member: int) -> _Line:
+    def _line(self, member: int) -> Line:
         if member not in self._lines:
             raise TransferError(f"member {member} is no neighbor; there are {sorted(self._lines)}")
         return self._lines[member]
 
 
 class RoutedTransport:
-    """Neighbors by reading memory, everybody else over the group."""
+    """Neighbors as neighbors, everybody else over the group."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far
@@ -226,8 +171,8 @@ class _Done:
 @dataclass
 class _Sent:
     neighbors: Neighbors
-    line: _Line
-    key: tuple[int, int]
+    line: Line
+    key: Key
     data: torch.Tensor
     since: float = field(default_factory=time.monotonic)
 
@@ -241,8 +186,8 @@ class _Sent:
 @dataclass
 class _Received:
     neighbors: Neighbors
-    line: _Line
-    key: tuple[int, int]
+    line: Line
+    key: Key
     data: torch.Tensor
     host: torch.Tensor
     since: float = field(default_factory=time.monotonic)
@@ -257,9 +202,28 @@ class _Received:
             self.data.copy_(self.host)
 
 
-def _can_read(card: Mapping[str, Any], here: str) -> bool:
+def _kinds(
+    member: int, here: Mapping[str, Any], cards: Mapping[int, Any], readable: Mapping[int, Any]
+) -> dict[int, type[Line]]:
+    """How this member and each of its neighbors reach each other: the same on both sides, from what both have said."""
+    kinds: dict[int, type[Line]] = {}
+    for other, card in cards.items():
+        if other == member or not _is_near(card, here):
+            continue
+        if other in readable[member] and member in readable[other]:
+            kinds[other] = ReadingLine
+        elif here["shares"] and card["shares"]:
+            kinds[other] = RingLine
+    return kinds
+
+
+def _is_near(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    return bool(here["machine"]) and card["machine"] == here["machine"]
+
+
+def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether a member is on this machine and the kernel lets this process read it."""
-    if not here or card["machine"] != here:
+    if not _is_near(card, here):
         return False
     address, expected = card["probe"]
     seen = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
@@ -270,7 +234,7 @@ def _can_read(card: Mapping[str, Any], here: str) -> bool:
     return bool(seen.tolist() == expected)
 
 
-def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> _Line:
+def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, socket.socket]:
     """Connect to a neighbor with a higher number."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -285,13 +249,13 @@ def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> 
     except TransferError:
         link.close()
         raise
-    return _Line(other, int(card["process"]), link)
+    return int(card["process"]), link
 
 
 def _answer(
     listener: socket.socket, cards: Mapping[int, Any], missing: set[int], deadline: float, stop: Callable[[], None]
-) -> _Line:
-    """The next neighbor with a lower number that connects; anybody else is sent away."""
+) -> tuple[int, int, socket.socket]:
+    """The next neighbor with a lower number that connects, its process; anybody else is sent away."""
     since = time.monotonic()
     while True:
         try:
@@ -308,7 +272,7 @@ def _answer(
             if member in missing:
                 _check(link, member, cards[member])
                 link.setblocking(False)
-                return _Line(member, int(cards[member]["process"]), link)
+                return member, int(cards[member]["process"]), link
         except TransferError:
             pass
         link.close()

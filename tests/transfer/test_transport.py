@@ -1,9 +1,13 @@
-"""Transports in real processes: three, started once, run every case of transport_rank.py over gloo and as neighbors."""
+"""Transports in real processes: three, started once, run every case of transport_rank.py over gloo and as neighbors.
+
+The third is killed in the middle of a message.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,21 +39,24 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
+    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL], errors
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-both = pytest.mark.parametrize("way", ["gloo", "near"])
+every = pytest.mark.parametrize("way", ["gloo", "near", "ring"])
 
 
-@both
+@every
 @pytest.mark.parametrize("case", ["every_dtype", "split_messages", "switches", "out_of_step"])
 def test_all_bytes_arrive(seen: Seen, way: str, case: str) -> None:
     assert [rank[f"{way} {case}"] for rank in seen] == [[], [], []]
 
 
 def test_processes_of_one_machine_are_neighbors(seen: Seen) -> None:
-    assert [rank["neighbors"] for rank in seen] == [[11, 12], [10, 12], [10, 11]]
+    for way, name in (("near", "memory"), ("ring", "ring")):
+        for number, rank in enumerate(seen):
+            others = {str(10 + other): name for other in range(3) if other != number}
+            assert rank[way] == others
 
 
 def test_wrong_groups_are_refused(seen: Seen) -> None:
@@ -58,21 +65,22 @@ def test_wrong_groups_are_refused(seen: Seen) -> None:
         assert "got [10, 11, 11]" in twice
 
 
-@both
+@every
 def test_wrong_uses_are_refused(seen: Seen, way: str) -> None:
     for rank, refused in enumerate(case[f"{way} refusals"] for case in seen):
         self_, stranger, shape = refused
-        kind = {"gloo": "peer", "near": "neighbor"}[way]
+        kind = "peer" if way == "gloo" else "neighbor"
         assert f"member {10 + rank} is no {kind}" in self_
         assert f"member 99 is no {kind}" in stranger
         assert "1-D contiguous" in shape
 
 
-def test_a_message_of_another_length_is_refused(seen: Seen) -> None:
-    assert seen[1]["unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
+@pytest.mark.parametrize("way", ["near", "ring"])
+def test_a_message_of_another_length_is_refused(seen: Seen, way: str) -> None:
+    assert seen[1][f"{way} unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
 
 
-@both
+@every
 def test_a_silent_member_is_named_within_the_time_out(seen: Seen, way: str) -> None:
     for rank in seen[:2]:
         case = rank[f"{way} silent_member"]
@@ -81,10 +89,23 @@ def test_a_silent_member_is_named_within_the_time_out(seen: Seen, way: str) -> N
         assert 0.4 < case["seconds"] < 1.4
 
 
-@both
+@every
 def test_a_dead_member_is_named_at_once(seen: Seen, way: str) -> None:
     for rank in seen[:2]:
         case = rank[f"{way} dying_member"]
         assert case["error"] == "TransferError"
         assert "with member 12 failed" in case["text"]
         assert case["seconds"] < 10
+
+
+def test_a_member_killed_in_the_middle_of_a_message_is_named(seen: Seen) -> None:
+    case = seen[0]["half_sent"]
+    assert case["error"] == "TransferError"
+    assert "with member 12 failed" in case["text"]
+    assert case["seconds"] < 10
+
+
+def test_nothing_of_a_ring_is_left(seen: Seen) -> None:
+    """One to a neighbor and one from the other, each mapped, with the descriptor that Python's mmap keeps."""
+    for number, rank in enumerate(seen):
+        assert rank["closed"] == ["4 before"], number

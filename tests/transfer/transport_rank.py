@@ -1,4 +1,4 @@
-"""One rank of the transports' tests: runs every case over gloo, and over the memory of neighbors; writes what it saw.
+"""One rank of the transports' tests: every case over gloo, the memory of neighbors, and rings; notes what it saw.
 
 Started by test_transport.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.distributed import _dist2
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout
-from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, transport
+from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, ring, transport
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
 MEMBERS = (10, 11, 12)
@@ -117,7 +118,7 @@ def unequal_lengths(rank: int, ends: Transport) -> str:
         return ""
     if rank == 0:
         return str(outcome(lambda: ends.send(torch.zeros(4), MEMBERS[1], 3), 0.5).get("text"))
-    return str(outcome(lambda: ends.receive(torch.zeros(3), MEMBERS[0], 3), 0.5).get("text"))
+    return str(outcome(lambda: ends.receive(torch.zeros(3), MEMBERS[0], 3), 20.0).get("text"))
 
 
 def silent_member(rank: int, ends: Transport) -> dict[str, Any]:
@@ -126,13 +127,6 @@ def silent_member(rank: int, ends: Transport) -> dict[str, Any]:
         time.sleep(1.5)
         return {}
     return outcome(lambda: ends.receive(torch.zeros(10), MEMBERS[2], 1), 0.5)
-
-
-def dying_member(rank: int, ends: Transport) -> dict[str, Any]:
-    """Rank 2 is gone before it sends; runs last."""
-    if rank == 2:
-        os._exit(0)
-    return outcome(lambda: ends.receive(torch.zeros(10), MEMBERS[2], 1), 20.0)
 
 
 def outcome(start: Callable[[], transport.Handle], seconds: float) -> dict[str, Any]:
@@ -147,11 +141,46 @@ def outcome(start: Callable[[], transport.Handle], seconds: float) -> dict[str, 
 
 
 CASES: tuple[Callable[[int, Transport], Any], ...] = (every_dtype, split_messages, switches, refusals, out_of_step)
-LAST_CASES: tuple[Callable[[int, Transport], Any], ...] = (silent_member, dying_member)
+LAST_CASES = ("silent_member", "dying_member")
 """After each of these a transport is of no use."""
 
 
-def neighbors(store: Store, name: str, rank: int) -> Neighbors:
+def half_sent(rank: int, ends: Neighbors) -> dict[str, Any]:
+    """Rank 2 is killed in the middle of a message."""
+    data = torch.full((8 * ring.SLOT_BYTES,), 7, dtype=torch.uint8)
+    if rank == 2:
+        copy = ring.RingLine._fill
+
+        def copy_and_die(self: ring.RingLine, way: Any) -> None:
+            copy(self, way)
+            if way.done >= 3 * ring.SLOT_BYTES:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ring.RingLine._fill = copy_and_die  # type: ignore[method-assign]
+        ends.send(data, MEMBERS[0], 1).wait(time.monotonic() + 20)
+    return outcome(lambda: ends.receive(torch.zeros_like(data), MEMBERS[2], 1), 20.0) if rank == 0 else {}
+
+
+def closed(rank: int, ends: Neighbors) -> list[str]:
+    """What is left of a ring in this process after it was used and closed."""
+    every_dtype(rank, ends)
+    seen = [line for line in mapped() if "dynatrain-ring" in line]
+    ends.close()
+    return [f"{len(seen)} before", *(line for line in mapped() if "dynatrain-ring" in line)]
+
+
+def mapped() -> list[str]:
+    """What this process has mapped and open."""
+    found = Path("/proc/self/maps").read_text().splitlines()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # that of the listing itself
+            pass
+    return found
+
+
+def neighbors(store: Store, name: str, rank: int, reads: bool = True) -> Neighbors:
     """All three are on one machine."""
     prefixed = PrefixStore(name, store)
 
@@ -159,25 +188,34 @@ def neighbors(store: Store, name: str, rank: int) -> Neighbors:
         prefixed.set(f"{what}/{MEMBERS[rank]}", json.dumps(record))
         return {member: json.loads(prefixed.get(f"{what}/{member}")) for member in MEMBERS}
 
-    return Neighbors.meet(MEMBERS[rank], share, 20)
+    return Neighbors.meet(MEMBERS[rank], share, 20, reads=reads)
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), len(MEMBERS))
     group, seen = make_group(store, "shared", rank), dict[str, Any]()
-    near = {name: neighbors(store, name, rank) for name in ("near", "unequal", *(case.__name__ for case in LAST_CASES))}
-    far = {case.__name__: GroupTransport(make_group(store, case.__name__, rank), MEMBERS) for case in LAST_CASES}
+    names = ("all", "unequal", *LAST_CASES)
+    near = {name: neighbors(store, f"near {name}", rank) for name in names}
+    rings = {name: neighbors(store, f"ring {name}", rank, reads=False) for name in (*names, "closed", "half_sent")}
+    far = {case: GroupTransport(make_group(store, case, rank), MEMBERS) for case in LAST_CASES}
     seen["wrong_groups"] = wrong_groups(group)
-    seen["neighbors"] = sorted(near["near"].members)
-    for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["near"])):
+    seen["near"], seen["ring"] = near["all"].ways, rings["all"].ways
+    for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["all"]), ("ring", rings["all"])):
         seen |= {f"{way} {case.__name__}": case(rank, ends) for case in CASES}
-    seen["unequal_lengths"] = unequal_lengths(rank, near["unequal"])
-    for case in LAST_CASES:
-        for way, kinds in (("gloo", far), ("near", near)):
-            if rank == 2 and case is dying_member:
-                (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-            seen[f"{way} {case.__name__}"] = case(rank, kinds[case.__name__])
+    seen["near unequal_lengths"] = unequal_lengths(rank, near["unequal"])
+    seen["ring unequal_lengths"] = unequal_lengths(rank, rings["unequal"])
+    for name in ("all", "unequal"):
+        rings[name].close()
+    seen["closed"] = closed(rank, rings["closed"])
+    for way, kinds in (("gloo", far), ("near", near), ("ring", rings)):
+        seen[f"{way} silent_member"] = silent_member(rank, kinds["silent_member"])
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    dying = [(way, kinds["dying_member"]) for way, kinds in (("gloo", far), ("near", near), ("ring", rings))]
+    waiting = [(way, ends.receive(torch.zeros(10), MEMBERS[2], 1)) for way, ends in dying if rank != 2]
+    seen["half_sent"] = half_sent(rank, rings["half_sent"])  # rank 2 ends here
+    for way, handle in waiting:
+        seen[f"{way} dying_member"] = outcome(lambda: handle, 20.0)  # noqa: B023
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     os._exit(0)
 
