@@ -71,6 +71,17 @@ class FallbackConfig(_Block):
     """So many of the newest checkpoints in the folder stay."""
 
 
+class ResumeConfig(_Block):
+    """What a job goes on from when it starts."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A folder of checkpoints that all members see; one that names none is where a job begins."""
+    tag: Annotated[str, Field(min_length=1)] | None = None
+    """`None`: what `latest` in the folder names."""
+    trust_pickle: bool = False
+    """Run what files of DeepSpeed's say where they hold more than tensors and plain values."""
+
+
 class ReportConfig(_Block):
     """Where switches are reported besides the log."""
 
@@ -114,6 +125,7 @@ class DynatrainConfig(_Block):
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
     fallback: FallbackConfig | None = None
+    resume: ResumeConfig | None = None
     layouts: Annotated[
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"

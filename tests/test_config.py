@@ -110,6 +110,8 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"fallback": {"every_steps": 5}}, "dynatrain.fallback.path: this key is needed"),
         ({"fallback": {"path": "x", "evry_steps": 5}}, "evry_steps: unknown key; did you mean 'every_steps'?"),
         ({"fallback": {"path": "x", "every_seconds": 0}}, "dynatrain.fallback.every_seconds: expected greater than 0"),
+        ({"resume": {"tag": "x"}}, "dynatrain.resume.path: this key is needed"),
+        ({"resume": "checkpoints"}, "dynatrain.resume: expected an object of keys, got 'checkpoints'"),
         ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
         ({"layouts": 4}, "dynatrain.layouts: expected string, got 4 (integer)"),
         ({"layouts": {"2": {"data": 0}}}, "dynatrain.layouts.2.data: expected greater than or equal to 1, got 0"),

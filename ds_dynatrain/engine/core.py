@@ -13,6 +13,7 @@ from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.job import Job
@@ -28,7 +29,8 @@ class EngineCore(HostEngine):
     """What every part of the engine rests on: what it holds, what is around it, and its arithmetic.
 
     layout, members: of the present world, also on an idle member. world: this member's process groups in it, None if
-    it is idle. job_epoch: epochs that the job has begun. last_switch: how the last switch ended.
+    it is idle. job_epoch: epochs that the job has begun. last_switch: how the last switch ended. resumed:
+    what `dynatrain.resume` found, None if it began.
     """
 
     layout: Layout
@@ -39,6 +41,7 @@ class EngineCore(HostEngine):
     registered: list[dict[str, Any]]
     """What the job has registered anew, in order; plain JSON."""
     last_switch: SwitchEvent | None
+    resumed: Restored | None
     train_loaders: dict[str, TrainLoader]
     carried: dict[str, Any]
     is_stepping: bool
@@ -67,7 +70,7 @@ class EngineCore(HostEngine):
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
         self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registered=[])
         self.__dict__.update(surroundings=surroundings)
-        self.__dict__.update(last_switch=None, train_loaders={}, carried={}, _space=None, _configs={})
+        self.__dict__.update(last_switch=None, resumed=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, _heartbeat=None, _window=Window(self), is_stepping=False)

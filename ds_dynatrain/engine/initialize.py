@@ -38,6 +38,7 @@ from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine import feasible
+from ds_dynatrain.engine.checkpoints.resume import resume
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.forward import OptimizerForwarder
@@ -89,7 +90,7 @@ def initialize(
     model_factory: builds the same model anew, for one that cannot be copied and whose layers are to be dealt out.
 
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
-    that a switch would get wrong.
+    that a switch would get wrong, CheckpointError if `dynatrain.resume` names what cannot be loaded.
     """
     own, settings = _split(args, config, config_params)
     if settings is None:
@@ -129,6 +130,12 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
+    if settings.resume is not None:
+        try:
+            engine.resumed = resume(engine, settings.resume)
+        except BaseException:
+            engine.destroy()
+            raise
     forwarder = OptimizerForwarder(engine)
     return engine, forwarder, loader, engine.lr_scheduler
 

@@ -5,6 +5,7 @@
 | `saving`, `snapshot`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
 | `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
 | `rests` | what belongs to single ranks |
+| `resume` | what a job goes on from when it starts |
 | `fallback` | saves that the engine makes by itself |
 | `accord` | one answer for all members to a call that each of them makes |
 """

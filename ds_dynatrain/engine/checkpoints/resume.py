@@ -1,0 +1,50 @@
+"""`dynatrain.resume`: a job goes on from the latest checkpoint of a folder, of either format, or begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.config import ResumeConfig
+from ds_dynatrain.engine.checkpoints.accord import gather_living
+from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+KEY = "resume"
+
+
+def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
+    """Load on all working members of a job that starts; None if there is nothing in the folder.
+
+    Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
+    and cannot be loaded: a job does not begin anew by mistake.
+    """
+    if engine.idle or (engine.job.elastic is not None and engine.job.elastic.is_newcomer):
+        return None
+    path, first = Path(settings.path).absolute(), engine.members[0]
+    if engine.control.member == first:
+        engine.control.post(f"{KEY}/{first}", _tag(path, settings.tag))
+    tag = gather_living(engine.control, KEY, (first,), "looking for a checkpoint to go on from")[first]
+    if not tag:
+        if engine.rank == 0:
+            logger.info("resume: %s names no checkpoint; training begins", path)
+        return None
+    found = engine.load_universal(path, str(tag), trust_pickle=settings.trust_pickle)
+    if engine.rank == 0:
+        logger.info("resume: step %d of %s", found.step, found.path)
+    return found
+
+
+def _tag(path: Path, wanted: str | None) -> str:
+    """The tag to load; empty if there is none."""
+    if wanted is not None or not (path / folder.LATEST).exists():
+        return wanted or ""
+    try:
+        return folder.latest(path)
+    except CheckpointError:
+        return folder.LATEST  # no name of a checkpoint: all members say so when they load it
