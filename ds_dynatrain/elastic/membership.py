@@ -237,10 +237,11 @@ class Membership:
         return Publish(world, (*world.members, *world.leaving))
 
     def _finish(self) -> list[Finish]:
-        """The job is over when some scripts have ended and nobody of the world is left to end."""
+        """The job is over when some scripts have ended and nobody is left to end who ever was in a world."""
         if self.is_finished or not self._done:
             return []
-        if any(self._works(entry.member) and not entry.report.leaving for entry in self.roster):
+        there = [entry for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
+        if any(entry.report.entered for entry in there):
             return []
         self.is_finished = True
         return [Finish(tuple(entry.member for entry in self.roster))]

@@ -46,7 +46,7 @@ class Preparation:
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
     member. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member cannot
     take part. building: around the building of groups; stop: called in every wait, raises if the switch will not come
-    about.
+    about; committed: called as soon as it has.
     """
 
     proposal: Proposal
@@ -61,6 +61,7 @@ class Preparation:
     check: Callable[[], None] = _nothing
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
+    committed: Callable[[], None] = _nothing
     made: Made | None = None
     world: World | None = None
     neighbors: Neighbors | None = None
@@ -72,6 +73,7 @@ class Preparation:
     seconds: float = 0.0
     _thread: threading.Thread | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
+    _has_said: bool = False
 
     @property
     def target_rank(self) -> int | None:
@@ -153,6 +155,7 @@ class Preparation:
         self.live = {}
         self.seconds = time.monotonic() - begin
         try:
+            self._say_ready(record["error"])
             self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
         except td.DistError as error:  # the store is gone, as the main thread will see, too
             self.error = self.error or error
@@ -173,11 +176,23 @@ class Preparation:
     def _wait_for_all(self) -> None:
         """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
 
-        So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile.
+        So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile, or
+        somebody cannot come.
         """
-        board, key = self.control, f"building/{self.proposal.generation}"
-        board.post(f"{key}/{board.member}", True)
-        board.gather(key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned)
+        key = f"building/{self.proposal.generation}"
+        self._say_ready(None)
+        said = self.control.gather(
+            key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned
+        )
+        failed = [f"member {member}: {record['error']}" for member, record in said.items() if record["error"]]
+        if failed:
+            raise SwitchFailed("; ".join(failed))
+
+    def _say_ready(self, error: str | None) -> None:
+        """That the others need not wait for this member any longer, or that they will wait in vain; once."""
+        if not self._has_said:
+            self._has_said = True
+            self.control.post(f"building/{self.proposal.generation}/{self.control.member}", {"error": error})
 
     def _meet_neighbors(self) -> Neighbors:
         """Those on this machine, ready for what this member is to send them."""

@@ -408,6 +408,7 @@ class Transaction:
         """All have the record; let go of the old world once all have said so."""
         engine, proposal = self.engine, self.proposal
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
+        self.preparation.committed()
         key = f"acknowledged/{proposal.generation}"
         self._measure()
         try:

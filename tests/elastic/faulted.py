@@ -1,7 +1,8 @@
 """What befalls a member in the middle of a switch or of a step, put there from outside by `$FAULT`.
 
 "ROLE PHASE ACT": a member with a role does something in a phase of the switch in which a third one comes. "step FILE
-ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`.
+ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
+ACT": when it comes to a checkpoint from which all state is restored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction import Transaction
@@ -49,7 +51,9 @@ ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term}
 def install(fault: str) -> None:
     """Let it happen once in this process."""
     who, where, act = fault.split()
-    if who == "step":
+    if where == "restore":
+        _in_restoring(ACTS[act])
+    elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)
     else:
         _in_switch(who, where, ACTS[act])
@@ -78,6 +82,16 @@ def _in_switch(who: str, phase: str, act: Callable[[], None]) -> None:
         return own(self, *arguments)
 
     setattr(owner, method, wrapped)
+
+
+def _in_restoring(act: Callable[[], None]) -> None:
+    own = restore.restore
+
+    def wrapped(*arguments: Any) -> Any:
+        act()
+        return own(*arguments)
+
+    restore.restore = wrapped
 
 
 def _in_step(told: Path, act: str) -> None:

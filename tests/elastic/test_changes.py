@@ -135,6 +135,37 @@ def test_a_worker_crashes_and_its_agent_starts_the_node_again(
     check_history(job, static, kills=1)
 
 
+def test_another_one_dies_while_all_are_restored(train: Callable[..., Job], static: Static, tmp_path: Path) -> None:
+    """What it has begun is given up, and those that live begin again."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 2}
+    job = train(nodes="1:3", block={"fallback": fallback})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    job.node("b", is_host=0)
+    with variables(job, FAULT="any restore kill"):
+        job.node("c", is_host=0)
+    joined = job.settled(3, first.generation)
+    steps_on(job)
+    job.kill("b")
+    job.code("c")
+    left = job.settled(1, joined.generation)
+    assert processes(left) == processes(first)
+    finish(job)
+    check_history(job, static, kills=2)
+
+
+def test_one_without_a_place_ends_with_the_others(train: Callable[..., Job], static: Static) -> None:
+    """It is in the world and idle, and nobody tells it to go."""
+    job = train(nodes="1:2", block={"layouts": {"1": {"data": 1}}})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    job.node("b", is_host=0)
+    job.settled(2)
+    finish(job)
+    check_history(job, static)
+
+
 def test_too_few_for_too_long(train: Callable[..., Job], tmp_path: Path) -> None:
     """The state is saved, and the process ends with a code of its own."""
     fallback = {"path": str(tmp_path / "fallback"), "every_steps": 1000}

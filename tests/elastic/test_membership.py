@@ -185,6 +185,17 @@ def test_nobody_is_silent_while_the_coordinator_sleeps() -> None:
     assert not driver.fenced and len(driver.worlds) == 1
 
 
+def test_newcomers_that_nobody_waited_for_are_sent_home() -> None:
+    """The scripts of the others end before they have entered the world in which the job has them."""
+    driver = running("a")
+    driver.start("b")
+    driver.wait()
+    assert driver.world.members == ("a/0", "b/0")
+    driver.membership.bye("a/0", driver.now)
+    driver.wait()
+    assert driver.finished == ["b/0"]
+
+
 def test_scripts_that_end_make_no_change_and_spares_are_sent_home() -> None:
     driver = running("a", "b", most=2)
     driver.start("c")

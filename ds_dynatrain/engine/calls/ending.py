@@ -37,7 +37,8 @@ class EndingCalls(EngineCore):
         self._is_open = False
         try:
             self.saver.settle()
-            post_end(self.control)
+            if self.job.elastic is None or not self.job.elastic.member.is_leaving:  # it ends, and the job goes on
+                post_end(self.control)
             if self._heartbeat is not None:
                 self._heartbeat.stop()
             self._switcher.close()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ds_dynatrain.engine.transaction import Outcome
 
 POLL_SECONDS = 0.02
+END_POLL_SECONDS = 0.25
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Changes:
         self.leader = Leader(engine, elastic, switcher)
         self.forming = Forming(engine, elastic, self)
         self._place = ""
+        self._looked = 0.0
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
@@ -94,12 +96,25 @@ class Changes:
         """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
         self.engine.close_loaders()  # their processes must not outlive the world that they fetched for
         while self.engine.idle:
-            if self.elastic.member.is_finished:
+            if self.elastic.member.is_finished or self._have_all_ended():
                 raise SystemExit(0)
             self.look()
             self._meet_idle()
             if self.engine.idle:
                 self.switcher.pass_time(POLL_SECONDS)
+
+    def _have_all_ended(self) -> bool:
+        """Whether the scripts of all that work are through; they say so where this member stands, too."""
+        now, newest = time.monotonic(), self.elastic.member.newest
+        if now - self._looked < END_POLL_SECONDS or newest is None or newest.generation > self.elastic.generation:
+            return False
+        self._looked = now
+        try:
+            board, members = self.engine.control, self.engine.members
+            is_over = board.all_posted("ended", members)
+            return is_over and all(board.read(f"ended/{member}") == "done" for member in members)
+        except td.DistError:
+            return False
 
     @property
     def _is_paused(self) -> bool:
@@ -275,6 +290,13 @@ class Changes:
         generation = 0 if world is None else world.generation
         preparation.building = lambda: self.elastic.building(generation)
         preparation.stop = lambda: self.elastic.stop_if_over(generation)
+        preparation.committed = lambda: self._say_committed(preparation)
+
+    def _say_committed(self, preparation: Preparation) -> None:
+        """Let the coordinator know at once who holds the state now: others may die before all is in place."""
+        change, member = self.change, self.elastic.member
+        if change is not None and change.proposal is preparation.proposal and member.id in change.world.members:
+            member.enter(change.world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Others hold the state now, in the same generation; on a member that is none of them."""

@@ -90,6 +90,7 @@ class Forming:
         world, mine = change.world, self.elastic.member.id
         asked = [*world.members[: world.survivors], *world.leaving]
         if mine not in asked:
+            self._be_left_out(change)
             change.is_agreed = True
             return True
         if not change.has_said:
@@ -99,11 +100,23 @@ class Forming:
             return False
         said = {one: Survivor(**(change.board.read(f"survivor/{one}") or {})) for one in asked}
         change.is_agreed = True
-        if all(one.rank is None for one in said.values()):
-            return True
         if self.elastic.is_torn or any(one.is_torn for one in said.values()):
             self._go_on_from(change, whole_state(said))
         return True
+
+    def _be_left_out(self, change: Change) -> None:
+        """The coordinator had not heard yet that this member got a share; the others go on without it.
+
+        ElasticError if they have none themselves.
+        """
+        if self.engine.idle or not self.elastic.is_torn:
+            return
+        if not change.world.survivors:
+            raise ElasticError(
+                f"generation {change.world.generation}: {change.world.reason}; nobody is known to hold the state "
+                "of the job: start it again, from a checkpoint"
+            )
+        self.engine.give_state_up()
 
     def _survivor(self) -> Survivor:
         engine = self.engine

@@ -1,0 +1,65 @@
+"""Nodes of two workers come, go and die in jobs with tensor parallelism, experts and pipelines."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import Job, processes
+from tests.elastic.runs import Static, check_history, finish_together, gated, open_gate, steps_on
+
+pytestmark = pytest.mark.full
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a node's two workers train; beside which layout of as many ranks; own: of DeepSpeed's configuration."""
+
+    layout: Mapping[str, int]
+    beside: Mapping[str, int] = field(default_factory=lambda: {"data": 2})
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS: Mapping[str, Kind] = {
+    "tensor": Kind({"data": 1, "tensor": 2}),
+    "experts": Kind({"data": 2, "expert": 2}, {"data": 1}, {"expert_parallel": {"enabled": True}}),
+    "pipeline": Kind({"data": 1, "pipe": 2}),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Path, kind: str, stage: int) -> None:
+    """1 -> 2 -> 1 -> 2 -> 1 nodes: the first one, with ranks 0 and 1, is told to go; the last one is killed."""
+    here, variables = KINDS[kind], {"KIND": kind, "STEPS": "150"}
+    static = Static(tmp_path / "static", [dict(here.layout), dict(here.beside)], dict(here.own), **variables)
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 2}
+    block = {"layout": {**here.layout, "zero_stage": stage}, **({"fallback": fallback} if stage else {})}
+    variables["STEPS"] = "100000"
+    job = train(nodes="1:3", workers=2, stage=stage, block=block, own=dict(here.own), variables=variables)
+    job.coordinator("coordinator")
+    for name in "abc":
+        gated(job, name)
+    open_gate(job, "a")
+    first = job.settled(2)
+    open_gate(job, "b")
+    joined = job.settled(4, first.generation)
+    assert processes(joined)[:2] == processes(first)
+    job.kill("a", signal.SIGTERM)
+    left = job.settled(2, joined.generation)
+    assert processes(left) == processes(joined)[2:]
+    assert all(change.change == "planned" for change in left.changes), left.changes
+    open_gate(job, "c")
+    again = job.settled(4, left.generation)
+    assert processes(again)[:2] == processes(left)
+    steps_on(job)
+    job.kill("c")
+    last = job.settled(2, again.generation)
+    assert processes(last) == processes(left) and last.changes[-1].change == "failure"
+    finish_together(job)
+    check_history(job, static, kills=1)
