@@ -13,7 +13,17 @@ from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointError
-from ds_dynatrain.space import WEIGHT, BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.space import (
+    MASTER,
+    WEIGHT,
+    BufferId,
+    Kind,
+    Layout,
+    LogicalTensor,
+    VirtualParameterSpace,
+    ZeroRules,
+    standard_kinds,
+)
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -26,18 +36,22 @@ _ALONE = Layout(data=1, zero_stage=0)
 _BUFFER = BufferId("tensor", 0)
 
 
-def weight(saved: Saved, reader: Reader, tensor: LogicalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole weight of one tensor, in its own type or another one; cast from its master where nothing is stored.
+def whole(
+    saved: Saved, reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The values of one state kind of a tensor, in their own type or another one; they must be there.
 
-    CheckpointDamaged if what is stored is not what was saved, or not all of it is there.
+    A weight is cast from its master where nothing is stored. CheckpointDamaged if not all of it is there.
     """
-    rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
-    kind = dtype or (named(rows[0].dtype) if rows else torch.float32)
+    rows = saved.manifest.rows.get((tensor.name, kind), ())
+    wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
     alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
-    vps = VirtualParameterSpace([alone], ZeroRules(), standard_kinds(kind.itemsize), _ALONE, (0,))
-    values = torch.empty(tensor.numel, dtype=kind)
+    others = () if kind in (WEIGHT, MASTER) else (Kind(kind, wanted.itemsize),)
+    kinds = standard_kinds(wanted.itemsize, moments=others)
+    vps = VirtualParameterSpace([alone], ZeroRules(), kinds, _ALONE, (0,))
+    values = torch.empty(tensor.numel, dtype=wanted)
     if tensor.numel:
-        reader.fill(vps, _ALONE, 0, {(WEIGHT, _BUFFER): values})
+        reader.fill(vps, _ALONE, 0, {(kind, _BUFFER): values})
     return values.view(tensor.shape)
 
 
@@ -63,7 +77,7 @@ def to_safetensors(
         with part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
             file.write(len(header).to_bytes(8, "little") + header)
             for tensor in tensors:
-                values = weight(saved, reader, tensor, types[tensor.name]).contiguous()
+                values = whole(saved, reader, tensor, WEIGHT, types[tensor.name]).contiguous()
                 file.write(values.view(-1).view(torch.uint8).numpy().data)
                 if progress is not None:
                     progress(values.numel() * values.element_size())

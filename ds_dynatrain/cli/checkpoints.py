@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -13,6 +15,8 @@ from rich.table import Table
 from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
 from ds_dynatrain.checkpoint.convert import to_safetensors
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.others.dcp import to_dcp
+from ds_dynatrain.checkpoint.others.universal import to_universal
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 _COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -63,13 +67,60 @@ def show(said: dict[str, Any]) -> None:
     console.print(f"{len(said['files'])} data files, {total:,} bytes")
 
 
-def convert(saved: Saved, path: Path, dtype: str | None) -> int:
-    """Write the weights as safetensors, with a bar on the terminal; the bytes. CheckpointError as `to_safetensors`."""
+class Format(str, Enum):
+    """What a checkpoint is converted to."""
+
+    SAFETENSORS = "safetensors"
+    UNIVERSAL = "deepspeed-universal"
+    DCP = "dcp"
+
+
+def format_of(name: str) -> Format:
+    """The format of that name; CheckpointError, naming all, if there is none."""
+    try:
+        return Format(name)
+    except ValueError:
+        raise CheckpointError(f"no format {name!r}: give one of {', '.join(each.value for each in Format)}") from None
+
+
+def convert(saved: Saved, path: Path, to: Format, dtype: str | None) -> str:
+    """Write a checkpoint in another format, with a bar on the terminal; in words what was written.
+
+    CheckpointError as `to_safetensors`, `to_universal` and `to_dcp`.
+    """
     wanted = None if dtype is None else named(dtype)
-    total = sum(tensor.numel for tensor in saved.record.logical_tensors())
     with Progress(*_COLUMNS, transient=True) as bar:
-        task = bar.add_task("writing", total=None if wanted is None else total * wanted.itemsize)
-        return to_safetensors(saved, path, wanted, lambda nbytes: bar.advance(task, nbytes))
+        task = bar.add_task("writing", total=_bytes_of(saved, to, wanted))
+
+        def advance(nbytes: int) -> None:
+            bar.advance(task, nbytes)
+
+        if to is Format.SAFETENSORS:
+            return f"{path}: {to_safetensors(saved, path, wanted, advance):,} bytes"
+        carry, buffers = _rest_of(saved)
+        if to is Format.UNIVERSAL:
+            if wanted is not None:
+                raise CheckpointError("--dtype is for weights; DeepSpeed's universal format has masters and states")
+            return str(to_universal(saved, carry, buffers, path, advance))
+        return str(to_dcp(saved, carry, path, wanted, advance))
+
+
+def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
+    """About how many bytes there will be; None if that is not known."""
+    tensors = saved.record.logical_tensors()
+    if to is Format.SAFETENSORS:
+        return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
+    return sum(row.nbytes for row in saved.manifest if row.file or to is Format.UNIVERSAL)
+
+
+def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(the shared carry, the module's buffers of rank 0)."""
+    from ds_dynatrain.engine.checkpoints.rests import rest_for
+    from ds_dynatrain.engine.encoding import decode
+
+    with Reader(saved.path, saved.manifest) as reader:
+        rest = rest_for(saved, reader, saved.record.world, 0)
+    return decode(saved.record.carry, []), rest["buffers"]
 
 
 def damage(saved: Saved) -> Iterator[str]:

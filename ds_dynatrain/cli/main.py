@@ -173,24 +173,31 @@ def inspect(
 @checkpoint.command()
 def convert(
     path: Where,
-    out: Annotated[Path, typer.Argument(help="The safetensors file to write; it must not be there yet.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="The safetensors file, or the DCP folder, to write, which must not be there yet; for "
+            "deepspeed-universal the folder of checkpoints."
+        ),
+    ],
+    to: Annotated[str, typer.Option(help="safetensors (weights), deepspeed-universal, or dcp.")] = "safetensors",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16, for all weights. Without it: as they were.")
     ] = None,
 ) -> None:
-    """Write the weights of a checkpoint into a safetensors file, tensor by tensor.
+    """Write a checkpoint in the format of another tool, tensor by tensor.
 
-    Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the file cannot be written.
+    Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the other one cannot be written.
     """
     from ds_dynatrain.cli import checkpoints
     from ds_dynatrain.errors import CheckpointError
 
     try:
-        nbytes = checkpoints.convert(checkpoints.found(path), out, dtype)
+        written = checkpoints.convert(checkpoints.found(path), out, checkpoints.format_of(to), dtype)
     except (CheckpointError, OSError) as error:
         typer.echo(f"ds-dynatrain checkpoint convert: {error}", err=True)
         raise typer.Exit(UNREADABLE) from None
-    typer.echo(f"{out}: {nbytes:,} bytes")
+    typer.echo(written)
 
 
 @checkpoint.command()

@@ -5,6 +5,7 @@
 | `torch_files` | what `torch.save` wrote, without its values and without running anything |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
 | `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
+| `universal` `dcp` | ours in DeepSpeed's universal format, and in that of torch's distributed checkpoints |
 
 Knows no engine and no DeepSpeed: the files say what they are.
 """

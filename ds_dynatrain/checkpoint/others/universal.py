@@ -1,0 +1,167 @@
+"""A checkpoint of ours as DeepSpeed's universal format, which its `load_universal` reads in ZeRO stages 1 to 3.
+
+One small file for each tensor and state, and the weights of the model in one file, whose values are written into it
+tensor by tensor. Read by DeepSpeed in any number of data ranks; other axes would need DeepSpeed's own notes on them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynatrain.checkpoint.convert import whole
+from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.folder import check_tag
+from ds_dynatrain.checkpoint.others.torch_files import read_tree
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.record import Saved
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
+
+LATEST = "latest_universal"
+NO_STATES = (WEIGHT, STALE_GRAD, HOST_GRAD)
+MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
+
+Progress = Callable[[int], object]
+"""Called with the bytes of each tensor that is written."""
+
+
+def to_universal(
+    saved: Saved,
+    carry: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    path: Path,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint into the folder `path`, beside others, under its own tag; its folder.
+
+    carry: the shared carry, decoded. buffers: of the module. Memory: the largest tensor. CheckpointError for what
+    DeepSpeed's format has no place for, or if it is there already. It has its name only when it is whole.
+    """
+    tag = saved.path.name
+    check_tag(tag)
+    _check(saved)
+    if (path / tag).exists():
+        raise CheckpointError(f"there is a {tag!r} in {path} already: give another folder, or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    hidden = path / f".converting-{tag}-{secrets.token_hex(4)}"
+    try:
+        with Reader(saved.path, saved.manifest) as reader:
+            _write_states(saved, carry, reader, hidden / "zero", progress)
+            _write_models(saved, carry, buffers, reader, hidden, progress)
+        os.rename(hidden, path / tag)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    note = path / f".{LATEST}-{secrets.token_hex(4)}"
+    note.write_text(tag)
+    os.rename(note, path / LATEST)
+    return path / tag
+
+
+def _check(saved: Saved) -> None:
+    if MASTER not in saved.record.kinds:
+        raise CheckpointError(f"{saved.path} has no masters, and DeepSpeed's format is of these")
+    experts = [each.name for each in saved.record.logical_tensors() if each.expert]
+    if experts:
+        raise CheckpointError(f"{experts[0]!r} is of experts, for which DeepSpeed's format needs its own notes")
+
+
+def _write_states(
+    saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress | None
+) -> None:
+    """Masters and moments, a folder for each tensor; hyper-parameters in a file of their own."""
+    moments = [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
+    steps = carry["scalars"].get("step", {})
+    for number, tensor in enumerate(saved.record.logical_tensors()):
+        if not tensor.trainable or not tensor.numel:
+            continue
+        (folder / tensor.name).mkdir(parents=True)
+        for kind in (MASTER, *moments):
+            if (tensor.name, kind) not in saved.manifest.rows:
+                continue
+            values = whole(saved, reader, tensor, kind)
+            name = "fp32" if kind == MASTER else kind
+            torch.save({"param": values, "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
+            if progress is not None:
+                progress(values.numel() * values.element_size())
+        if str(number) in steps:
+            torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / "step.pt")
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(_optimizer(carry, steps), folder / "optimizer_state.pt")
+
+
+def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
+    """What all tensors share: for stages 1 and 2 at the top, for stage 3 one level below."""
+    groups = [{**group, "params": []} for group in carry["groups"]]
+    state = {0: {"step": torch.tensor(max(steps.values()))}} if steps else {}
+    own = {"state": state, "param_groups": groups}
+    return {**own, "optimizer_state_dict": own, "ds_version": deepspeed_version()}
+
+
+def _write_models(
+    saved: Saved,
+    carry: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    reader: Reader,
+    folder: Path,
+    progress: Progress | None,
+) -> None:
+    """Counters and schedule, and the weights: room is left for their values, which are then written one by one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.serialization import skip_data
+
+    tensors = saved.record.logical_tensors()
+    rows = saved.manifest.rows
+    types = {each.name: named(rows[each.name, WEIGHT][0].dtype) for each in tensors if (each.name, WEIGHT) in rows}
+    said = {
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "lr_scheduler": carry["scheduler"],
+        "random_ltd": carry["random-LTD"],
+        "data_sampler": None,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": deepspeed_version(),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        **carry["counters"],
+    }
+    torch.save({"module": {}, **said}, folder / MODELS[1])
+    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+        module = {each.name: torch.empty(each.shape, dtype=types[each.name]) for each in tensors if each.name in types}
+        module.update({name: torch.empty(held.shape, dtype=held.dtype) for name, held in buffers.items()})
+        torch.save({"module": module, **said}, folder / MODELS[0])
+    places = read_tree(folder, MODELS[0])["module"]
+    with (folder / MODELS[0]).open("r+b") as file:
+        for name, held in buffers.items():
+            _put(file.fileno(), places[name].offset, held)
+        for each in tensors:
+            if each.name in types and each.numel:
+                values = whole(saved, reader, each, WEIGHT)
+                _put(file.fileno(), places[each.name].offset, values)
+                if progress is not None:
+                    progress(values.numel() * values.element_size())
+        os.fsync(file.fileno())
+
+
+def _put(file: int, at: int, values: torch.Tensor) -> None:
+    view: memoryview = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    while view:
+        done = os.pwrite(file, view, at)
+        view, at = view[done:], at + done
+
+
+def deepspeed_version() -> str:
+    """That of the installed DeepSpeed, or the one that this was written for."""
+    try:
+        return version("deepspeed")
+    except PackageNotFoundError:
+        return "0.19.8"
