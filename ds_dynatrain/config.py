@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.errors import ConfigError
 
 BLOCK = "dynatrain"
 
@@ -110,7 +110,8 @@ class DynatrainConfig(_Block):
     layout: LayoutConfig | None = None
     """`None`: all processes train, at the stage of `zero_optimization`."""
     safety: Literal["rollback", "lean"] = "rollback"
-    """Both sides of a switch are held until it is committed; "lean" is refused."""
+    """"rollback" holds both sides of a switch until it is committed; "lean" goes through a checkpoint in
+    `fallback.path`, and holds no more than the larger side."""
     memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES)] = 1 << 30
     """What a member may hold in flight beyond its source and its destination, in bytes."""
     verify: Literal["full"] = "full"
@@ -142,8 +143,7 @@ class DynatrainConfig(_Block):
     def from_deepspeed(cls, config: Config | None) -> DynatrainConfig | None:
         """Return the block of a DeepSpeed configuration, or `None` where there is no block (or no configuration).
 
-        Raises `ConfigError` for a file that cannot be read, an unknown key or a wrong value, and `UnsupportedError`
-        for a value that is not there yet.
+        Raises `ConfigError` for a file that cannot be read, an unknown key or a wrong value.
         """
         return None if config is None else split_config(config)[1]
 
@@ -159,7 +159,7 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
     if BLOCK not in whole:
         return own, None
     block = _validated(whole[BLOCK])
-    _refuse_later_values(block)
+    _check_together(block)
     if block.layout is None or block.layout.zero_stage is not None:
         return own, block
     layout = block.layout.model_copy(update={"zero_stage": _deepspeed_stage(own)})
@@ -254,11 +254,11 @@ def _unknown_key(where: str, valid: list[str]) -> str:
     return f"{where}: unknown key; {hint}valid here: {', '.join(valid)}"
 
 
-def _refuse_later_values(block: DynatrainConfig) -> None:
-    """Raise `UnsupportedError` for a value that is not there yet."""
-    if block.safety == "lean":
-        raise UnsupportedError(
-            f'{BLOCK}.safety: "lean" needs a checkpoint of the very step, which no switch writes yet; use "rollback"'
+def _check_together(block: DynatrainConfig) -> None:
+    """Raise `ConfigError` for keys that do not go together."""
+    if block.safety == "lean" and block.fallback is None:
+        raise ConfigError(
+            f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BLOCK}.fallback.path'
         )
 
 

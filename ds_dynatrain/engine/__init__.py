@@ -8,6 +8,7 @@
 | `agreement` | one decision from the same records on all members |
 | `preparation` | what is made ready while training runs |
 | `transaction` | the switch itself: meet, drain, rebuild, move, verify, commit or roll back |
+| `lean` | the same through a checkpoint, for when both sides do not fit |
 | `certificate`, `census` | the proofs before a commit |
 | `carry`, `encoding`, `streams` | state that is no tensor element |
 | `control`, `liveness` | the notice board, and who is still there |

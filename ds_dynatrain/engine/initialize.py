@@ -53,7 +53,7 @@ from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, is_partitioned, shared_stages
-from ds_dynatrain.support import Target, refuse_layout
+from ds_dynatrain.support import Target, practice, refuse_layout
 
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
@@ -166,6 +166,8 @@ def _build(
         lists, said = _lists(arguments), described(own, settings)
         if entry.elastic is not None:
             refuse_cut(model)
+            if settings.safety == "lean":
+                raise practice("lean switches where members come and go").error()
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
         if entry.record is not None:
             layout, sizes = _of_running_job(entry.record, said)

@@ -46,7 +46,8 @@ class Preparation:
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
     member. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member cannot
     take part. building: around the building of groups; stop: called in every wait, raises if the switch will not come
-    about; committed: called as soon as it has.
+    about; committed: called as soon as it has. is_lean: nothing of the target is made, for it has to wait until the
+    source is gone.
     """
 
     proposal: Proposal
@@ -58,6 +59,7 @@ class Preparation:
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
     way: str = "auto"
+    is_lean: bool = False
     check: Callable[[], None] = _nothing
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
@@ -135,15 +137,12 @@ class Preparation:
         record: dict[str, Any] = {"error": None}
         try:
             self.check()
-            self._reserve()
-            self.plan(self.vps.present_kinds())
-            self._look_ahead()
-            if self.target_rank is not None:
-                self.made = self.make(self.proposal.layout, self.target_rank)
+            if not self.is_lean:
+                self._make_target()
             self._wait_for_all()
             with self.building():
                 self.world = self._build()
-            if self.way != "gloo":
+            if self.way != "gloo" and not self.is_lean:
                 self.neighbors = self._meet_neighbors()
             if self._stop.is_set():
                 self.end_neighbors()
@@ -159,6 +158,13 @@ class Preparation:
             self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
         except td.DistError as error:  # the store is gone, as the main thread will see, too
             self.error = self.error or error
+
+    def _make_target(self) -> None:
+        self._reserve()
+        self.plan(self.vps.present_kinds())
+        self._look_ahead()
+        if self.target_rank is not None:
+            self.made = self.make(self.proposal.layout, self.target_rank)
 
     def _build(self) -> World:
         board, proposal = self.control, self.proposal

@@ -30,6 +30,7 @@ from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.lean import LeanTransaction
 from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.members.changes import Changes
 from ds_dynatrain.engine.members.elastic import Boards
@@ -231,17 +232,24 @@ class Switcher:
         return assign_slots(self.engine.vps, target, self.engine.candidates.members, self.engine.candidates.nodes)
 
     def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
-        """Bytes that each member would allocate, at most: the target's buffers and staging."""
+        """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
         vps, budget = self.engine.vps, self.engine.settings.memory_budget_bytes
-        differ = any(is_widened(kind, target) for kind in vps.kinds)
-        needs: dict[int, int] = {}
-        known: dict[tuple[int, int], int] = {}
-        for rank, member in enumerate(members):
-            local = vps.local(target, rank)
-            alike = id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
+        differ = any(is_widened(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
+        known: dict[tuple[Layout, int, int], int] = {}
+
+        def held(layout: Layout, rank: int) -> int:
+            local = vps.local(layout, rank)
+            alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
             if alike not in known:
                 known[alike] = self._state_bytes(local)
-            needs[member] = known[alike] + min(budget, known[alike])
+            return known[alike]
+
+        needs: dict[int, int] = {}
+        for rank, member in enumerate(members):
+            size = held(target, rank)
+            is_freed = self._is_lean and member in vps.members
+            freed = held(vps.layout, vps.members.index(member)) if is_freed else 0
+            needs[member] = max(0, size - freed) + min(budget, size)
         return needs
 
     def _state_bytes(self, local: LocalSpace) -> int:
@@ -284,6 +292,11 @@ class Switcher:
     def settle_fallback(self) -> None:
         """The state was put together just now: no fallback checkpoint is due before the next step."""
         self._fallback.settle()
+
+    @property
+    def _is_lean(self) -> bool:
+        """Whether a switch lets go of the source before it takes the target."""
+        return bool(self.engine.settings.safety == "lean")
 
     @property
     def is_busy(self) -> bool:
@@ -396,6 +409,7 @@ class Switcher:
         make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
         self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
+        self._preparation.is_lean = self._is_lean
         if check is not None:
             self._preparation.check = check
         if self.changes is not None:
@@ -411,7 +425,8 @@ class Switcher:
             raise RuntimeError("no switch was prepared")
         was = engine.layout, engine.members
         with without_collection():
-            outcome = Transaction(engine, preparation, place).run()
+            kind = LeanTransaction if self._is_lean else Transaction
+            outcome = kind(engine, preparation, place).run()
         self._preparation = None
         if not engine.idle:
             self._fallback.settle()

@@ -95,20 +95,20 @@ def compare(
 # ---- cases: they run on every rank ----------------------------------------------------------------------------------
 
 
-def configured(subject: Subject, dtype: str, layout: Layout) -> dict[str, Any]:
-    """The configuration that starts in a layout."""
+def configured(subject: Subject, dtype: str, layout: Layout, **block: Any) -> dict[str, Any]:
+    """The configuration that starts in a layout; block: more for ours."""
     given = {"train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH, **subject.settings}
     made = jobs.config(dtype, (layout.data, layout.zero_stage), **given)
     start = {name: size for name, size in layout.to_dict().items() if size is not None}
-    return {**made, "dynatrain": {**made["dynatrain"], "layout": start}}
+    return {**made, "dynatrain": {**made["dynatrain"], "layout": start, **block}}
 
 
-def started(subject: Subject, dtype: str, layout: Layout) -> Any:
-    """A job in a layout; see `jobs.job`."""
+def started(subject: Subject, dtype: str, layout: Layout, **block: Any) -> Any:
+    """A job in a layout; see `jobs.job` and `configured`."""
     model = subject.build()
     arguments = {} if subject.groups is None else {"model_parameters": subject.groups(model)}
     count = BATCH * (WARM_STEPS + STEPS + 2)
-    return jobs.job(configured(subject, dtype, layout), model, subject.data(count), groups=False, **arguments)
+    return jobs.job(configured(subject, dtype, layout, **block), model, subject.data(count), groups=False, **arguments)
 
 
 def reference_case(

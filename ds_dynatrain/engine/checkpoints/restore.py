@@ -115,6 +115,25 @@ def restore(
             left_out.append(found.name)
 
 
+def take_back(
+    engine: DynatrainEngine,
+    layout: Layout,
+    members: tuple[int, ...],
+    world: World,
+    path: str | os.PathLike[str],
+    record: str,
+    enter: Callable[[], None],
+) -> Restored:
+    """Restore everything from this very checkpoint, on members that have let go of what they held.
+
+    As `restore`, but the outcome is written to `record` on the notice board, `enter` makes the engine part of its
+    world, and a damaged checkpoint is the end. CheckpointError, on all members alike, if it cannot be: the engine is
+    then as empty as before.
+    """
+    goal = _Goal(layout, members, world, f"{record}/restore", record, enter)
+    return _Restoration(engine, goal, Path(path), None).run()
+
+
 def let_go(engine: DynatrainEngine) -> None:
     """Make an engine as empty as an idle member's, without a message to anybody: what it holds counts no more."""
     engine.close_loaders()
@@ -156,13 +175,18 @@ def _newest(where: Path, left_out: list[str]) -> Saved:
 
 @dataclass(frozen=True)
 class _Goal:
-    """Where to restore to, and where on the notice board that is spoken of. record: the key of the outcome."""
+    """Where to restore to, and where on the notice board that is spoken of.
+
+    record: the key of the outcome. enter: how an engine without state becomes part of the world, if not as after a
+    failure.
+    """
 
     layout: Layout
     members: tuple[int, ...]
     world: World
     key: str
     record: str
+    enter: Callable[[], None] | None = None
 
 
 def _chosen(engine: DynatrainEngine, goal: _Goal, find: Callable[[], Path]) -> Path:
@@ -384,7 +408,9 @@ class _Restoration:
 
     def _commit(self) -> None:
         engine = self.engine
-        if self.old is None:
+        if self.goal.enter is not None:
+            self.goal.enter()
+        elif self.old is None:
             goal = self.goal
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             engine.begin_anew(goal.world.generation)

@@ -1,0 +1,218 @@
+"""A switch that holds no more than the larger side: through a checkpoint of this very step ("safety": "lean").
+
+The working members save a checkpoint, as `engine.save_universal` does, and read back that it is sound. One record then
+says whether to go on: until it every failure leaves all as it was. After it the source is freed, before anything of the
+target is taken; the members of the target restore from the checkpoint, in the new world, under the same proofs as
+`engine.load_universal`. If that fails, those of the source restore from it in the old world, whose groups are kept
+until then. So what is held at once is at most max(source, target) and what reads and writes are staged in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.adapters.worlds import World, drop
+from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.engine import agreement
+from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.accord import gather_living
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction import Outcome
+from ds_dynatrain.errors import CheckpointError, MemberMissing, SwitchFailed, WorldChanged
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+class LeanTransaction:
+    """One switch on one member; `run` is called once, by every member of either world, at a boundary."""
+
+    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+        self.engine = engine
+        self.preparation = preparation
+        self.proposal = preparation.proposal
+        self.control: Control = preparation.board
+        self.place = place
+        self.outcome = Outcome()
+        self.old_world: World | None = engine.world
+        self.key = f"lean/{self.proposal.generation}"
+        self.record = f"record/{self.proposal.generation}"
+        self.interrupt: BaseException | None = None
+
+    def run(self) -> Outcome:
+        """Take part in the switch; returns on every member with the same `committed`.
+
+        CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing, and the
+        checkpoint that it names has the state.
+        """
+        path = self._save()
+        if path is None:
+            self.preparation.abandon()
+        else:
+            self._cross(path)
+        if self.interrupt is not None:
+            raise self.interrupt
+        return self.outcome
+
+    def _cross(self, path: str) -> None:
+        """From the source to the target, or back; in between the checkpoint alone has the state."""
+        with self._phase("free"):
+            if self.old_world is not None:
+                restore.let_go(self.engine)
+        with self._phase("restore"):
+            failed = self._restore(path)
+        self.outcome.committed, self.outcome.reason = not failed, failed
+        self.outcome.is_rebuilt = True
+        with self._phase("roll back" if failed else "commit"):
+            self._roll_back(path) if failed else self._commit()
+
+    # ---- until the source is freed -----------------------------------------------------------------------------------
+
+    def _save(self) -> str | None:
+        """Where the checkpoint is, or None if training goes on as it is."""
+        try:
+            with self._phase("meet"):
+                self._meet()
+            with self._phase("save"):
+                path = self._written()
+            with self._phase("verify"):
+                self._read_back(path)
+            wish = {"goes": True, "reason": ""}
+        except BaseException as error:
+            self.interrupt = None if isinstance(error, Exception) else error
+            wish = {"goes": False, "reason": f"member {self.control.member}: {type(error).__name__}: {error}"}
+        try:
+            decision = self.control.decide(self.key, wish)
+            if not decision["goes"]:
+                self.control.decide(self.record, {"commit": False, "reason": decision["reason"]})
+        except td.DistError as error:  # nobody can have gone on: that takes the notice board
+            decision = {"goes": False, "reason": f"{wish['reason'] or 'the notice board is gone'} ({error})"}
+        self.outcome.reason = decision["reason"]
+        return self._path() if decision["goes"] else None
+
+    def _stop(self) -> None:
+        """While waiting for others: leave as soon as one of them has given up."""
+        self.preparation.stop()
+        decision = self.control.read(self.key)
+        if decision is not None and not decision["goes"]:
+            raise SwitchFailed(decision["reason"])
+
+    def _meet(self) -> None:
+        generation, stop = self.proposal.generation, self._stop
+        prepared = self.control.gather(f"prepared/{generation}", self.proposal.union, "preparing the switch", stop=stop)
+        failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
+        if failed:
+            raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
+        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place, stop)
+        self.preparation.join()
+
+    def _written(self) -> str:
+        """Save; the folder, known to all members of either world."""
+        engine, first, settings = self.engine, self.proposal.source_members[0], self.engine.settings.fallback
+        if self.old_world is not None and settings is not None:
+            refuse_at_boundary(engine)
+            refuse_changes(engine)
+            engine.settle_parameters()
+            held, _ = engine.state_buffers()
+            rank = self.proposal.source_members.index(self.control.member)
+            check_census(engine, engine.vps, rank, held, "before the switch")
+            self.outcome.kinds = tuple(kind for kind in engine.vps.present_kinds() if any(kind == k for k, _ in held))
+            self.outcome.peak_memory = _bytes(held)
+            path = engine.saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
+            if self.control.member == first:
+                self.control.post(f"{self.key}/path/{first}", str(path))
+        return self._path()
+
+    def _path(self) -> str:
+        first = self.proposal.source_members[0]
+        found = gather_living(self.control, f"{self.key}/path", (first,), "saving a checkpoint", self._stop)
+        return str(found[first])
+
+    def _read_back(self, path: str) -> None:
+        """By those that hold the state, each a part of it, before any lets go; CheckpointError if it differs."""
+        members, mine = self.proposal.source_members, self.control.member
+        if self.old_world is not None:
+            saved = Saved.open(Path(path))
+            rows = [row for row in saved.manifest if row.file][members.index(mine) :: len(members)]
+            with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
+                damaged = [str(row) for row in rows if not reader.is_sound(row)]
+            self.control.post(f"{self.key}/damaged/{mine}", damaged)
+        answers = gather_living(self.control, f"{self.key}/damaged", members, "reading it back", self._stop)
+        found = [each for answer in answers.values() for each in answer]
+        if found:
+            raise CheckpointError(f"{path}: {found[0]}: not what was written ({len(found)} such places)")
+
+    # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
+
+    def _restore(self, path: str) -> str:
+        """In the new world; why not, the same on all members, or nothing."""
+        engine, proposal, world = self.engine, self.proposal, self.preparation.world
+        first, failed = proposal.members[0], ""
+        if self.preparation.target_rank is not None and world is not None:
+            self.preparation.world = None  # it is the engine's now, or goes below
+            sides = proposal.layout, proposal.members, world
+            try:
+                restore.take_back(engine, *sides, path, self.record, lambda: engine.enter(proposal, world))
+            except BaseException as error:
+                self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
+                failed = str(error) or type(error).__name__
+                self.control.bury(drop(world))
+            else:
+                self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.state_buffers()[0]))
+                self.control.bury(world.retire_transfer())
+            if self.control.member == first:
+                self.control.post(f"{self.key}/over/{first}", failed)
+        return str(gather_living(self.control, f"{self.key}/over", (first,), "restoring the state")[first])
+
+    def _roll_back(self, path: str) -> None:
+        """Those that had the state take it back, in the world that they had it in."""
+        engine, world, proposal = self.engine, self.old_world, self.proposal
+        if world is None:
+            engine.launch.install()
+        else:
+            layout, members, old = proposal.source_layout, proposal.source_members, world
+
+            def enter() -> None:
+                engine.world, engine.layout, engine.members = old, layout, members
+
+            restore.take_back(engine, layout, members, old, path, f"{self.key}/back", enter)
+        self.preparation.abandon()
+
+    def _commit(self) -> None:
+        engine = self.engine
+        if self.preparation.target_rank is None:
+            engine.enter(self.proposal, None)
+            engine.launch.install()
+            if self.preparation.world is not None:
+                self.control.bury(drop(self.preparation.world))
+        if self.old_world is not None:
+            self.control.bury(drop(self.old_world))
+        key = f"acknowledged/{self.proposal.generation}"
+        mine = {"kept": 0, "local": 0, "sent": 0, "certificate_ms": 0.0, "peak_memory": self.outcome.peak_memory}
+        try:
+            self.control.post(f"{key}/{self.control.member}", mine)
+            self.outcome.members = self.control.gather(key, self.proposal.union, "acknowledging the commit")
+        except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
+            self.outcome.warnings.append(str(missing))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.outcome.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+
+
+def _bytes(held: Buffers) -> int:
+    return sum(part.numel() * part.element_size() for part in held.values())
