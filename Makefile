@@ -4,6 +4,7 @@
 PYTHON   ?= python3
 ARGS     ?=
 DEMO_OUT ?= build/demo
+COMPARE_OUT ?= build/compare
 SCHEDULE ?= 20:data=4,zero_stage=3 40:data=3,zero_stage=2
 
 VERSION  ?= 0.18.9
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-deepspeed chaos lint types format bench bench-checkpoint feasibility clean
+.PHONY: help install demo test test-all test-deepspeed chaos lint types format bench bench-checkpoint compare feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -87,6 +88,11 @@ bench: $(STAMP)  ## measure switches against the raw transport: the figures of t
 
 bench-checkpoint: $(STAMP)  ## measure checkpoints against raw writes and reads on this disk
 	$(BIN)/python tools/bench_checkpoint.py $(ARGS)
+
+compare: $(STAMP)  ## measure one change live and by checkpoint and restart: the table and picture of the README
+	$(BIN)/ds-dynatrain compare --out $(COMPARE_OUT) $(ARGS)
+	$(BIN)/python tools/keep_comparison.py $(COMPARE_OUT)
+	@echo "The page with all charts: $(COMPARE_OUT)/compare.html"
 
 feasibility: $(STAMP)  ## try every combination of axes and stages on DeepSpeed itself: the tables of docs/feasibility.md
 	$(BIN)/python tools/feasibility.py --write docs/feasibility.md $(ARGS)

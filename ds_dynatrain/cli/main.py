@@ -140,6 +140,56 @@ def leave(
     typer.echo(f"told to leave: {', '.join(told)}")
 
 
+@app.command()
+def compare(
+    size: Annotated[
+        list[str] | None, typer.Option(help="Model: tiny, 8M, 30M, 125M; again for more. Without it: all but tiny.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(help="As data=4,zero_stage=1:data=3,zero_stage=2; again for more. Without it: two usual ones."),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="live, live-ring, live-gloo, here, restart, deepspeed, dcp; again for more. Without it: all."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
+    repeats: Annotated[int, typer.Option(min=1, help="Measure each way so often, and show the one in the middle.")] = 1,
+    limit_seconds: Annotated[float, typer.Option(min=1, help="For one launch of ranks.")] = 300.0,
+    scratch: Annotated[
+        Path | None, typer.Option(help="Where checkpoints go. Without it: the temporary folder.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option("--from", help="Measure nothing: draw what is in this compare.json.")
+    ] = None,
+) -> None:
+    """Measure one change done live, by our checkpoint, by DeepSpeed's universal one and by torch's, in real processes.
+
+    Takes about a quarter of an hour on two quiet cores. Needs DeepSpeed, and matplotlib for the page.
+
+    Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
+    """
+    from ds_dynatrain.cli import compare as yardstick
+    from ds_dynatrain.errors import ConfigError
+
+    try:
+        if figures is None:
+            found = yardstick.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch)
+        else:
+            found = yardstick.read(figures)
+        yardstick.write(found, out)
+    except (ConfigError, OSError) as error:
+        typer.echo(f"ds-dynatrain compare: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo(f"{out / yardstick.PAGE}, and beside it the figures as JSON and Markdown")
+    if any(each.way.startswith("live") and not each.is_done for each in found.measures):
+        raise typer.Exit(REFUSED)
+
+
 checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 

@@ -1,0 +1,83 @@
+"""`ds-dynatrain compare`: measure, and write what was found in four forms."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.yardstick import markdown
+from ds_dynatrain.yardstick.comparison import compare
+from ds_dynatrain.yardstick.job import SHAPES, WAYS, Change
+from ds_dynatrain.yardstick.results import Comparison, way_of
+
+SIZES = ("8M", "30M", "125M")
+CHANGES = ("data=2,zero_stage=1:data=4,zero_stage=1", "data=4,zero_stage=1:data=3,zero_stage=2")
+JSON, TABLES, SHORT, PAGE, PICTURE = "compare.json", "compare.md", "short.md", "compare.html", "compare.svg"
+
+
+def measure(
+    sizes: Sequence[str],
+    changes: Sequence[str],
+    ways: Sequence[str],
+    repeats: int,
+    limit_seconds: float,
+    scratch: Path | None,
+) -> Comparison:
+    """Measure, with a line on the terminal for each way. ConfigError for a size, change or way that there is not."""
+    check_drawing()
+    unknown = [size for size in sizes if size not in SHAPES]
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is no size; there are {', '.join(SHAPES)}")
+    wanted = [way_of(name) for name in ways] or list(WAYS)
+    parsed = [Change.parse(text) for text in changes or CHANGES]
+    console, command = Console(highlight=False, soft_wrap=True), " ".join(["ds-dynatrain", *sys.argv[1:]])
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
+    try:
+        return compare(
+            sizes or SIZES,
+            parsed,
+            wanted,
+            command,
+            repeats=repeats,
+            limit_seconds=limit_seconds,
+            scratch=scratch,
+            say=lambda line: console.print(line, markup=False),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def read(path: Path) -> Comparison:
+    """Figures of an earlier run; ConfigError if there are none in the file."""
+    check_drawing()
+    try:
+        return Comparison.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def write(found: Comparison, folder: Path) -> None:
+    """JSON, Markdown, the page, and the picture of the last case alone."""
+    from ds_dynatrain.yardstick import charts
+    from ds_dynatrain.yardstick.page import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {JSON: found.to_json(), TABLES: markdown.document(found), SHORT: markdown.short(found), PAGE: page(found)}
+    largest = max(found.cases(), key=lambda case: max(each.parameters for each in found.of(*case).values()))
+    if any(each.is_done for each in found.of(*largest).values()):
+        files[PICTURE] = '<?xml version="1.0" encoding="utf-8"?>\n' + charts.phases(found, *largest, "picture")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def check_drawing() -> None:
+    """ConfigError now, not after minutes of measuring, where nothing can draw."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("the page needs matplotlib: pip install ds-dynatrain[demo]") from error

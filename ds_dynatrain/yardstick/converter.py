@@ -1,0 +1,27 @@
+"""DeepSpeed's converter to its universal format, with the memory that it took noted.
+
+python -m ds_dynatrain.yardstick.converter FOLDER NOTES: between the two forms in the checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from ds_dynatrain.yardstick.job import SAVED, UNIVERSAL
+from ds_dynatrain.yardstick.notes import Notes
+
+
+def main(folder: Path, notes: Notes) -> int:
+    """Convert; `--inject_missing_state` because a plain model's checkpoint lacks what the converter asks for."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(folder / SAVED / "step"), "--output_folder", str(folder / UNIVERSAL)]
+    status = subprocess.run(command, check=False).returncode
+    notes.write("memory", peak=1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Notes(Path(sys.argv[2]), 0)))

@@ -1,0 +1,129 @@
+"""What is compared: models by size, changes, and the ways to carry one out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_dynatrain.errors import ConfigError
+
+BATCH, LENGTH = 12, 16
+"""Samples of a global batch, whatever the world, and the length of a sample in bytes of text."""
+SHAPES: Mapping[str, tuple[int, int, int]] = {
+    "tiny": (2, 64, 2),
+    "8M": (6, 336, 6),
+    "30M": (9, 512, 8),
+    "125M": (10, 1024, 16),
+}
+"""(layers, width, heads) of each model by name."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A layout of data parallelism alone, which every way knows."""
+
+    data: int
+    zero_stage: int
+
+    def __str__(self) -> str:
+        return f"{self.data} ranks, stage {self.zero_stage}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one layout to another."""
+
+    source: Side
+    target: Side
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.target}"
+
+    @property
+    def processes(self) -> int:
+        """How many a launch has that lives through the change."""
+        return max(self.source.data, self.target.data)
+
+    @staticmethod
+    def parse(text: str) -> Change:
+        """Read "data=4,zero_stage=1:data=3,zero_stage=2"; ConfigError for anything else."""
+        try:
+            sides = []
+            for part in text.split(":"):
+                sizes = dict(size.split("=") for size in part.split(","))
+                sides.append(Side(**{name: int(size) for name, size in sizes.items()}))
+            change = Change(*sides)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{text!r} is no change: write data=4,zero_stage=1:data=3,zero_stage=2") from error
+        for side in sides:
+            if side.data < 1 or BATCH % side.data or not 0 <= side.zero_stage <= 3:
+                raise ConfigError(f"{text!r}: ranks must divide the batch of {BATCH}, stages are 0 to 3")
+        return change
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a change is carried out. name: short, for options and files. title: for readers.
+
+    program: which part of `worker` runs. is_restarted: the old processes end and new ones begin. converts: DeepSpeed's
+    converter runs in between. transport: as `dynatrain.transport`.
+    """
+
+    name: str
+    title: str
+    program: str
+    is_restarted: bool = False
+    converts: bool = False
+    transport: str = "auto"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is a switch of ours."""
+        return self.program == "live"
+
+
+WAYS: tuple[Way, ...] = (
+    Way("live", "live, by memory", "live"),
+    Way("live-ring", "live, by a shared ring", "live", transport="ring"),
+    Way("live-gloo", "live, over gloo", "live", transport="gloo"),
+    Way("here", "checkpoint, same processes", "here"),
+    Way("restart", "checkpoint, restart", "ours", is_restarted=True),
+    Way("deepspeed", "DeepSpeed universal, restart", "stock", is_restarted=True, converts=True),
+    Way("dcp", "FSDP2 and torch DCP, restart", "dcp", is_restarted=True),
+)
+SAVED, UNIVERSAL = "saved", "universal"
+"""The folders of the two forms of DeepSpeed's checkpoint, inside that of a task."""
+YARD = "deepspeed"
+"""The way that the live ones are held against."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one launch of ranks does.
+
+    part: "whole" for processes that live through the change, else "old" or "new". folder: where checkpoints go.
+    before, after: steps on both sides. lead: so many steps before the change it is asked for, where that is possible.
+    """
+
+    program: str
+    part: str
+    size: str
+    change: Change
+    folder: str
+    transport: str = "auto"
+    before: int = 8
+    after: int = 6
+    lead: int = 2
+
+    def to_json(self) -> str:
+        """For a rank's command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        """What `to_json` wrote."""
+        read: dict[str, Any] = json.loads(text)
+        change = read.pop("change")
+        return Task(change=Change(Side(**change["source"]), Side(**change["target"])), **read)

@@ -1,0 +1,121 @@
+"""The figures as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ds_dynatrain.yardstick.job import Way
+from ds_dynatrain.yardstick.results import BAR, PHASES, Comparison, Measure, ratios, way_of
+
+Row = Sequence[str]
+
+HEAD = ("way", "stands still", "longer than live", "moved MB", "written MB", "peak MB", "steps lost", "bit-equal")
+NOT_COUNTED = (
+    "Counted is, of a restart, the time from the end of the last old step to the end of the first new one, as rank 0 "
+    "sees it, without one steady step; of a live switch its pause, proof included, on the member where it took "
+    "longest. Not counted: the end of the old processes, a scheduler, a container, a slower file system. All of that "
+    "a restart needs on top."
+)
+
+
+def document(found: Comparison) -> str:
+    """All tables, case by case, and what they mean."""
+    text = [f"Measured on: {found.machine}. By: `{found.command}`.", NOT_COUNTED]
+    for size, change in found.cases():
+        measures = found.of(size, change)
+        text += [f"#### {title(size, measures)}, {change}", table(HEAD, rows(measures))]
+        text += [*verdicts(measures), "Seconds by phase:", table(("way", *PHASES), phase_rows(measures))]
+        text += reasons(measures)
+    return "\n\n".join(text) + "\n"
+
+
+def short(found: Comparison) -> str:
+    """One table for a README: of each case the ways, one beside the other."""
+    cases = found.cases()
+    ways = [way_of(name) for name in dict.fromkeys(each.way for each in found.measures)]
+    sizes = {case: title(case[0], found.of(*case)) for case in cases}
+    head = ("training stands still (s)", *(f"{sizes[case]}, {case[1]}" for case in cases))
+    lines = [(way.title, *(_still(found.of(*case).get(way.name)) for case in cases)) for way in ways]
+    return f"{table(head, lines)}\n\nMeasured on: {found.machine}."
+
+
+def title(size: str, measures: dict[str, Measure]) -> str:
+    """A model by its parameters."""
+    count = max((each.parameters for each in measures.values()), default=0)
+    return f"{count / 1e6:.1f}M parameters" if count else size
+
+
+def rows(measures: dict[str, Measure]) -> list[Row]:
+    """A row a way."""
+    live = [each.still for each in measures.values() if each.is_done and each.pause is not None]
+    best = min(live, default=0.0)
+    return [_row(way_of(name), each, best) for name, each in measures.items()]
+
+
+def phase_rows(measures: dict[str, Measure]) -> list[Row]:
+    """A row a way, a column a phase."""
+    done = [(way_of(name), each) for name, each in measures.items() if each.is_done]
+    return [(way.title, *(_seconds(each.phases.get(phase, 0.0)) for phase in PHASES)) for way, each in done]
+
+
+def verdicts(measures: dict[str, Measure]) -> list[str]:
+    """(total - one steady step) ÷ pause against its bar, a sentence each."""
+    said = []
+    for way, whole, apart in ratios(measures):
+        met = (
+            "reached"
+            if whole >= BAR
+            else f"reached without the certificate ({apart:.0f})"
+            if apart >= BAR
+            else "missed"
+        )
+        said.append(
+            f"DeepSpeed's universal checkpoint and a restart ÷ {way.title}: **{whole:.0f}** with the certificate, "
+            f"**{apart:.0f}** without it. The goal of {BAR:.0f} is {met}."
+        )
+    return said
+
+
+def reasons(measures: dict[str, Measure]) -> list[str]:
+    """What could not be done, and why."""
+    return [
+        f"{way_of(name).title}: not possible. `{each.reason.splitlines()[0][:300]}`"
+        for name, each in measures.items()
+        if not each.is_done
+    ]
+
+
+def table(head: Row, lines: Iterable[Row]) -> str:
+    """A Markdown table; numbers to the right."""
+    marks = ["---" if not column else "---:" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
+
+
+def _row(way: Way, each: Measure, best: float) -> Row:
+    if not each.is_done:
+        return (way.title, "not possible", *[""] * (len(HEAD) - 2))
+    still = each.still
+    return (
+        way.title,
+        _time(still),
+        f"{still / best:.0f} ×" if best and each.pause is None else "",
+        f"{each.moved / 1e6:.0f}" if each.pause is not None else "",
+        f"{each.written / 1e6:.0f}" if each.written else "",
+        f"{each.peak / 1e6:.0f}",
+        f"{each.steps_lost}" + (f", {each.samples_lost} samples" if each.samples_lost else ""),
+        "yes" if each.is_equal else "no",
+    )
+
+
+def _still(each: Measure | None) -> str:
+    if each is None:
+        return ""
+    return _time(each.still).removesuffix(" s") if each.is_done else "not possible"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 2 else f"{seconds:.2f} s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 else ""

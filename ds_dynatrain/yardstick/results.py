@@ -1,0 +1,148 @@
+"""What was measured, as values that go into JSON and come back, and the figures that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.yardstick.job import WAYS, YARD, Way
+
+FORMAT = 1
+PHASES = (
+    "drain",
+    "plan",
+    "move",
+    "proof",
+    "save",
+    "convert",
+    "start",
+    "import",
+    "initialize",
+    "load",
+    "first step",
+    "rest",
+)
+"""In the order in which they are shown. rest: what belongs to none of them, waiting for other ranks most of all."""
+BAR = 100.0
+"""What `ratio` is to reach."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One way of one change, once. Times in seconds, as rank 0 sees them; sizes in bytes.
+
+    total: from the end of the last old step to the end of the first new one. steady: a step of the new layout later on.
+    pause, certificate: of a live switch, on the member on which it took longest. ahead: how much longer the steps took
+    during which a switch was prepared. moved: between members. peak: of one process, the largest. steps_lost,
+    samples_lost, samples_repeated: counted in the first new step. is_equal: whether all masters and moments are bit for
+    bit what they were. losses: by step. reason: why it could not be done; then the rest is empty.
+    """
+
+    way: str
+    size: str
+    change: str
+    parameters: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    total: float = 0.0
+    steady: float = 0.0
+    pause: float | None = None
+    certificate: float | None = None
+    ahead: float | None = None
+    moved: int = 0
+    written: int = 0
+    peak: int = 0
+    steps_lost: int = 0
+    samples_lost: int = 0
+    samples_repeated: int = 0
+    is_equal: bool = False
+    losses: Mapping[int, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it could be done at all."""
+        return not self.reason
+
+    @property
+    def still(self) -> float:
+        """How long training stood still: the pause of a live switch, else the total without a step."""
+        return self.total - self.steady if self.pause is None else self.pause
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All measures of a run; where and how it was made, in words. before: the step after which the change came."""
+
+    machine: str
+    command: str
+    before: int
+    measures: tuple[Measure, ...]
+
+    def cases(self) -> list[tuple[str, str]]:
+        """(size, change) in the order of measuring."""
+        return list(dict.fromkeys((each.size, each.change) for each in self.measures))
+
+    def of(self, size: str, change: str) -> dict[str, Measure]:
+        """The measures of a case by way, in the order of `WAYS`; of several of a kind the one in the middle."""
+        found: dict[str, Measure] = {}
+        for way in WAYS:
+            mine = [m for m in self.measures if (m.way, m.size, m.change) == (way.name, size, change)]
+            if mine:
+                found[way.name] = _middle(mine)
+        return found
+
+    def to_json(self) -> str:
+        """The whole, for a file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Comparison:
+        """What `to_json` wrote; ConfigError for anything else."""
+        try:
+            read: dict[str, Any] = json.loads(text)
+            if read.pop("format") != FORMAT:
+                raise ValueError("another format")
+            measures = [_measure(each) for each in read.pop("measures")]
+            return Comparison(measures=tuple(measures), **read)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"no figures of `ds-dynatrain compare`: {error}") from error
+
+
+def ratio(live: Measure, yard: Measure, with_certificate: bool) -> float:
+    """(total of the yard - one steady step) ÷ the live pause: how many times shorter training stands still."""
+    pause = (live.pause or 0.0) - (0.0 if with_certificate else live.certificate or 0.0)
+    return yard.still / max(pause, 1e-9)
+
+
+def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
+    """(live way, ratio with the certificate, without it) of a case, where both sides were done."""
+    yard = found.get(YARD)
+    if yard is None or not yard.is_done:
+        return []
+    live = [(way, found[way.name]) for way in WAYS if way.is_live and way.name in found]
+    return [(way, ratio(each, yard, True), ratio(each, yard, False)) for way, each in live if each.is_done]
+
+
+def way_of(name: str) -> Way:
+    """The way of a name; ConfigError if there is none."""
+    for way in WAYS:
+        if way.name == name:
+            return way
+    raise ConfigError(f"{name!r} is no way; there are {', '.join(way.name for way in WAYS)}")
+
+
+def _middle(found: Sequence[Measure]) -> Measure:
+    done = [each for each in found if each.is_done]
+    if not done:
+        return found[0]
+    centre = median(each.total for each in done)
+    return min(done, key=lambda each: abs(each.total - centre))
+
+
+def _measure(read: dict[str, Any]) -> Measure:
+    losses = {int(step): float(loss) for step, loss in read.pop("losses").items()}
+    return Measure(losses=losses, **read)

@@ -1,0 +1,35 @@
+"""One rank of a comparison: `python -m ds_dynatrain.yardstick.worker FOLDER TASK`, started by torchrun.
+
+Its first line of code ends the phase "start"; nothing heavy is imported before that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+from ds_dynatrain.yardstick.job import Task
+from ds_dynatrain.yardstick.notes import Notes
+
+PROGRAMS = {"live": "ours", "here": "ours", "ours": "ours", "stock": "stock", "dcp": "dcp"}
+"""The module that runs each program."""
+
+
+def main(folder: Path, task: Task) -> None:
+    """Run the task; an error is noted before it is raised."""
+    begin, notes = time.monotonic(), Notes(folder, int(os.environ["RANK"]))
+    notes.write("stamp", name="started", at=begin)
+    try:
+        module = importlib.import_module(f"ds_dynatrain.yardstick.{PROGRAMS[task.program]}")
+        notes.write("phase", name="import", seconds=time.monotonic() - begin)
+        module.run(task, notes)
+    except Exception as error:
+        notes.write("error", text=f"{type(error).__name__}: {error}".strip())
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Task.from_json(sys.argv[2]))

@@ -1,0 +1,164 @@
+"""What `ds-dynatrain compare` makes of figures: JSON and back, ratios, tables, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_dynatrain.cli import compare as command
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.yardstick import charts, markdown
+from ds_dynatrain.yardstick.job import BATCH, SHAPES, WAYS, Change, Side, Task
+from ds_dynatrain.yardstick.page import page
+from ds_dynatrain.yardstick.results import PHASES, Comparison, Measure, ratios
+from tests.yardstick.samples import CHANGE, LOSSES, OTHER, comparison
+
+VOID = {"meta", "br", "link", "img", "hr"}
+
+
+class Checked(HTMLParser):
+    """A reader that wants every element closed in order, and notes what a page asks others for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.seen: dict[str, int] = {}
+        self.asks: list[str] = []
+        self.identifiers: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset") and not (value or "").startswith("#"):
+                self.asks.append(f"{tag} {name}={value}")
+            if name.startswith("on"):
+                self.asks.append(f"{tag} {name}")
+            if name == "id":
+                self.identifiers.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_figures_survive_a_file() -> None:
+    found = comparison()
+    assert Comparison.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "measures": [{"way": 3}]}', "null"])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no figures"):
+        Comparison.from_json(text)
+    (tmp_path / "x.json").write_text(text)
+    result = CliRunner().invoke(app, ["compare", "--from", str(tmp_path / "x.json"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_ratio_is_that_of_the_issue() -> None:
+    """(total - one steady step) ÷ pause: (8.2 - 0.2) ÷ 0.1, and ÷ (0.1 - 0.04) without the certificate."""
+    ((way, whole, apart),) = ratios(comparison().of("8M", CHANGE))
+    assert way.name == "live"
+    assert whole == pytest.approx(80)
+    assert apart == pytest.approx(8.0 / 0.06)
+    assert ratios(comparison().of("30M", OTHER)) == []
+    said = "".join(markdown.verdicts(comparison().of("8M", CHANGE)))
+    assert "**80** with the certificate" in said
+    assert "**133** without it" in said
+    assert "reached without the certificate" in said
+
+
+def test_of_several_the_one_in_the_middle_counts() -> None:
+    one = Measure("live", "8M", CHANGE, total=1.0, losses=LOSSES)
+    found = Comparison("", "", 8, (one, replace(one, total=9.0), replace(one, reason="no"), replace(one, total=2.0)))
+    assert found.of("8M", CHANGE)["live"].total == 2.0
+
+
+def test_the_page_stands_alone() -> None:
+    text = page(comparison())
+    read = Checked(text)
+    assert read.asks == []
+    assert read.seen.get("script", 0) == read.seen.get("link", 0) == read.seen.get("img", 0) == 0
+    assert read.seen["svg"] == 5  # one over the sizes; of two cases phases and losses; nothing of the impossible one
+    assert len(read.identifiers) == len(set(read.identifiers))
+    assert "a machine <2 cores>" in read.text
+    assert "RuntimeError: <none> &" in read.text
+    assert "second line" not in read.text
+    for url in re.findall(r"https?://[^\"'\s>]+", text):
+        assert url.startswith("http://www.w3.org/"), url  # names of SVG's own namespaces, which nobody fetches
+
+
+def test_pictures_are_whole_and_the_same_each_time() -> None:
+    found = comparison()
+    drawn = charts.phases(found, "8M", CHANGE, "one")
+    assert drawn == charts.phases(found, "8M", CHANGE, "one")
+    for svg in (drawn, charts.losses(found, "8M", CHANGE, "two")):
+        ElementTree.fromstring(svg)
+    for used in ("drain", "convert", "first step"):
+        assert used in drawn
+    assert ">load<" not in drawn
+
+
+def test_tables_have_all_ways_and_phases() -> None:
+    text = markdown.document(comparison())
+    for line in text.splitlines():
+        assert not line.startswith("| ") or len(line.split(" | ")) in (len(markdown.HEAD), len(PHASES) + 1)
+    assert "not possible" in text
+    assert "80 ×" in text  # how much longer than live
+    assert "8.0M parameters" in markdown.short(comparison())
+
+
+@pytest.mark.parametrize("text", ["", "data=2", "data=2,zero_stage=1", "data=5,zero_stage=1:data=2,zero_stage=1"])
+def test_what_is_no_change_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Change.parse(text)
+    result = CliRunner().invoke(app, ["compare", "--change", text, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("wrong", [["--size", "9T"], ["--way", "telepathy"]])
+def test_unknown_names_are_refused(wrong: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["compare", *wrong, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "there are" in result.output
+
+
+def test_defaults_are_what_they_are_called() -> None:
+    assert set(command.SIZES) <= set(SHAPES)
+    for text in command.CHANGES:
+        change = Change.parse(text)
+        assert BATCH % change.processes == 0
+    task = Task("live", "whole", "tiny", Change(Side(2, 1), Side(4, 3)), "x", WAYS[0].transport)
+    assert Task.from_json(task.to_json()) == task
+    assert "4 ranks, stage 3" in str(task.change)
+
+
+def test_what_was_measured_is_drawn_again(tmp_path: Path) -> None:
+    (tmp_path / "figures.json").write_text(comparison().to_json())
+    arguments = ["compare", "--from", str(tmp_path / "figures.json"), "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == {command.JSON, command.TABLES, command.SHORT, command.PAGE, command.PICTURE}
+    assert (tmp_path / "out" / command.JSON).read_text() == comparison().to_json()
+    ElementTree.parse(tmp_path / "out" / command.PICTURE)
