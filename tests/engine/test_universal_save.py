@@ -258,6 +258,37 @@ def test_failures_leave_no_trace(pool: RankPool, tmp_path: Path) -> None:
     assert left == {".lock", "latest", "good"}
 
 
+def drifting_case(sizes: jobs.Sizes, folder: Path) -> Any:
+    """One member's copy of a weight is changed: what a save says, and that the next one works."""
+    with jobs.job(jobs.config("bf16", sizes)) as made:
+        engine = made.engine
+        if engine.idle:
+            return None
+        jobs.train(made, 2)
+        weight = engine.module.blocks[1].up.bias
+        with torch.no_grad():
+            before = weight[3].clone()
+            if engine.rank == 1:
+                weight[3] += 1
+            try:
+                engine.save_universal(folder, "drifted")
+                said = ""
+            except CheckpointError as error:
+                said = str(error)
+            weight[3] = before
+        engine.save_universal(folder, "whole")
+        return said
+    return None
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), pytest.param((4, 0), marks=pytest.mark.full)])
+def test_copies_are_compared(pool: RankPool, tmp_path: Path, sizes: jobs.Sizes) -> None:
+    found = pool.run(drifting_case, sizes=sizes, folder=tmp_path)[: sizes[0]]
+    assert len(set(found)) == 1
+    assert "weight" in found[0] and "'blocks.1.up.bias'" in found[0] and "nothing was saved" in found[0], found[0]
+    assert {each.name for each in tmp_path.iterdir()} == {".lock", "latest", "whole"}
+
+
 def background_case(folder: Path, background: bool) -> Any:
     """Train on while a checkpoint is written; the losses, and the state as it was when it was taken."""
     with jobs.job(jobs.config("bf16", (3, 2))) as made:

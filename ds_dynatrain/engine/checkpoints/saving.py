@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
+from ds_dynatrain.engine.certificate import drifts
 from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.errors import CertificateError, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
@@ -246,12 +248,14 @@ class _Saving:
         return hidden
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> dict[str, Any]:
-        """This member's files; what it reports."""
-        rows = write_shares(hidden, snapshot.rank, snapshot.shares)
+        """This member's files; what it reports. Copies of other members' state are weighed meanwhile."""
+        with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
+            replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
+            rows = write_shares(hidden, snapshot.rank, snapshot.shares)
         folder.write(hidden / _part(snapshot.rank), Manifest.of(rows).to_bytes())
         data = record.dumped(snapshot.own)
         folder.write(hidden / record.rank_file(snapshot.rank), data)
-        return {"sum": record.sum_of(data)}
+        return {"sum": record.sum_of(data), "replicas": {} if replicas is None else replicas.result()}
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
         """On rank 0: all have written; manifest and record, and the name."""
@@ -259,6 +263,7 @@ class _Saving:
         failed = [report["failed"] for report in reports.values() if "failed" in report]
         if failed:
             raise CheckpointError(failed[0])
+        self._compare_replicas({member: report["replicas"] for member, report in reports.items()})
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         manifest = Manifest.of(row for part in parts for row in Manifest.from_bytes(part.read_bytes()))
         manifest.check(hidden)
@@ -274,6 +279,21 @@ class _Saving:
             hidden / record.RECORD, record.to_bytes(replace(snapshot.record, sums=sums, sizes=record.sizes_of(hidden)))
         )
         return folder.finish(hidden, str(self.tag), self.keep)
+
+    def _compare_replicas(self, digests: dict[int, dict[str, str]]) -> None:
+        """On rank 0: CheckpointError, naming tensor and members, for copies of the data axis that are not equal.
+
+        What stages or tensor ranks compute each for itself may have drifted, as in a switch: the owner's is saved.
+        """
+        if not digests[self.first]:
+            return
+        try:
+            drifting = drifts(self.engine.vps, self.engine.layout, self.members, digests)
+        except CertificateError as error:
+            raise CheckpointError(f"copies of one state are not equal ({error}): which is right is not known") from None
+        names = {self.engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
+        if names:
+            logger.warning("copies of %s have drifted apart; the checkpoint has one of them", ", ".join(sorted(names)))
 
 
 def _part(rank: int) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import HostMemory, Record, Share, record, shares_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.certificate import side_digests
 from ds_dynatrain.engine.checkpoints.rests import packed
 from ds_dynatrain.engine.encoding import encode, fingerprint
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
@@ -25,12 +29,16 @@ Exchange = Callable[[dict[str, Any]], Mapping[int, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A member's part of a save. own: what goes into its own small file. record: without the sums of the files."""
+    """A member's part of a save. own: what goes into its own small file. record: without the sums of the files.
+
+    replicas: computes the digests of what other members hold copies of; None where the values go on changing.
+    """
 
     rank: int
     shares: list[Share]
     own: dict[str, Any]
     record: Record
+    replicas: Callable[[], dict[str, str]] | None = None
 
     @staticmethod
     def take(engine: DynatrainEngine, exchange: Exchange, memory: HostMemory | None) -> Snapshot:
@@ -71,7 +79,17 @@ class Snapshot:
             sizes={},
             written_by=record.writer(),
         )
-        return Snapshot(rank, shares if memory is None else memory.copies(shares), own, said)
+        if memory is not None:
+            return Snapshot(rank, memory.copies(shares), own, said)
+        return Snapshot(rank, shares, own, said, partial(_copied, engine.vps, engine.layout, rank, buffers))
+
+
+def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, str]:
+    """Digests of the state kinds of which several ranks hold the same elements."""
+    several = vps.mesh(layout) is not None
+    held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
+    kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
+    return side_digests(vps, layout, rank, buffers, kinds, set())[0].to_json()
 
 
 def _plain(shared: dict[str, Any]) -> Any:
