@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.errors import DynatrainError, SwitchRefused, WorldChanged
 from ds_dynatrain.space.layout import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.adapters.optimizers import register_optimizer
     from ds_dynatrain.engine.initialize import initialize
+    from ds_dynatrain.engine.members.early import init_distributed
     from ds_dynatrain.report import SwitchEvent
 
 __version__ = "0.1.0"
@@ -24,7 +25,9 @@ __all__ = [
     "Layout",
     "SwitchEvent",
     "SwitchRefused",
+    "WorldChanged",
     "__version__",
+    "init_distributed",
     "initialize",
     "register_optimizer",
 ]
@@ -35,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from ds_dynatrain.engine.initialize import initialize
 
         return initialize
+    if name == "init_distributed":
+        from ds_dynatrain.engine.members.early import init_distributed
+
+        return init_distributed
     if name == "register_optimizer":
         from ds_dynatrain.adapters.optimizers import register_optimizer
 

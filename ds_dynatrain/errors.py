@@ -86,5 +86,8 @@ class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
     """The scripts of the members that worked have ended: whoever waits for work can go."""
 
 
-class WorldChanged(ElasticError):  # noqa: N818 - not a failure of the caller's
-    """The world that this was meant for is over: another generation was published."""
+class WorldChanged(ElasticError, RuntimeError):  # noqa: N818 - not a failure of the caller's
+    """The world that this was meant for is over: a member is gone, or another generation was published.
+
+    A collective of the user's raises it; go on with the loader's next batch.
+    """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,8 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
 from ds_dynatrain.adapters.process_groups import Made, bury, make_fake_group, make_group, register, unregister
+from ds_dynatrain.adapters.watched import Fate, watched
 from ds_dynatrain.space import Layout
 
+NOTHING: Mapping[str, tuple[int, ...]] = {}
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
 
@@ -34,7 +36,8 @@ class World:
     `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
     that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
     may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
-    sets of pipeline stages that share tied weights, each of which has a group in every pipeline.
+    sets of pipeline stages that share tied weights, each of which has a group in every pipeline. fate: what has become
+    of its groups, if members come and go; None in a job of fixed size.
     """
 
     generation: int
@@ -42,6 +45,7 @@ class World:
     rank: int | None
     layout: Layout
     ties: tuple[tuple[int, ...], ...] = ()
+    fate: Fate | None = None
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
     _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
@@ -126,30 +130,53 @@ def build_world(
     seconds: float,
     layout: Layout,
     ties: Sequence[tuple[int, ...]] = (),
+    fate: Fate | None = None,
+    own: Mapping[str, tuple[int, ...]] = NOTHING,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
-    and are never used again. A group of one rank costs no connection and no thread.
+    and are never used again. A group of one rank costs no connection and no thread. own: groups of the user's that this
+    member is in, kind -> ranks; every member has to name them in the same order.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
-    world = World(generation, tuple(members), rank, layout, tuple(ties))
+    world = World(generation, tuple(members), rank, layout, tuple(ties), fate)
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
-        name = f"{world.name}_{kind}_{min(ranks)}"
-        if len(ranks) == 1 and kind != "default":
-            return make_fake_group(name, 0, 1)
-        return make_group(store, name, place, len(ranks), seconds)
+        return _made(store, world, kind, ranks, place, seconds)
 
     if world.rank is not None:
         _fill(world, world.rank, make)
+        _hold_own(world, own, make)
     if set(union) == set(members):
         world.transfer, world.transfer_members = world.default, tuple(members)
     else:
         world.hold("transfer", union, make("transfer", union, union.index(member)))
         world.transfer, world.transfer_members = world.group("transfer"), union
     return world
+
+
+def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
+    """More groups of the user's for a world that is installed; all its members call it."""
+    _hold_own(world, own, lambda kind, ranks, place: _made(store, world, kind, ranks, place, seconds))
+    world.register()
+
+
+def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: int, seconds: float) -> Made:
+    name = f"{world.name}_{kind}_{min(ranks)}"
+    if len(ranks) == 1 and kind != "default":
+        return make_fake_group(name, 0, 1)
+    made = make_group(store, name, place, len(ranks), seconds)
+    return made if world.fate is None or kind == "transfer" else watched(made, world.fate)
+
+
+def _hold_own(
+    world: World, own: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...], int], Made]
+) -> None:
+    for kind, ranks in own.items():
+        if world.rank is not None and world.rank in ranks:
+            world.hold(kind, ranks, make(kind, ranks, ranks.index(world.rank)))
 
 
 def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], Made]) -> None:
@@ -194,6 +221,8 @@ def drop(world: World) -> threading.Thread:
     Join it before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
+    if world.fate is not None:
+        world.fate.is_closed = True
     gone = world.give_up(world.kinds)
     if parallel_state.speaks_of(gone):
         parallel_state.forget()

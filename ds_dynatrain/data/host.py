@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """The present world as a loader sees it. Everything may change inside `before_batch`, and nowhere else.
+    """The present world as a loader sees it. Everything may change inside `before_batch` and
+    `before_micro_batch`, and nowhere else.
 
     On an idle member `data_rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world
     changes.
@@ -40,6 +41,10 @@ class Host(Protocol):
     @property
     def idle(self) -> bool:
         """Whether this member holds no state now."""
+        ...
+
+    def before_micro_batch(self) -> None:
+        """Called before every micro-batch; it may set a loader back to the start of its global batch."""
         ...
 
     def before_batch(self, loader: TrainLoader) -> None:

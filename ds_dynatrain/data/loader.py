@@ -194,6 +194,7 @@ class Pass(Iterator[Any]):
             raise StopIteration
         if loader._live is None or loader._live() is not self:
             raise DataError(f"loader {loader.name!r}: this iterator has been replaced by a later iter()")
+        self._host.before_micro_batch()
         is_here = self._stands and self._key == (self._host.generation, loader._loads)
         if not loader.mid_window and not is_here:
             self._open_window()

@@ -20,7 +20,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.signals import Termination
-from ds_dynatrain.elastic.store import world_store
+from ds_dynatrain.elastic.store import node_store, world_store
 from ds_dynatrain.elastic.world import World, member_id
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
@@ -154,9 +154,17 @@ class Member:
 
     def store(self, world: World, seconds: float) -> Store:
         """The key-value store of a generation, over a connection of its own; its calls wait at most `seconds`."""
+        return world_store(*self._store_address, world, seconds)
+
+    def node_store(self, seconds: float) -> Store:
+        """The same for the workers of this member's node, whatever the generation."""
+        return node_store(*self._store_address, self.place.node, seconds)
+
+    @property
+    def _store_address(self) -> tuple[str, int]:
         if self._connection is None:
             raise RuntimeError(f"{self.id} has not been started")
-        return world_store(self.place.coordinator.host, self._connection.welcome.store_port, world, seconds)
+        return self.place.coordinator.host, self._connection.welcome.store_port
 
     def descriptors(self) -> frozenset[int]:
         """Of the member's own socket: to be spared when a world's sockets are shut down."""

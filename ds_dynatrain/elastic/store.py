@@ -27,6 +27,15 @@ def world_store(host: str, port: int, world: World, seconds: float) -> Store:
 
     seconds: how long its calls wait. torch's DistError if nobody is there.
     """
+    return _store(host, port, world.prefix, seconds)
+
+
+def node_store(host: str, port: int, node: str, seconds: float) -> Store:
+    """The store of one node's workers alone; as `world_store`, since a node's id is never used again."""
+    return _store(host, port, f"node/{node}", seconds)
+
+
+def _store(host: str, port: int, prefix: str, seconds: float) -> Store:
     wait = timedelta(seconds=seconds)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-    return PrefixStore(world.prefix, store)
+    return PrefixStore(prefix, store)

@@ -16,6 +16,7 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.members.voiding import Window
@@ -48,6 +49,9 @@ class EngineCore(HostEngine):
     """Whether an optimizer step was begun and not finished."""
     _window: Window
     saver: Saver
+    own_groups: OwnGroups
+    _has_stood: bool
+    """Whether it has come to a boundary yet."""
     _switcher: Switcher
     _heartbeat: Heartbeat | None
     _window_samples: int | None
@@ -74,6 +78,7 @@ class EngineCore(HostEngine):
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, _heartbeat=None, _window=Window(self), is_stepping=False)
+        self.__dict__.update(own_groups=OwnGroups(), _has_stood=False)
         self.__dict__.update(saver=Saver(self), _switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
 
@@ -153,6 +158,11 @@ class EngineCore(HostEngine):
         return space.with_layout(self.layout, self.members)
 
     # ---- for the rest of the package ---------------------------------------------------------------------------------
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
+        return self._window.is_void
 
     @property
     def _window_is_open(self) -> bool:

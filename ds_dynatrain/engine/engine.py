@@ -11,6 +11,7 @@ from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.engine.calls.checkpoints import CheckpointCalls
 from ds_dynatrain.engine.calls.data import DataCalls
 from ds_dynatrain.engine.calls.ending import EndingCalls
+from ds_dynatrain.engine.calls.groups import GroupCalls
 from ds_dynatrain.engine.calls.training import TrainingCalls
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
@@ -22,7 +23,7 @@ from ds_dynatrain.support import practice
 BOUNDARY = "engine.boundary"
 
 
-class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, EndingCalls):
+class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, EndingCalls):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`."""
 
     def switch(self, layout: Layout | None = None, *, at: int | None = None, **changes: int) -> PendingSwitch:

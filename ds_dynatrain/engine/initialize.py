@@ -26,6 +26,7 @@ from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import engine_around, import_what_is_lazy, start_without_compiler
 from ds_dynatrain.adapters.support import refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
+from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import (
     World,
     build_world,
@@ -44,6 +45,7 @@ from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter
+from ds_dynatrain.engine.members.early import Early, found_early
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry, node, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.members.roll import Roll
@@ -115,7 +117,8 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     start_without_compiler()
     place = worker_place()
-    if place is not None:
+    early = found_early()
+    if place is not None and early is None:
         stand_alone()
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
@@ -126,7 +129,7 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory), place)
+    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory), place, early)
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -156,12 +159,16 @@ def _build(
     arguments: dict[str, Any],
     extras: _Extras,
     place: WorkerPlace | None,
+    early: Early | None,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
-    entry = with_launch(settings.timeout_seconds) if place is None else with_members(place, settings)
+    if early is not None:
+        entry = early.take_over(settings)
+    else:
+        entry = with_launch(settings.timeout_seconds) if place is None else with_members(place, settings)
     try:
         lists, said = _lists(arguments), described(own, settings)
         if entry.elastic is not None:
@@ -241,7 +248,8 @@ def _engine_of(
     if entry.mine in members:
         seconds = job.settings.timeout_seconds
         with entry.building():
-            world = build_world(entry.background.store, 1, entry.mine, members, members, seconds, layout, ties)
+            fate = None if entry.elastic is None else Fate()
+            world = build_world(entry.background.store, 1, entry.mine, members, members, seconds, layout, ties, fate)
         install(world)
         try:
             engine = _engine_in(world, world, {**given, **arguments})

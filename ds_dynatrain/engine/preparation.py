@@ -15,6 +15,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -64,6 +65,9 @@ class Preparation:
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
+    fate: Fate | None = None
+    own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
+    own_count: int = 0
     made: Made | None = None
     world: World | None = None
     neighbors: Neighbors | None = None
@@ -137,11 +141,12 @@ class Preparation:
         record: dict[str, Any] = {"error": None}
         try:
             self.check()
+            own = self.own()
             if not self.is_lean:
                 self._make_target()
             self._wait_for_all()
             with self.building():
-                self.world = self._build()
+                self.world = self._build(own)
             if self.way != "gloo" and not self.is_lean:
                 self.neighbors = self._meet_neighbors()
             if self._stop.is_set():
@@ -166,7 +171,7 @@ class Preparation:
         if self.target_rank is not None:
             self.made = self.make(self.proposal.layout, self.target_rank)
 
-    def _build(self) -> World:
+    def _build(self, own: Mapping[str, tuple[int, ...]]) -> World:
         board, proposal = self.control, self.proposal
         return build_world(
             board.store,
@@ -177,13 +182,15 @@ class Preparation:
             board.timeout_seconds,
             proposal.layout,
             self.vps.ties(proposal.layout),
+            self.fate,
+            own,
         )
 
     def _wait_for_all(self) -> None:
         """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
 
         So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile, or
-        somebody cannot come.
+        somebody cannot come, or knows of other groups of the user's.
         """
         key = f"building/{self.proposal.generation}"
         self._say_ready(None)
@@ -193,12 +200,19 @@ class Preparation:
         failed = [f"member {member}: {record['error']}" for member, record in said.items() if record["error"]]
         if failed:
             raise SwitchFailed("; ".join(failed))
+        differs = [member for member, record in said.items() if record["own_groups"] != self.own_count]
+        if differs:
+            raise SwitchFailed(
+                f"member {self.control.member} has called engine.new_group {self.own_count} times and member "
+                f"{differs[0]} {said[differs[0]]['own_groups']} times: call it on every process, before the first batch"
+            )
 
     def _say_ready(self, error: str | None) -> None:
         """That the others need not wait for this member any longer, or that they will wait in vain; once."""
         if not self._has_said:
             self._has_said = True
-            self.control.post(f"building/{self.proposal.generation}/{self.control.member}", {"error": error})
+            said = {"error": error, "own_groups": self.own_count}
+            self.control.post(f"building/{self.proposal.generation}/{self.control.member}", said)
 
     def _meet_neighbors(self) -> Neighbors:
         """Those on this machine, ready for what this member is to send them."""

@@ -265,8 +265,16 @@ class Switcher:
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
+    def see_failure(self) -> None:
+        """Where members come and go: form a new world if a collective of the script's own has failed."""
+        if self.changes is not None:
+            self.changes.forming.see_failure()
+
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
+        world, self.engine._has_stood = self.engine.world, True
+        if world is not None and world.fate is not None:
+            world.fate.is_closed = False
         self.engine.saver.look()
         if self.changes is not None:
             self.changes.stand(place, window_is_open)
@@ -394,12 +402,17 @@ class Switcher:
         streams.restore(before)
 
     def prepare(
-        self, proposal: Proposal, boards: Boards | None = None, check: Callable[[], None] | None = None
+        self,
+        proposal: Proposal,
+        boards: Boards | None = None,
+        check: Callable[[], None] | None = None,
+        nodes: Mapping[int, str] | None = None,
     ) -> None:
         """Make ready, in the background, for what was proposed.
 
         boards: where it is negotiated, if that is not the present generation's notice board. check: raises
-        SwitchRefused, in the background, if this member cannot take part.
+        SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
+        are in the present generation.
         """
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
         for layout in (proposal.source_layout, proposal.layout):
@@ -410,6 +423,9 @@ class Switcher:
         budget, way = settings.memory_budget_bytes, settings.transport
         self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
         self._preparation.is_lean = self._is_lean
+        self._preparation.own_count = len(engine.own_groups)
+        mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
+        self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:
             self._preparation.check = check
         if self.changes is not None:

@@ -228,5 +228,11 @@ PRACTICES = (
         "DeepSpeed has it in stages 0 and 1 alone, and raises in the others",
         f"{_PRACTICES}::test_no_sync",
     ),
+    _works(
+        "groups and collectives of your own",
+        "by engine.new_group; where members come and go they raise WorldChanged when one dies, see "
+        "[elastic](elastic.md)",
+        "tests/elastic/test_styles.py::test_collectives_and_groups_of_the_users_own",
+    ),
     _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
 )

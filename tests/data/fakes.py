@@ -36,6 +36,9 @@ class Member:
     def batch(self) -> BatchArithmetic:
         return BatchArithmetic(self.job.train_batch_size, self.job.micro_batch_limit, self.data)
 
+    def before_micro_batch(self) -> None:
+        """Nothing fails here."""
+
     def before_batch(self, loader: TrainLoader) -> None:
         """A pending change takes effect in the first call that any working member makes."""
         self.boundaries += 1

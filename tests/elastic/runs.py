@@ -43,7 +43,7 @@ def training(
     """A job of `training.py`; own, block: see `settings`; given: see `Job`."""
     variables = {"SETTINGS": json.dumps(settings(stage, own, **(block or {}))), "DS_ACCELERATOR": "cpu"}
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
-    return Job(folder, script=SCRIPT, variables=variables, seconds=SECONDS, **given)
+    return Job(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, **given})
 
 
 Losses = dict[int, float]

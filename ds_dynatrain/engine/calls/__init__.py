@@ -2,6 +2,7 @@
 
 - `data`: loaders, what they deal, epochs, means over the data axis
 - `training`: forward, backward and step, which survive a death
+- `groups`: process groups of the user's own
 - `checkpoints`: saving and loading
 - `ending`: the end of the script
 """

@@ -11,6 +11,7 @@ from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
@@ -66,6 +67,16 @@ class CheckpointCalls(EngineCore):
         self._window.refuse_checkpoint()
         self.saver.settle()
         return self._switcher.load(path, tag, self._window_is_open, trust_pickle)
+
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> bool:
+        """DeepSpeed's; False, with a warning, if the world is torn in it, or was in this global batch."""
+        if not self.is_void:
+            save = super().save_checkpoint
+            saved = surviving(self, lambda: save(*arguments, **named), lambda: None)
+            if saved is not None:
+                return bool(saved)
+        logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
+        return False
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, *arguments: Any, trust_pickle: bool = False, **named: Any

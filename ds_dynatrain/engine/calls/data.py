@@ -19,6 +19,10 @@ from ds_dynatrain.errors import ConfigError, DataError
 class DataCalls(EngineCore):
     """Loaders, what they ask of the engine, and means over what they dealt."""
 
+    def before_micro_batch(self) -> None:
+        """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
+        self._switcher.see_failure()
+
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name, self._window_is_open)
@@ -136,7 +140,7 @@ class DataCalls(EngineCore):
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-        if self._window.is_void:  # members that have just come do not go through this batch
+        if self.is_void:  # members that have just come do not go through this batch
             pair = alone
         else:
             pair = surviving(self, lambda: self._add_up(pair), lambda: alone)

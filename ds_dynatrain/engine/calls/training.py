@@ -8,6 +8,7 @@ import torch
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.members.loss import guarded, plain
 from ds_dynatrain.engine.members.voiding import needs_peers, surviving
 from ds_dynatrain.support import practice
 
@@ -20,13 +21,17 @@ class TrainingCalls(EngineCore):
 
         Where members come and go: if the world is torn in it, it is formed anew, and what is returned trains nothing.
         """
+        if self.is_void:
+            return self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
         needed_peers = needs_peers(self.layout)
         output = surviving(
             self,
             lambda: self._forward(*inputs, **kwargs),
             lambda: self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
         )
-        return output if self._switcher.changes is None else self._window.remember(output)
+        if self._switcher.changes is None or self.is_void:
+            return output
+        return guarded(self._window.remember(output), self)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self.slot_is_borrowed and self.module.training):
@@ -42,8 +47,9 @@ class TrainingCalls(EngineCore):
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
     ) -> torch.Tensor:
         """DeepSpeed's; see `HostEngine.backward`. In a global batch that is void it does nothing."""
-        if self._window.is_void:
+        if self.is_void:
             return loss
+        loss = plain(loss)
         return surviving(
             self,
             lambda: super(TrainingCalls, self).backward(loss, retain_graph, scale_wrt_gas, tokens),
@@ -57,7 +63,7 @@ class TrainingCalls(EngineCore):
         `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
         of samples. In a global batch that is void it does nothing.
         """
-        if not self._window.is_void:
+        if not self.is_void:
             surviving(self, lambda: self._step(lr_kwargs), lambda: None)
 
     def _step(self, lr_kwargs: Any) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal
@@ -58,6 +60,7 @@ class Changes:
     def stand(self, place: str, window_is_open: bool) -> None:
         """A boundary. SystemExit(0) on a member that leaves, or has waited when the job ended."""
         self._place = place
+        self.forming.see_failure()
         if self.elastic.is_torn and not self.engine.idle:
             self.forming.form_anew()
         if not self.engine.idle and not window_is_open:
@@ -214,7 +217,8 @@ class Changes:
             return
         if self.engine.idle:
             self.switcher.rehearse(proposal.layout, proposal.members.index(mine))
-        self.switcher.prepare(proposal, change.boards, lambda: self._check_memory(change, proposal))
+        check = partial(self._check_memory, change, proposal)
+        self.switcher.prepare(proposal, change.boards, check, change.candidates.nodes)
 
     def _check_memory(self, change: Change, proposal: Proposal) -> None:
         nodes = {**self.engine.candidates.nodes, **change.candidates.nodes}
@@ -290,6 +294,7 @@ class Changes:
         generation = 0 if world is None else world.generation
         preparation.building = lambda: self.elastic.building(generation)
         preparation.stop = lambda: self.elastic.stop_if_over(generation)
+        preparation.fate = Fate()
         preparation.committed = lambda: self._say_committed(preparation)
 
     def _say_committed(self, preparation: Preparation) -> None:

@@ -12,12 +12,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.world import World, node_of
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.policy import Rule
+from ds_dynatrain.engine.members.policy import Rule, rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
 from ds_dynatrain.errors import WorldChanged
@@ -53,6 +54,12 @@ class Elastic:
         self._torn_at = 0
         self._present, self._coming = WorldSockets(), WorldSockets()
         self._lock = threading.Lock()
+
+    def configure(self, settings: DynatrainConfig) -> None:
+        """Go by these settings from now on; before the first generation is entered."""
+        self.rule = rule_of(settings.raw_layouts)
+        self.timeout_seconds = settings.timeout_seconds
+        self.wait_seconds = settings.elastic.wait_for_members_seconds
 
     # ---- worlds --------------------------------------------------------------------------------------------------
 
@@ -125,6 +132,12 @@ class Elastic:
     def building(self, generation: int) -> Iterator[None]:
         """Around the building of a world's groups: a failure after that generation aborts it."""
         with self._coming.building(lambda: not self.is_over(generation)):
+            yield
+
+    @contextmanager
+    def building_more(self) -> Iterator[None]:
+        """Around the building of further groups of the world that trains."""
+        with self._present.building(lambda: not self.is_torn):
             yield
 
     def settle(self) -> None:

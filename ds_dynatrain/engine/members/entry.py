@@ -13,6 +13,7 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.watched import Fate, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
@@ -111,22 +112,28 @@ def with_launch(seconds: float) -> Entry:
     return Entry(launch, control, control.clone(), launch.member, launch.size, claims)
 
 
-def with_members(place: WorkerPlace, settings: DynatrainConfig) -> Entry:
+def made_by(place: WorkerPlace, settings: DynatrainConfig) -> Elastic:
+    """This process as a member, not known to the coordinator yet."""
+    seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
+    return Elastic(place, rule_of(settings.raw_layouts), seconds, wait_seconds)
+
+
+def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic | None = None) -> Entry:
     """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
 
-    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
+    TimeoutError, PeerRefused: see `Member.start`.
     """
-    seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
-    elastic = Elastic(place, rule_of(settings.raw_layouts), seconds, wait_seconds)
-    alone = LaunchWorld.current()
+    elastic, alone = known or made_by(place, settings), LaunchWorld.current()
     try:
-        elastic.member.start()
+        if known is None:
+            elastic.member.start()
         elastic.member.ready()
         generation = 0
         while True:
             world = elastic.member.wait_for_world(generation)
             generation = world.generation
-            entry = _enter(elastic, world, alone, seconds)
+            entry = into(elastic, world, alone, settings.timeout_seconds)
             if entry is not None:
                 return entry
     except JobFinished as end:
@@ -135,7 +142,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig) -> Entry:
         raise SystemExit(0) from end
 
 
-def _enter(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -> Entry | None:
+def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -> Entry | None:
     """Into one generation; None if another one comes first."""
     if elastic.member.id not in world.members:
         raise JobFinished(f"{elastic.member.id} was told to leave")
@@ -154,7 +161,7 @@ def _enter(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -
         mine, size = roll.numbers[elastic.member.id], len(world.members)
         boards = elastic.open_boards(world, mine, seconds)
         with elastic.building(world.generation):
-            made = make_group(boards[1].store, "start", mine, size, seconds)
+            made = watched(make_group(boards[1].store, "start", mine, size, seconds), Fate())
         elastic.settle()
         return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, None, elastic, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:

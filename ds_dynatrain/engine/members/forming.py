@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import torch.distributed as td
-
+from ds_dynatrain.adapters.watched import Fate, is_lost_peer
 from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
@@ -30,7 +29,7 @@ NOTICE_SECONDS = 0.5
 
 def is_of_a_collective(error: RuntimeError) -> bool:
     """Whether gloo, or torch's store, says that a peer did not answer; other errors are the user's."""
-    return isinstance(error, td.DistError) or "gloo" in str(error).lower()
+    return isinstance(error, WorldChanged) or is_lost_peer(error)
 
 
 class Forming:
@@ -53,6 +52,23 @@ class Forming:
         logger.warning("the world is torn (%s)", str(error).partition("\n")[0])
         self.form_anew()
         return True
+
+    def check(self) -> None:
+        """WorldChanged if a collective of the present world has failed already, of whosoever's."""
+        failure = self._failure
+        if failure is not None:
+            raise WorldChanged("a collective of this world has failed before") from failure
+
+    def see_failure(self) -> None:
+        """Form a new world, if a collective of the present one has failed where nobody could do so: in the script."""
+        failure = self._failure
+        if failure is not None:
+            self.recover(failure)
+
+    @property
+    def _failure(self) -> RuntimeError | None:
+        fate = None if self.engine.world is None else self.engine.world.fate
+        return None if fate is None else fate.failure
 
     def _await_failure(self, world: World) -> None:
         """Until a failure is published; if the coordinator knows of none, it is told of one."""
@@ -164,10 +180,13 @@ class Forming:
         try:
             with elastic.building(generation):
                 ties = engine.vps.ties(layout)
+                own = engine.own_groups.kinds(layout, members, change.candidates.nodes, mine)
                 seconds = settings.timeout_seconds
-                world = build_world(boards[1].store, proposal.generation, mine, members, members, seconds, layout, ties)
+                world = build_world(
+                    boards[1].store, proposal.generation, mine, members, members, seconds, layout, ties, Fate(), own
+                )
             found = restore.restore(engine, layout, members, world, settings.fallback.path)
-        except (RuntimeError, WorldChanged) as error:
+        except RuntimeError as error:
             logger.warning("generation %d could not be restored: %s", generation, error)
             self._give_restoring_up(change, world)
             return

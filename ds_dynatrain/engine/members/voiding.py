@@ -1,7 +1,8 @@
 """What becomes of DeepSpeed's calls when the world is torn inside of one of them.
 
 The world is formed anew there and then. The global batch that was open is void: its gradients are dropped, `backward`
-and `step` do nothing until the loader deals again, and it deals the same batch again.
+and `step` do nothing until the loader deals again, and it deals the same batch again. Until then nothing is sent or
+received: some of the others may be in another line of the script, and newcomers in none.
 """
 
 from __future__ import annotations
@@ -64,25 +65,25 @@ class Window:
 
     def remember(self, output: Any) -> Any:
         """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""
-        if needs_peers(self._engine.layout):
-            self._output = pytree.tree_map(_detached, output)
+        if needs_peers(self._engine.layout) and (self._engine.module.training or self._output is None):
+            self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
         """A value of the type that a forward pass returns, after the world was formed anew; it trains nothing.
 
-        That of the forward itself where it needs no other rank; else that of the last one. WorldChanged if there is
-        none.
+        That of the forward itself where it needs no other rank; else that of the last one in training, or NaN if the
+        module evaluates. WorldChanged if there was none.
         """
         before = streams.capture()
         try:
             if not needed_peers and not needs_peers(self._engine.layout):
-                return forward()
+                return pytree.tree_map(_leaf, forward())
         finally:
             streams.restore(before)
         if self._output is None:
-            raise WorldChanged("the world was torn in the first forward pass, and was formed anew: call it again")
-        return self._output
+            raise WorldChanged("the world was formed anew, and this global batch is void: go on with the loader's next")
+        return pytree.tree_map(_leaf if self._engine.module.training else _unknown, self._output)
 
 
 def needs_peers(layout: Layout) -> bool:
@@ -96,12 +97,22 @@ def surviving(engine: DynatrainEngine, call: Callable[[], T], again: Callable[[]
     if changes is None:
         return call()
     try:
+        changes.forming.check()
         return call()
     except RuntimeError as error:
         if not changes.forming.recover(error):
             raise
+    if engine.world is not None and engine.world.fate is not None:
+        engine.world.fate.is_closed = True  # until the boundary: where the others are in their scripts, nobody knows
     return again()
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _leaf(value: Any) -> Any:
+    """A tensor without its graph: `backward` works if it did, and reaches no parameter."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _unknown(value: Any) -> Any:
+    """A tensor that says so of each of its numbers."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value

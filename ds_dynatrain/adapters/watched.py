@@ -1,0 +1,138 @@
+"""Process groups that say WorldChanged where gloo says RuntimeError: a peer is gone, and the world is formed anew.
+
+`torch.distributed` calls the methods of a group from Python, and torch's own code calls them through pybind11's
+trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, and inside of autograd's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import GroupName
+
+from ds_dynatrain.adapters.process_groups import Made
+from ds_dynatrain.errors import WorldChanged
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+WAITS = ("wait", "synchronize", "result")
+QUESTIONS = ("exception", "get_future", "is_completed", "is_success", "source_rank")
+
+T = TypeVar("T")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether gloo says that a peer did not answer; what it says of wrong arguments names no file of its own."""
+    return isinstance(error, td.DistError) or "gloo/" in str(error).lower()
+
+
+class Fate:
+    """What has become of the groups of one world.
+
+    failure: how the first collective of it has failed. is_closed: whether it takes no collective at present: the world
+    was formed anew in the middle of a global batch, and not all of its members are in the same line of the script.
+    """
+
+    def __init__(self) -> None:
+        self.failure: RuntimeError | None = None
+        self.is_closed = False
+
+    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """What `call` returns; WorldChanged if a peer is gone, or the world is closed."""
+        if self.is_closed:
+            raise WorldChanged("the world was formed anew: this global batch is void; go on with the loader's next one")
+        try:
+            return call(*arguments, **named)
+        except RuntimeError as error:
+            if isinstance(error, WorldChanged) or not is_lost_peer(error):
+                raise
+            self.failure = error
+            what = str(error).partition("\n")[0]
+            raise WorldChanged(
+                f"a member of this world is gone, or a collective of it has failed ({what}); go on with the loader's "
+                "next batch: the world is formed anew there"
+            ) from error
+
+
+class WatchedWork(Work):
+    """A collective that was begun."""
+
+    def __init__(self, work: Work, fate: Fate) -> None:
+        super().__init__()
+        self._work = work
+        self._fate = fate
+
+
+class WatchedGroup(td.ProcessGroup):
+    """A group over the same connections as another one, which it keeps.
+
+    held: whatever belongs to it, for whoever finds the group in `torch.distributed`.
+    """
+
+    def __init__(self, group: td.ProcessGroup, fate: Fate) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the one for classes of Python
+        cpu = torch.device("cpu")
+        backend: Any = group._get_backend(cpu)
+        self._set_default_backend(td.ProcessGroup.BackendType.GLOO)
+        self._register_backend(cpu, td.ProcessGroup.BackendType.GLOO, backend)
+        self._set_group_name(GroupName(group.group_name))
+        self._group = group
+        self._fate = fate
+        self.held: object = None
+
+
+def watched(made: Made, fate: Fate) -> Made:
+    """A gloo group, so that its failures are said in words of membership."""
+    return WatchedGroup(made[0], fate), made[1]
+
+
+def _collective(name: str) -> Callable[..., WatchedWork | None]:
+    def call(self: WatchedGroup, *arguments: Any, **named: Any) -> WatchedWork | None:
+        work = self._fate.call(getattr(self._group, name), *arguments, **named)
+        return None if work is None else WatchedWork(work, self._fate)
+
+    call.__name__ = name
+    return call
+
+
+def _wait(name: str) -> Callable[..., Any]:
+    def wait(self: WatchedWork, *arguments: Any, **named: Any) -> Any:
+        return self._fate.call(getattr(self._work, name), *arguments, **named)
+
+    return wait
+
+
+def _question(name: str) -> Callable[..., Any]:
+    return lambda self: getattr(self._work, name)()
+
+
+for _name in COLLECTIVES:
+    setattr(WatchedGroup, _name, _collective(_name))
+for _name in WAITS:
+    setattr(WatchedWork, _name, _wait(_name))
+for _name in QUESTIONS:
+    setattr(WatchedWork, _name, _question(_name))

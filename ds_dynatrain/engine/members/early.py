@@ -1,0 +1,148 @@
+"""`init_distributed`: into an elastic job before there is an engine; a script sees the job's world from the start."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch.distributed as td
+
+from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.watched import Fate, WatchedGroup, watched
+from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.environment import WorkerPlace, token_from, worker_place
+from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.engine.liveness import ended_in_error
+from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
+from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, stand_alone, with_members
+from ds_dynatrain.errors import JobFinished
+from ds_dynatrain.report import logger
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether a job runs already, of a process that waits for one to start."""
+
+
+@dataclass(eq=False)
+class Early:
+    """A member without an engine; it hangs on the group that `torch.distributed` speaks of, until `initialize` comes.
+
+    launch: that group. entry: where the process starts a job; None where it joins one.
+    """
+
+    elastic: Elastic
+    alone: LaunchWorld
+    launch: LaunchWorld
+    entry: Entry | None
+    is_taken: bool = False
+
+    @property
+    def joins(self) -> bool:
+        """Whether a job runs already."""
+        return self.entry is None
+
+    def install(self) -> None:
+        """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
+        self.launch.group.held = self
+        self.launch.install()
+        atexit.register(self.end)
+
+    def take_over(self, settings: DynatrainConfig) -> Entry:
+        """On into the job, with an engine; as `with_members`."""
+        entry, launch = self.entry, self.launch
+        self.is_taken, launch.group.held = True, None
+        self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
+        self.elastic.configure(settings)
+        if entry is not None and entry.world is not None:
+            seconds = settings.timeout_seconds
+            entry.control, entry.background = self.elastic.open_boards(entry.world, entry.mine, seconds)
+            return entry
+        self.alone.install()
+        launch.retire()
+        del launch
+        return with_members(self.elastic.member.place, settings, self.elastic)
+
+    def end(self) -> None:
+        """The script has ended; without an engine nobody else says so."""
+        if not self.is_taken:
+            self.elastic.member.stop(has_ended=not ended_in_error())
+
+
+def init_distributed(*arguments: Any, **named: Any) -> bool:
+    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
+
+    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
+    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
+    are training, and take part in nothing. Returns whether this process joins.
+
+    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    """
+    place = worker_place()
+    joins = False
+    if place is not None and not (td.is_initialized() and is_ours_installed()):
+        early = found_early() or _begin(place)
+        joins = early.joins
+    deepspeed.init_distributed(*arguments, **named)
+    return joins
+
+
+def found_early() -> Early | None:
+    """What `init_distributed` has left for `initialize`."""
+    group = td.group.WORLD if td.is_initialized() else None
+    held = group.held if isinstance(group, WatchedGroup) else None
+    return held if isinstance(held, Early) else None
+
+
+def _begin(place: WorkerPlace) -> Early:
+    settings = DynatrainConfig()
+    elastic = made_by(place, settings)
+    stand_alone()
+    alone = LaunchWorld.current()
+    try:
+        elastic.member.start()
+        entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
+    except JobFinished as end:
+        logger.info("%s: %s", elastic.member.id, end)
+        elastic.member.stop()
+        raise SystemExit(0) from end
+    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    early.install()
+    return early
+
+
+def _start(elastic: Elastic, alone: LaunchWorld, seconds: float) -> Entry | None:
+    """With all that start a job; None if one runs meanwhile that goes on without this process."""
+    member, generation = elastic.member, 0
+    member.ready()
+    while True:
+        try:
+            world = member.wait_for_world(generation, LOOK_SECONDS)
+        except TimeoutError:
+            if _is_running(elastic):
+                return None
+            continue
+        generation = world.generation
+        if world.survivors:
+            return None
+        entry = into(elastic, world, alone, seconds)
+        if entry is not None:
+            return entry
+
+
+def _is_running(elastic: Elastic) -> bool:
+    """Whether the coordinator has a world already, without this process."""
+    try:
+        status = ask_status(elastic.member.place.coordinator, token_from(), CONNECT_SECONDS)
+    except OSError:
+        return False
+    return status.generation > 0 and elastic.member.id not in status.ranks
+
+
+def _node_of(elastic: Elastic) -> LaunchWorld:
+    """The world of this process's node; its workers wait for each other."""
+    place = elastic.member.place
+    store = elastic.member.node_store(START_SECONDS)
+    made = make_group(store, "node", place.local_rank, place.local_size, START_SECONDS)
+    return LaunchWorld.around(watched(made, Fate()), place.local_rank, place.local_size)

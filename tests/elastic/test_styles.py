@@ -1,0 +1,95 @@
+"""Loops as users write them: each goes on when a member comes, and when one dies at the worst place of that loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import ROOT, Job, processes
+from tests.elastic.runs import Static, check_history, finish
+
+SCRIPT = ROOT / "tests" / "elastic" / "styles.py"
+STEP_SECONDS = "0.6"
+
+
+@pytest.fixture
+def start(tmp_path: Path, train: Callable[..., Job]) -> Callable[..., Job]:
+    """Makes a job of a style, with its coordinator."""
+
+    def make(style: str, stage: int = 0, **given: Any) -> Job:
+        block = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 3}} if stage else {}
+        variables = {"STYLE": style, "STEP_SECONDS": STEP_SECONDS}
+        job = train(stage=stage, block=block, script=SCRIPT, variables=variables, **given)
+        job.coordinator("coordinator")
+        return job
+
+    return make
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: Callable[..., Job]) -> Callable[..., Job]:
+    """A job of two nodes; a third one joins, and then rank 1 dies in a trap of the style's."""
+
+    def make(style: str, stage: int = 0) -> Job:
+        job = start(style, stage, nodes="2:4")
+        for node in ("a", "b"):
+            job.node(node, is_host=0)
+        first = job.settled(2)
+        job.node("c", is_host=0)
+        joined = job.settled(3, first.generation)
+        if stage:
+            job.wait(lambda: len(job.rows("step")) > 15, "a checkpoint")
+        victim = processes(joined)[1]
+        alive = [node for node in ("a", "b", "c") if victim not in job.workers_of(node)]
+        (tmp_path / "trap").touch()
+        left = job.settled(2, joined.generation)
+        assert processes(left) == [processes(joined)[0], processes(joined)[2]]
+        finish(job, *alive, "coordinator")
+        return job
+
+    return make
+
+
+def check_changed(job: Job, *, least: int) -> None:
+    """Survivors were told by WorldChanged, whose cause is what gloo said."""
+    changed = job.rows("changed")
+    assert len(changed) >= least, changed
+    assert all("go on with the loader's next" in row["said"] for row in changed), changed
+
+
+def test_collectives_and_groups_of_the_users_own(run: Callable[..., Job], static: Static) -> None:
+    """They raise WorldChanged when rank 1 dies in front of one; the groups follow the world."""
+    job = run("Collectives")
+    check_history(job, static, kills=1)
+    check_changed(job, least=1)
+    sums = job.rows("sums")
+    assert {row["size"] for row in sums} == {2, 3}
+    for row in sums:
+        size = row["size"]
+        assert row["sums"] == [size, size, 1 if row["rank"] == 0 else size - 1], row
+
+
+def check_first(job: Job, joins: bool, size: int) -> None:
+    """What those saw that start the job, or join it, before there was an engine."""
+    seen = [row for row in job.rows("first") if row["joins"] == joins]
+    assert sorted(row["world"][0] for row in seen) == list(range(size)), seen
+    for row in seen:
+        assert row["world"][1] == row["seen"] == size and row["variables"][:2] == row["world"], row
+
+
+def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: Static) -> None:
+    """By our call that of the job, or of the node where a job runs already."""
+    job = start("FirstLine", nodes="2:4", workers=2)
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    first = job.settled(4)
+    job.node("c", is_host=0)
+    joined = job.settled(6, first.generation)
+    assert processes(joined)[:4] == processes(first)
+    finish(job, "a", "b", "c", "coordinator")
+    check_history(job, static)
+    check_first(job, False, 4)
+    check_first(job, True, 2)
