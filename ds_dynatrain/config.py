@@ -67,6 +67,9 @@ class FallbackConfig(_Block):
     """Save when the last one was so long ago, by the clock of rank 0."""
     background: bool = True
     """The step waits for a copy in host memory alone, which takes as much as this member writes."""
+    on_sigterm: bool = False
+    """After SIGTERM to any member: save at the next step, and end, with code 143. Where members come and go, one
+    that is told to end hands over what it holds instead."""
     keep: Size = 2
     """So many of the newest checkpoints in the folder stay."""
 

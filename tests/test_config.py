@@ -110,6 +110,7 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"safety": "none"}, "dynatrain.safety: expected 'rollback' or 'lean', got 'none' (string)"),
         ({"fallback": {"every_steps": 5}}, "dynatrain.fallback.path: this key is needed"),
         ({"fallback": {"path": "x", "evry_steps": 5}}, "evry_steps: unknown key; did you mean 'every_steps'?"),
+        ({"fallback": {"path": "x", "on_sigterm": 1}}, "dynatrain.fallback.on_sigterm: expected boolean, got 1"),
         ({"fallback": {"path": "x", "every_seconds": 0}}, "dynatrain.fallback.every_seconds: expected greater than 0"),
         ({"resume": {"tag": "x"}}, "dynatrain.resume.path: this key is needed"),
         ({"resume": "checkpoints"}, "dynatrain.resume: expected an object of keys, got 'checkpoints'"),

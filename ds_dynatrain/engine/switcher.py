@@ -297,6 +297,10 @@ class Switcher:
         """Before all working members end: a fallback checkpoint, if there is to be any."""
         self._fallback.save_now()
 
+    def stop_listening(self) -> None:
+        """SIGTERM is the user's own affair again."""
+        self._fallback.stop()
+
     def settle_fallback(self) -> None:
         """The state was put together just now: no fallback checkpoint is due before the next step."""
         self._fallback.settle()

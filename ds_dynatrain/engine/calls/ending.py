@@ -32,6 +32,7 @@ class EndingCalls(EngineCore):
 
     def _end_job(self) -> bool:
         """Leave the world and stand in the launch group again; False if that was done before."""
+        self._switcher.stop_listening()
         if not self.__dict__.get("_is_open", False):
             return False
         self._is_open = False

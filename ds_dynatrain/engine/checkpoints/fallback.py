@@ -2,7 +2,8 @@
 
 All members come by the same boundaries. By steps, each of them knows from the number of steps whether a save is due. By
 time, rank 0 alone looks at its clock: it posts that its next step is the one, which nobody can be past, since each step
-needs rank 0's gradients and every member reads the board at every boundary.
+needs rank 0's gradients and every member reads the board at every boundary. So it is with SIGTERM, if that is asked
+for: whoever gets one says so, and after the save that follows all working members end.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.config import FallbackConfig
+from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+TERMINATED = 143
+"""The exit code after SIGTERM, as a shell would have it: 128 + 15."""
 
 
 class Fallback:
@@ -29,6 +35,16 @@ class Fallback:
         self._posted = 0
         self._since = time.monotonic()
         self._world = ""
+        self._is_told = False
+        self._termination: Termination | None = None
+        if settings is not None and settings.on_sigterm and engine.job.elastic is None:
+            self._termination = Termination()
+            self._termination.watch()
+
+    def stop(self) -> None:
+        """SIGTERM is the user's own affair again."""
+        if self._termination is not None:
+            self._termination.stop()
 
     def settle(self) -> None:
         """The state of this step is safe, or was put together just now: no save is due before the next step."""
@@ -36,8 +52,14 @@ class Fallback:
         self._since = time.monotonic()
 
     def stand_at(self) -> None:
-        """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on."""
+        """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on.
+
+        SystemExit after the save that SIGTERM asks for.
+        """
         engine, settings = self._engine, self._settings
+        if settings is not None and self._is_the_end():
+            self._save(settings, engine.saver.save, "/end")
+            raise SystemExit(TERMINATED)
         if settings is None or self._here == (engine.era, int(engine.global_steps)):
             return
         if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
@@ -58,6 +80,21 @@ class Fallback:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
         self.settle()
+
+    def _is_the_end(self) -> bool:
+        """Whether a member was told to end, and this is the step at which all do."""
+        if self._termination is None:
+            return False
+        engine, key = self._engine, f"fallback/{self._engine.era}/end"
+        if self._termination.read() and not self._is_told:
+            self._is_told = True
+            logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
+        if self._is_told:
+            engine.control.decide(f"{key}/wish", True)
+        due, now = engine.control.read(key), int(engine.global_steps)
+        if due is None and engine.rank == 0 and engine.control.read(f"{key}/wish"):
+            engine.control.post(key, now + 1)
+        return due is not None and now >= due
 
     def _is_due_by_steps(self, settings: FallbackConfig) -> bool:
         steps = int(self._engine.global_steps)
