@@ -325,7 +325,7 @@ def fallback_case(folder: Path, background: bool) -> Any:
     settings = jobs.config("fp32", (2, 1))
     settings["dynatrain"]["fallback"] = {"path": str(folder), "every_steps": 3, "every_seconds": 0.001, "keep": 4}
     settings["dynatrain"]["fallback"]["background"] = background
-    record = jobs.run(settings, 8, {4: (4, 3)})
+    record = jobs.run(settings, 11, {4: (4, 3)})
     return record.notes.get("last"), record.losses
 
 

@@ -62,7 +62,8 @@ class Fallback:
             raise SystemExit(TERMINATED)
         if settings is None or self._here == (engine.era, int(engine.global_steps)):
             return
-        if not (self._is_due_by_steps(settings) or self._is_due_by_time(settings)):
+        by_time = self._is_due_by_time(settings)  # asked at each boundary, or what was posted for it would be left over
+        if not (by_time or self._is_due_by_steps(settings)):
             return
         self._save(settings, engine.saver.start if settings.background else engine.saver.save)
 
