@@ -86,7 +86,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="processes that keep the machine busy")
     parser.add_argument("--workers", type=int, default=1, help="workers of a node (default 1)")
-    parser.add_argument("--script", type=Path, default=SCRIPT, help="another training script, see nodes.py")
+    parser.add_argument(
+        "--script",
+        type=lambda given: Path(given).resolve(),
+        default=SCRIPT,
+        help="another training script, see nodes.py",
+    )
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
     )

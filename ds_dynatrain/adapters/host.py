@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,10 +342,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         `world` must be installed. Nothing of the old layout may be attached.
         """
         self._enter_world(world, layout, config)
-        tensors = self.model_map.tensors
-        for tensor, parameter in zip(tensors, self.model_map.parameters, strict=True):
-            if parameter.shape != tensor.shape:
-                parameter.data = torch.empty(tensor.shape, dtype=self.model_map.dtype, device=parameter.device)
+        self._give_shapes(layout)
         reset_counters()
         if layout.zero_stage > 0 or parts_without_zero(self):
             names = {held: name for held, name in self.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)}
@@ -354,6 +352,24 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.basic_optimizer.state.clear()
         self.stage_adapter.refill(self, self.model_map, buffers, scalars)
         self._after_attach()
+
+    def _give_shapes(self, layout: Layout) -> None:
+        """Parameters that have no data get some that nobody reads.
+
+        Stage 3 cuts them one after the other, and all lie in one place until then: a process may not have the memory
+        for all of them.
+        """
+        every = zip(self.model_map.tensors, self.model_map.parameters, strict=True)
+        bare = [(tensor.shape, held) for tensor, held in every if held.shape != tensor.shape]
+        largest = max((math.prod(shape) for shape, _ in bare), default=0)
+        dtype, shared = self.model_map.dtype, torch.empty(0)
+        for shape, held in bare:
+            if layout.zero_stage < 3:
+                held.data = torch.empty(shape, dtype=dtype, device=held.device)
+                continue
+            if not shared.numel():
+                shared = torch.empty(largest, dtype=dtype, device=held.device)
+            held.data = shared[: math.prod(shape)].view(shape)
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         self.config, self._config = config

@@ -6,6 +6,7 @@ member stays here, polling the notice board, until it works again or the job has
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -528,4 +529,7 @@ class Switcher:
 
 
 def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
+    """Pages that are never there, and that no limit of this process's own memory counts."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)

@@ -108,8 +108,8 @@ class Changes:
 
     def _have_all_ended(self) -> bool:
         """Whether the scripts of all that work are through; they say so where this member stands, too."""
-        now, newest = time.monotonic(), self.elastic.member.newest
-        if now - self._looked < END_POLL_SECONDS or newest is None or newest.generation > self.elastic.generation:
+        now = time.monotonic()
+        if now - self._looked < END_POLL_SECONDS:
             return False
         self._looked = now
         try:
