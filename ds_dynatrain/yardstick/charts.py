@@ -41,6 +41,7 @@ def phases(found: Comparison, size: str, change: str, name: str) -> str:
     for axes in (left, right):
         _stack(axes, measures, used)
     live = [each.total for each in measures.values() if each.pause is not None]
+    left.invert_yaxis()  # and with it the other one
     right.set_xlim(0, 1.1 * max(live, default=1.0))
     left.set_title("seconds to the end of the first new step", loc="left", fontsize=10)
     right.set_title("the same, under a lens", loc="left", fontsize=10)
@@ -61,6 +62,9 @@ def growth(found: Comparison, change: str, name: str) -> str:
         if points:
             axes.plot(*zip(*sorted(points), strict=True), "o-", color=WAY_COLORS[way.name], label=way.title)
     axes.set(xscale="log", yscale="log", xlabel="million parameters", ylabel="training stands still (s)")
+    known = sorted({each.parameters / 1e6 for m in by_size.values() for each in m.values() if each.parameters})
+    axes.set_xticks(known, [f"{value:.0f}" for value in known])
+    axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return _svg(figure, name)
@@ -90,7 +94,6 @@ def _stack(axes: Axes, measures: Mapping[str, Measure], used: Sequence[str]) -> 
         widths = [max(0.0, each.phases.get(phase, 0.0)) for each in measures.values()]
         axes.barh(names, widths, left=begin, color=PHASE_COLORS[phase], label=phase, height=0.7)
         begin = [at + width for at, width in zip(begin, widths, strict=True)]
-    axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
 
