@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ds_dynatrain.yardstick.job import Way
+from ds_dynatrain.yardstick.job import WAYS, Way
 from ds_dynatrain.yardstick.results import BAR, PHASES, Comparison, Measure, ratios, way_of
 
 Row = Sequence[str]
@@ -32,7 +32,8 @@ def document(found: Comparison) -> str:
 def short(found: Comparison) -> str:
     """One table for a README: of each case the ways, one beside the other."""
     cases = found.cases()
-    ways = [way_of(name) for name in dict.fromkeys(each.way for each in found.measures)]
+    names = {each.way for each in found.measures}
+    ways = [way for way in WAYS if way.name in names]
     sizes = {case: title(case[0], found.of(*case)) for case in cases}
     head = ("training stands still (s)", *(f"{sizes[case]}, {case[1]}" for case in cases))
     lines = [(way.title, *(_still(found.of(*case).get(way.name)) for case in cases)) for way in ways]
