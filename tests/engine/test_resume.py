@@ -34,15 +34,15 @@ def running_case(folder: Path, sizes: jobs.Sizes, steps: int, save: str) -> Seen
 
 
 def test_whichever_format_is_the_latest(pool: RankPool, tmp_path: Path) -> None:
-    """Four starts in four layouts: from nothing, from ours, from DeepSpeed's, from ours again."""
-    plan = [((2, 1), 2, "ours"), ((3, 3), 4, "DeepSpeed's"), ((2, 2), 5, "ours"), ((4, 0), 6, "")]
+    """Three starts in three layouts: from nothing, from ours, from DeepSpeed's."""
+    plan = [((2, 1), 2, "ours"), ((3, 3), 3, "DeepSpeed's"), ((2, 2), 4, "ours")]
     begun = 0
     for sizes, steps, save in plan:
         found = pool.run(running_case, folder=tmp_path, sizes=sizes, steps=steps, save=save)
         assert [each[0] for each in found if each is not None] == [begun] * sizes[0]
         assert sorted(found[0][2]) == list(range(begun, steps))
         begun = steps
-    assert (tmp_path / "latest").read_text() == "step5"
+    assert (tmp_path / "latest").read_text() == "step4"
 
 
 def spoilt_case(folder: Path) -> str:
