@@ -234,5 +234,10 @@ PRACTICES = (
         "[elastic](elastic.md)",
         "tests/elastic/test_styles.py::test_collectives_and_groups_of_the_users_own",
     ),
+    _works(
+        "loss.backward()",
+        "at stages 1 to 3, as in DeepSpeed; where members come and go it survives a death if the engine returned it",
+        "tests/elastic/test_styles.py::test_backward_of_the_loss",
+    ),
     _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
 )

@@ -26,6 +26,7 @@ class Styled(Script):
         """The end of rank 1, once there is a trap."""
         if self.engine.rank == 1 and (OUT / "trap").exists():
             (OUT / "trap").unlink()
+            (OUT / "fallen").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def epoch(self) -> bool:

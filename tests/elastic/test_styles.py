@@ -42,12 +42,12 @@ def run(tmp_path: Path, start: Callable[..., Job]) -> Callable[..., Job]:
         joined = job.settled(3, first.generation)
         if stage:
             job.wait(lambda: len(job.rows("step")) > 15, "a checkpoint")
-        victim = processes(joined)[1]
-        alive = [node for node in ("a", "b", "c") if victim not in job.workers_of(node)]
+        nodes = {pid: node for node in ("a", "b", "c") for pid in job.workers_of(node)}
         (tmp_path / "trap").touch()
         left = job.settled(2, joined.generation)
-        assert processes(left) == [processes(joined)[0], processes(joined)[2]]
-        finish(job, *alive, "coordinator")
+        fallen = int((tmp_path / "fallen").read_text())
+        assert processes(left) == [pid for pid in processes(joined) if pid != fallen]
+        finish(job, *[node for pid, node in nodes.items() if pid != fallen], "coordinator")
         return job
 
     return make
@@ -72,6 +72,36 @@ def test_collectives_and_groups_of_the_users_own(run: Callable[..., Job], static
         assert row["sums"] == [size, size, 1 if row["rank"] == 0 else size - 1], row
 
 
+@pytest.mark.full
+def test_backward_of_the_loss(run: Callable[..., Job], static: Static) -> None:
+    """torch's call, on the loss that the engine returned, survives as the engine's call does: nothing is raised."""
+    job = run("Backward", 1)
+    check_history(job, static, kills=1)
+    assert not job.rows("changed")
+
+
+@pytest.mark.full
+def test_backward_of_a_loss_that_was_computed_from_it(run: Callable[..., Job], static: Static) -> None:
+    """It raises WorldChanged where the death is noticed in it; the loop goes on with the next batch."""
+    job = run("Derived", 1)
+    check_history(job, static)
+    check_changed(job, least=1)
+
+
+@pytest.mark.full
+def test_collectives_of_the_users_own_with_zero(run: Callable[..., Job], static: Static) -> None:
+    """All go back to the checkpoint; so does the data."""
+    job = run("Collectives", 1)
+    check_history(job, static)
+    check_changed(job, least=1)
+
+
+@pytest.mark.full
+def test_a_loop_without_a_loader(run: Callable[..., Job], static: Static) -> None:
+    """`engine.boundary()` at its top, and the engine's count of steps for the position in the data."""
+    check_history(run("Boundary"), static, kills=1)
+
+
 def check_first(job: Job, joins: bool, size: int) -> None:
     """What those saw that start the job, or join it, before there was an engine."""
     seen = [row for row in job.rows("first") if row["joins"] == joins]
@@ -80,9 +110,10 @@ def check_first(job: Job, joins: bool, size: int) -> None:
         assert row["world"][1] == row["seen"] == size and row["variables"][:2] == row["world"], row
 
 
-def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: Static) -> None:
-    """By our call that of the job, or of the node where a job runs already."""
-    job = start("FirstLine", nodes="2:4", workers=2)
+@pytest.mark.parametrize("style", ["FirstLine", pytest.param("OthersFirstLine", marks=pytest.mark.full)])
+def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: Static, style: str) -> None:
+    """By our call that of the job, or of the node where a job runs already; by those of others that of the node."""
+    job = start(style, nodes="2:4", workers=2)
     for node in ("a", "b"):
         job.node(node, is_host=0)
     first = job.settled(4)
@@ -91,5 +122,8 @@ def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: St
     assert processes(joined)[:4] == processes(first)
     finish(job, "a", "b", "c", "coordinator")
     check_history(job, static)
-    check_first(job, False, 4)
-    check_first(job, True, 2)
+    if style == "FirstLine":
+        check_first(job, False, 4)
+        check_first(job, True, 2)
+    else:
+        assert len(seen := job.rows("first")) == 6 and all(row["world"][1] == row["seen"] == 2 for row in seen), seen
