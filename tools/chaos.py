@@ -48,7 +48,10 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def gaps(rows: list[Row]) -> dict[str, list[float]]:
-    """Seconds from a process's last step of one world to its first of a later one, by the kind of the change."""
+    """Seconds from a process's last step of one world to its first of a later one, by the kind of the change.
+
+    "any": of a script that does not say which it was.
+    """
     kinds = {row["generation"]: row["change"] for row in rows if row["event"] == "formed"}
     last: dict[int, Row] = {}
     found: defaultdict[str, list[float]] = defaultdict(list)
@@ -56,7 +59,7 @@ def gaps(rows: list[Row]) -> dict[str, list[float]]:
         before = last.get(row["pid"])
         if row["event"] == "step":
             if before is not None and before["generation"] < row["generation"]:
-                found[kinds[row["generation"]]].append(row["time"] - before["time"])
+                found[kinds.get(row["generation"], "any")].append(row["time"] - before["time"])
             last[row["pid"]] = row
     return found
 

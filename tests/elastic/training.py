@@ -66,7 +66,7 @@ def built() -> tuple[torch.nn.Module, Any]:
 class Large(torch.nn.Module):
     """Layers of a megabyte each, called as `model(inputs, targets)` for a loss."""
 
-    def __init__(self, width: int = 512, depth: int = 48) -> None:
+    def __init__(self, width: int = 512, depth: int = 72) -> None:
         super().__init__()
         self.words = torch.nn.Embedding(WORDS, width)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(depth)])
@@ -80,10 +80,14 @@ class Large(torch.nn.Module):
 
 
 def limited(megabytes: int) -> None:
-    """Let this process take no more than so much in addition to what it has, as the kernel counts memory of its own."""
+    """Let this process take no more than so much in addition to what it has, as the kernel counts memory of its own.
+
+    0 ends it.
+    """
     has = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
     limit = (has << 10) + (megabytes << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    most = resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if megabytes else most, most))
 
 
 class Script:
@@ -170,6 +174,8 @@ class Script:
 
     def note(self, event: Any) -> None:
         """A switch was committed."""
+        if LIMIT:
+            limited(0)  # what training takes is another matter than what joining takes
         self.say(event="switch", pause_ms=event.pause_ms, step=event.step, layout=event.target.layout)
 
     def say(self, **what: Any) -> None:

@@ -15,7 +15,7 @@ from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
 from ds_dynatrain.engine.surroundings import Surroundings
-from ds_dynatrain.errors import ElasticError, WorldChanged
+from ds_dynatrain.errors import CheckpointError, ElasticError, WorldChanged
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class Forming:
                     boards[1].store, proposal.generation, mine, members, members, seconds, layout, ties, Fate(), own
                 )
             found = restore.restore(engine, layout, members, world, settings.fallback.path)
-        except RuntimeError as error:
+        except (RuntimeError, CheckpointError) as error:
+            if isinstance(error, CheckpointError) and not self._is_overtaken(change):
+                raise
             logger.warning("generation %d could not be restored: %s", generation, error)
             self._give_restoring_up(change, world)
             return
@@ -194,6 +196,13 @@ class Forming:
         change.board.decide(f"record/{proposal.generation}", {"commit": True, "reason": ""})
         elastic.settle()
         self._changes.enter(change, proposal)
+
+    def _is_overtaken(self, change: Change) -> bool:
+        """Whether somebody has died since; another member may have heard of it a moment before this one."""
+        end = time.monotonic() + NOTICE_SECONDS
+        while self.elastic.member.is_newest(change.world) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return not self.elastic.member.is_newest(change.world)
 
     def _give_restoring_up(self, change: Change, world: GroupsOfWorld | None) -> None:
         """Somebody has died meanwhile: be as before, and wait for the generation without it."""
