@@ -15,6 +15,7 @@ from tests.elastic.runs import Static, check_history, finish, gated, open_gate, 
 
 EARLY = ("prepare", "meet", "drain")
 LATE = ("rebuild", "move", "verify", "commit")
+TERMS = ("prepare", "meet", "move", "commit")
 KILLS = [
     pytest.param("first", 0, ("move",), id="first in a move"),
     *(
@@ -42,11 +43,14 @@ def test_kill(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("role", ["joiner", "other", "first"])
-def test_sigterm(train: Callable[..., Job], static: Static, role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "phases"),
+    [("joiner", TERMS), ("other", TERMS), *(("first", (phase,)) for phase in TERMS)],  # who follows as rank 0 is open
+)
+def test_sigterm(train: Callable[..., Job], static: Static, role: str, phases: tuple[str, ...]) -> None:
     """The switch goes through; then the node hands over what it has, and goes. Nothing is lost."""
     job = train(nodes="1:9")
-    go_through(job, role, [f"{role} {phase} term" for phase in ("prepare", "meet", "move", "commit")])
+    go_through(job, role, [f"{role} {phase} term" for phase in phases])
     status = job.status()
     assert status is not None and all(change.change == "planned" for change in status.changes), status.changes
     finish(job)
