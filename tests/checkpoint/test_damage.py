@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +220,20 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
         pass
     with folder.locked(tmp_path):
         pass
+
+
+def test_a_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with folder.locked(tmp_path):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with folder.locked(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("tag", ["", ".x", "a/b", "..", "latest", "a" * 300, "a\n"])
