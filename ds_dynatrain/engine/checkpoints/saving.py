@@ -93,6 +93,7 @@ class Saver:
     def _own_board(self) -> Control:
         """The notice board over a connection for the thread; the engine's may be another one after a change."""
         if self._boards is None or self._boards[0] is not self.engine.control:
+            self.engine.control.read("save/board")  # fails at once if it is away; a new connection would wait for it
             self._boards = self.engine.control, self.engine.control.clone()
         return self._boards[1]
 
