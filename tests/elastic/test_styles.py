@@ -110,7 +110,8 @@ def check_first(job: Job, joins: bool, size: int) -> None:
         assert row["world"][1] == row["seen"] == size and row["variables"][:2] == row["world"], row
 
 
-@pytest.mark.parametrize("style", ["FirstLine", pytest.param("OthersFirstLine", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("style", ["FirstLine", "OthersFirstLine"])
 def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: Static, style: str) -> None:
     """By our call that of the job, or of the node where a job runs already; by those of others that of the node."""
     job = start(style, nodes="2:4", workers=2)

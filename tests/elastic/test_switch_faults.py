@@ -17,7 +17,7 @@ EARLY = ("prepare", "meet", "drain")
 LATE = ("rebuild", "move", "verify", "commit")
 TERMS = ("prepare", "meet", "move", "commit")
 KILLS = [
-    pytest.param("first", 0, ("move",), id="first in a move"),
+    pytest.param("first", 0, ("move",), marks=pytest.mark.full, id="first in a move"),
     *(
         pytest.param(role, stage, phases, marks=pytest.mark.full, id=f"{role}, stage {stage}, {name}")
         for role, stage in (("joiner", 1), ("other", 1), ("other", 0), ("first", 0))

@@ -96,7 +96,7 @@ def test_it_ends_every_time(how: str) -> None:
     [
         ("working raises", "ValueError: wrong on working member 1"),
         pytest.param("idle raises", "ValueError: wrong on idle member 3", marks=pytest.mark.full),
-        ("one loops once more", "Error"),
+        pytest.param("one loops once more", "Error", marks=pytest.mark.full),
     ],
 )
 def test_an_error_is_seen_and_ends_the_job(how: str, words: str) -> None:

@@ -36,7 +36,7 @@ CROSSING = [at(4, 2, 3), at(2, 2, 1), at(3, 1, 2), at(4, 4, 3), at(1, 1, 0), at(
 @pytest.mark.parametrize(
     ("kind", "dtype", "path"),
     [
-        ("qwen3", "fp32", CROSSING),
+        pytest.param("qwen3", "fp32", CROSSING, marks=pytest.mark.full),
         pytest.param("qwen2", "bf16", CROSSING, marks=pytest.mark.full),
         ("mixtral", "bf16 in fp32", CROSSING[1:4]),
     ],

@@ -56,7 +56,9 @@ def idling_case(start: jobs.Sizes, target: jobs.Sizes, width: int) -> Any:
     return seen, numel
 
 
-@pytest.mark.parametrize("start", [(4, 0), (4, 1), (4, 3)])
+@pytest.mark.parametrize(
+    "start", [pytest.param((4, 0), marks=pytest.mark.full), pytest.param((4, 1), marks=pytest.mark.full), (4, 3)]
+)
 def test_idle_member_holds_nothing(pool: RankPool, start: jobs.Sizes) -> None:
     seen = pool.run(idling_case, start=start, target=(1, 2), width=320, seconds=120)
     for rank in (1, 2, 3):

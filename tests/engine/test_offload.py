@@ -112,8 +112,10 @@ TORCH_ADAM = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
 LION = {"type": "Lion", "params": {"lr": 2e-4}}
 
 
-@pytest.mark.parametrize("block", [TORCH_ADAM, LION], ids=["torch_adam", "Lion"])
-def test_other_optimizers(pool: RankPool, cpu_lion: None, block: dict[str, Any]) -> None:
+@pytest.mark.parametrize("block", [TORCH_ADAM, pytest.param(LION, marks=pytest.mark.full)], ids=["torch_adam", "Lion"])
+def test_other_optimizers(pool: RankPool, request: pytest.FixtureRequest, block: dict[str, Any]) -> None:
+    if block is LION:
+        request.getfixturevalue("cpu_lion")
     static = losses(pool, "fp32", (2, 1), {}, optimizer=block)
     assert jobs.furthest(losses(pool, "fp32", (2, 1), {3: (4, 3), 6: (2, 2)}, optimizer=block), static) <= 1e-6
 
@@ -269,6 +271,7 @@ def soak_case(rounds: int) -> Any:
     return seen
 
 
+@pytest.mark.full
 def test_twenty_switches_leave_nothing(pool: RankPool) -> None:
     """One state of this model is 2 MB on a rank; memory settles slowly, with or without offload."""
     for seen in pool.run(soak_case, rounds=5, seconds=120)[:2]:

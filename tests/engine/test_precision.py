@@ -179,7 +179,8 @@ def test_fp16_in_some_layouts(pool: RankPool) -> None:
     assert walks.compare(pool, walks.settings("fp16"), FP16_WALK, LARGE) == len(FP16_WALK) - 1
 
 
-@pytest.mark.parametrize("immediate", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("immediate", [False, True])
 def test_bf16_optimizer_in_some_layouts(pool: RankPool, immediate: bool) -> None:
     settings = walks.settings("bf16 in fp32")
     settings["bf16"] = {"enabled": True, "immediate_grad_update": immediate, "check_grad_overflow": not immediate}

@@ -41,7 +41,7 @@ WALKS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["llama tied", "neox", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "llama"))]
+    "name", ["neox", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama tied", "qwen3", "llama"))]
 )
 def test_models(pool: RankPool, name: str) -> None:
     """Tied to a vocabulary in parts and a loss of its own; norms of heads; fewer heads than ranks; fused QKV."""
