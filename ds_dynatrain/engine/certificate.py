@@ -95,8 +95,8 @@ def verdict(
     arrived = {member: reports[member]["target"] for member in target_members}
     before = whole_digests(vps, source, source_members, given, "source")
     after = whole_digests(vps, target, target_members, arrived, "target")
-    summary = hashlib.blake2b(digest_size=16)
-    for kind in sorted(before):
+    kept: dict[str, Digests] = {}
+    for kind in before:
         if kind not in after:
             if not vps.is_held(target, kind):
                 continue
@@ -108,11 +108,19 @@ def verdict(
                 f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
                 f"differ in this kind){_hint(kind)}"
             )
-        summary.update(kind.encode())
-        summary.update(before[kind].tobytes())
+        kept[kind] = before[kind]
     extra = sorted(kind for kind in set(after) - set(before) if vps.is_held(source, kind))
     if extra:
         raise CertificateError(f"state kinds {extra} appeared in the switch")
+    return state_digest(kept)
+
+
+def state_digest(whole: Mapping[str, Digests]) -> str:
+    """One digest over the whole state: of the tensors of every kind, in the order of the kinds' names."""
+    summary = hashlib.blake2b(digest_size=16)
+    for kind in sorted(whole):
+        summary.update(kind.encode())
+        summary.update(whole[kind].tobytes())
     return summary.hexdigest()
 
 

@@ -9,9 +9,6 @@ until then. So what is held at once is at most max(source, target) and what read
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,32 +16,24 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.adapters.worlds import World, drop
+from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.accord import gather_living
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction import Outcome
-from ds_dynatrain.errors import CheckpointError, MemberMissing, SwitchFailed, WorldChanged
+from ds_dynatrain.errors import CheckpointError, SwitchFailed
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 
-class LeanTransaction:
+class LeanTransaction(Meeting):
     """One switch on one member; `run` is called once, by every member of either world, at a boundary."""
 
     def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
-        self.engine = engine
-        self.preparation = preparation
-        self.proposal = preparation.proposal
-        self.control: Control = preparation.board
-        self.place = place
-        self.outcome = Outcome()
-        self.old_world: World | None = engine.world
+        super().__init__(engine, preparation, place)
         self.key = f"lean/{self.proposal.generation}"
         self.record = f"record/{self.proposal.generation}"
         self.interrupt: BaseException | None = None
@@ -66,14 +55,14 @@ class LeanTransaction:
 
     def _cross(self, path: str) -> None:
         """From the source to the target, or back; in between the checkpoint alone has the state."""
-        with self._phase("free"):
+        with self.phase("free"):
             if self.old_world is not None:
                 restore.let_go(self.engine)
-        with self._phase("restore"):
+        with self.phase("restore"):
             failed = self._restore(path)
         self.outcome.committed, self.outcome.reason = not failed, failed
         self.outcome.is_rebuilt = True
-        with self._phase("roll back" if failed else "commit"):
+        with self.phase("roll back" if failed else "commit"):
             self._roll_back(path) if failed else self._commit()
 
     # ---- until the source is freed -----------------------------------------------------------------------------------
@@ -81,11 +70,11 @@ class LeanTransaction:
     def _save(self) -> str | None:
         """Where the checkpoint is, or None if training goes on as it is."""
         try:
-            with self._phase("meet"):
-                self._meet()
-            with self._phase("save"):
+            with self.phase("meet"):
+                self.meet(self._stop)
+            with self.phase("save"):
                 path = self._written()
-            with self._phase("verify"):
+            with self.phase("verify"):
                 self._read_back(path)
             wish = {"goes": True, "reason": ""}
         except BaseException as error:
@@ -107,15 +96,6 @@ class LeanTransaction:
         if decision is not None and not decision["goes"]:
             raise SwitchFailed(decision["reason"])
 
-    def _meet(self) -> None:
-        generation, stop = self.proposal.generation, self._stop
-        prepared = self.control.gather(f"prepared/{generation}", self.proposal.union, "preparing the switch", stop=stop)
-        failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
-        if failed:
-            raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
-        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place, stop)
-        self.preparation.join()
-
     def _written(self) -> str:
         """Save; the folder, known to all members of either world."""
         engine, first, settings = self.engine, self.proposal.source_members[0], self.engine.settings.fallback
@@ -124,9 +104,8 @@ class LeanTransaction:
             refuse_changes(engine)
             engine.settle_parameters()
             held, _ = engine.state_buffers()
-            rank = self.proposal.source_members.index(self.control.member)
-            check_census(engine, engine.vps, rank, held, "before the switch")
-            self.outcome.kinds = tuple(kind for kind in engine.vps.present_kinds() if any(kind == k for k, _ in held))
+            check_census(engine, engine.vps, self.source_rank or 0, held, "before the switch")
+            self.warn_of_last_gradients()
             self.outcome.peak_memory = _bytes(held)
             path = engine.saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
             if self.control.member == first:
@@ -157,22 +136,25 @@ class LeanTransaction:
     def _restore(self, path: str) -> str:
         """In the new world; why not, the same on all members, or nothing."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
-        first, failed = proposal.members[0], ""
-        if self.preparation.target_rank is not None and world is not None:
+        first, over = proposal.members[0], {"failed": "", "digest": "", "kinds": []}
+        if self.target_rank is not None and world is not None:
             self.preparation.world = None  # it is the engine's now, or goes below
             sides = proposal.layout, proposal.members, world
             try:
-                restore.take_back(engine, *sides, path, self.record, lambda: engine.enter(proposal, world))
+                found = restore.take_back(engine, *sides, path, self.record, lambda: engine.enter(proposal, world))
             except BaseException as error:
                 self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
-                failed = str(error) or type(error).__name__
+                over["failed"] = str(error) or type(error).__name__
                 self.control.bury(drop(world))
             else:
+                over |= {"digest": found.digest, "kinds": list(found.kinds)}
                 self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.state_buffers()[0]))
                 self.control.bury(world.retire_transfer())
             if self.control.member == first:
-                self.control.post(f"{self.key}/over/{first}", failed)
-        return str(gather_living(self.control, f"{self.key}/over", (first,), "restoring the state")[first])
+                self.control.post(f"{self.key}/over/{first}", over)
+        over = gather_living(self.control, f"{self.key}/over", (first,), "restoring the state")[first]
+        self.outcome.digest, self.outcome.kinds = str(over["digest"]), tuple(over["kinds"])
+        return str(over["failed"])
 
     def _roll_back(self, path: str) -> None:
         """Those that had the state take it back, in the world that they had it in."""
@@ -190,28 +172,16 @@ class LeanTransaction:
 
     def _commit(self) -> None:
         engine = self.engine
-        if self.preparation.target_rank is None:
+        if self.target_rank is None:
             engine.enter(self.proposal, None)
             engine.launch.install()
             if self.preparation.world is not None:
                 self.control.bury(drop(self.preparation.world))
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))
-        key = f"acknowledged/{self.proposal.generation}"
-        mine = {"kept": 0, "local": 0, "sent": 0, "certificate_ms": 0.0, "peak_memory": self.outcome.peak_memory}
-        try:
-            self.control.post(f"{key}/{self.control.member}", mine)
-            self.outcome.members = self.control.gather(key, self.proposal.union, "acknowledging the commit")
-        except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
-            self.outcome.warnings.append(str(missing))
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.outcome.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+        self.acknowledge(
+            {"kept": 0, "local": 0, "sent": 0, "certificate_ms": 0.0, "peak_memory": self.outcome.peak_memory}
+        )
 
 
 def _bytes(held: Buffers) -> int:

@@ -10,8 +10,8 @@ from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
+    from ds_dynatrain.engine.meeting import Outcome as Measured
     from ds_dynatrain.engine.preparation import Preparation
-    from ds_dynatrain.engine.transaction import Outcome as Measured
 
 
 def event_of(

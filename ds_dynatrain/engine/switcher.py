@@ -33,12 +33,13 @@ from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.lean import LeanTransaction
 from ds_dynatrain.engine.liveness import Watch
+from ds_dynatrain.engine.meeting import Outcome
 from ds_dynatrain.engine.members.changes import Changes
 from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.summary import event_of
-from ds_dynatrain.engine.transaction import Outcome, Transaction
+from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +18,8 @@ from ds_dynatrain.adapters.host import Replaced
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.adapters.worlds import World, drop, install
-from ds_dynatrain.engine import agreement, streams
+from ds_dynatrain.adapters.worlds import drop, install
+from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import (
     pack,
     put_back,
@@ -36,14 +33,13 @@ from ds_dynatrain.engine.carry import (
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, drifts, side_digests, verdict
-from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
+from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.replicas import Settlement, settle
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, SwitchFailed, WorldChanged
+from ds_dynatrain.errors import CensusError, CertificateError, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
-from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
 if TYPE_CHECKING:
@@ -52,41 +48,11 @@ if TYPE_CHECKING:
 CARRY_TAG = 2
 
 
-@dataclass
-class Outcome:
-    """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
-
-    certificate_ms: digests and census of both sides, without waiting for others.
-    is_rebuilt: whether the optimizer was taken off, be it put back on. members: what each one measured.
-    """
-
-    committed: bool = False
-    is_rebuilt: bool = False
-    is_uncertain: bool = False
-    """The notice board was lost: this member rolled back, and others may have committed."""
-    reason: str = ""
-    digest: str = ""
-    kinds: tuple[str, ...] = ()
-    stats: TransferStats | None = None
-    phases_ms: dict[str, float] = field(default_factory=dict)
-    certificate_ms: float = 0.0
-    peak_memory: int = 0
-    members: dict[int, dict[str, Any]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-
-class Transaction:
+class Transaction(Meeting):
     """See the module; `run` is called once, by every member of either world, at a boundary."""
 
     def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
-        self.engine = engine
-        self.preparation = preparation
-        self.proposal = preparation.proposal
-        self.control: Control = preparation.board
-        self.place = place
-        self.outcome = Outcome()
-        self.source_rank = self._rank_in(self.proposal.source_members)
-        self.target_rank = preparation.target_rank
+        super().__init__(engine, preparation, place)
         self.source: Buffers = {}
         self.target: Buffers = {}
         self.scalars = Scalars()
@@ -99,7 +65,6 @@ class Transaction:
         self.new_streams: streams.Streams | None = None
         self.source_digests: SideDigests | None = None
         self.kept_share: dict[str, Digests] = {}
-        self.old_world: World | None = engine.world
         self.old_config = engine.present_config
         self.before_reshape: Replaced | None = None
         self.settlement = Settlement()
@@ -112,21 +77,21 @@ class Transaction:
         """Take part in the switch; returns on every member with the same `committed`."""
         interrupt: BaseException | None = None
         try:
-            with self._phase("meet"):
-                self._meet()
-            with self._phase("drain"):
+            with self.phase("meet"):
+                self.meet(self._stop_if_decided)
+            with self.phase("drain"):
                 self._drain()
                 self._receive_carry()
-            with self._phase("digest"):
+            with self.phase("digest"):
                 self._digest_source()
                 self._settle_replicas()
-            with self._phase("rebuild"):
+            with self.phase("rebuild"):
                 self._rebuild()
-            with self._phase("move"):
+            with self.phase("move"):
                 self._move()
-            with self._phase("carry"):
+            with self.phase("carry"):
                 self._carry()
-            with self._phase("verify"):
+            with self.phase("verify"):
                 self.outcome.digest = self._verify()
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
@@ -134,7 +99,7 @@ class Transaction:
         else:
             decision = self._decide(True)
         self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
-        with self._phase("commit" if decision["commit"] else "roll back"):
+        with self.phase("commit" if decision["commit"] else "roll back"):
             self._commit() if decision["commit"] else self._roll_back()
         if interrupt is not None:
             raise interrupt
@@ -167,17 +132,6 @@ class Transaction:
 
     # ---- before the commit ---------------------------------------------------------------------------------------
 
-    def _meet(self) -> None:
-        generation = self.proposal.generation
-        prepared = self.control.gather(
-            f"prepared/{generation}", self.proposal.union, "preparing the switch", stop=self._stop_if_decided
-        )
-        failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
-        if failed:
-            raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
-        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place, self._stop_if_decided)
-        self.preparation.join()
-
     def _drain(self) -> None:
         """No collective is under way and no window is open; what there is to give away is named and posted."""
         engine, generation = self.engine, self.proposal.generation
@@ -187,7 +141,7 @@ class Transaction:
             engine.settle_parameters()
             self.source, self.scalars = engine.state_buffers()
             check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
-            self._warn_of_last_gradients()
+            self.warn_of_last_gradients()
             self.before = shared_carry(engine, self.scalars)
             self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
             self._offer_buffers(self.source_rank)
@@ -223,20 +177,6 @@ class Transaction:
         records = self._await(f"buffers/{self.proposal.generation}", stages, "the buffers of a stage")
         for record in records.values():
             take_buffers(self.engine, unpack(decode(record, [])), self.own_buffers)
-
-    def _warn_of_last_gradients(self) -> None:
-        """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
-        names, vps = self.engine.without_gradient, self.engine.vps
-        offloads = any(kind.name == HOST_GRAD for kind in vps.kinds)
-        kept = HOST_GRAD if offloads else STALE_GRAD
-        sides = {vps.is_held(layout, kept) for layout in (self.proposal.source_layout, self.proposal.layout)}
-        if names and len(sides) > 1:
-            where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
-            where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
-            self.outcome.warnings.append(
-                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
-                "so their updates change with the stage"
-            )
 
     def _receive_carry(self) -> None:
         first = self.proposal.source_members[0]
@@ -409,15 +349,8 @@ class Transaction:
         engine, proposal = self.engine, self.proposal
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         self.preparation.committed()
-        key = f"acknowledged/{proposal.generation}"
         self._measure()
-        try:
-            self.control.post(f"{key}/{self.control.member}", self._measurements())
-            self.outcome.members = self.control.gather(
-                key, proposal.union, "acknowledging the commit", stop=self.preparation.stop
-            )
-        except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
-            self.outcome.warnings.append(str(missing))
+        self.acknowledge(self._measurements())
         if self.target_rank is not None:
             engine.forget_steps()
         self.preparation.end_neighbors()
@@ -474,19 +407,8 @@ class Transaction:
         """Members that start to work with this switch."""
         return [member for member in self.proposal.members if member not in self.proposal.source_members]
 
-    def _rank_in(self, members: tuple[int, ...]) -> int | None:
-        return members.index(self.control.member) if self.control.member in members else None
-
     def _await(self, key: str, members: tuple[int, ...], what: str) -> dict[int, Any]:
         return self.control.gather(key, members, what, stop=self._stop_if_decided)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.outcome.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
     def _measure(self) -> None:
         """State held at once on this member: source, what the target adds to it, and staging."""

@@ -22,7 +22,7 @@ from ds_dynatrain.engine.transaction import Transaction
 
 PLACES: dict[str, tuple[type, str]] = {
     "prepare": (Preparation, "_build"),
-    "meet": (Transaction, "_meet"),
+    "meet": (Transaction, "meet"),
     "drain": (Transaction, "_drain"),
     "rebuild": (Transaction, "_rebuild"),
     "move": (Transaction, "_move"),

@@ -112,7 +112,7 @@ def test_death_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target
 
 @pytest.mark.parametrize(
     "method",
-    ["_move", "_verify", *(pytest.param(name, marks=pytest.mark.full) for name in ("_meet", "_rebuild", "_carry"))],
+    ["_move", "_verify", *(pytest.param(name, marks=pytest.mark.full) for name in ("meet", "_rebuild", "_carry"))],
 )
 def test_death_of_a_waking_member_before_its_vote(pool: RankPool, method: str) -> None:
     """The others roll back and train on: the dead one had no part in the present world."""

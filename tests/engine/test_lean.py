@@ -49,6 +49,7 @@ def test_walk_as_with_a_live_switch(pool: RankPool, tmp_path: Path, dtype: str) 
         if mine.notes:
             assert not oracle.differences(mine.notes["state"], other.notes["state"])
         assert [event.target for event in mine.events] == [event.target for event in other.events]
+        assert [event.certificate for event in mine.events] == [event.certificate for event in other.events]
         assert all(event.bytes_sent == 0 for event in mine.events)
     assert sum(len(rank.events) for rank in found) >= 2 * len(WALK)
     assert (tmp_path / "lean" / "latest").exists() and not (tmp_path / "live").exists()

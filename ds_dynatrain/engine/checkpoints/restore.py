@@ -30,7 +30,7 @@ from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import side_digests, whole_digests
+from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_digests
 from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows, opened
 from ds_dynatrain.engine.encoding import fingerprint
@@ -51,11 +51,14 @@ class Restored:
     """What training goes on from. path: of the checkpoint. step: optimizer steps done there.
 
     client_state: what was given to DeepSpeed's `save_checkpoint`, and what that adds; empty for a checkpoint of ours.
+    kinds: that were saved. digest: of the whole state, as in a switch's certificate.
     """
 
     path: Path
     step: int
     client_state: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    digest: str = ""
 
 
 def load(
@@ -240,6 +243,8 @@ class _Restoration:
         self.rest: dict[str, Any] = {}
         self.streams: streams.Streams = {}
         self.types: dict[str, torch.dtype] = {}
+        self.kinds: tuple[str, ...] = ()
+        self.digest = ""
         self.is_detached = self.is_attached = False
 
     def run(self) -> Restored:
@@ -264,7 +269,7 @@ class _Restoration:
         decision = self.control.decide(self.goal.record, wish)
         if decision["commit"]:
             self._commit()
-            return Restored(self.path, int(self.engine.global_steps), client_state)
+            return Restored(self.path, int(self.engine.global_steps), client_state, self.kinds, self.digest)
         self._roll_back()
         if interrupt is not None:
             raise interrupt
@@ -360,6 +365,7 @@ class _Restoration:
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
+            self.kinds, self.digest = tuple(source.kinds), state_digest(whole)
             return
         damaged = damaged_rows(source, reader, wrong, place, len(members))
         found = [each for member in self._gather("damaged", damaged).values() for each in member]

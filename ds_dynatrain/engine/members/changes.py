@@ -32,9 +32,9 @@ from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
+    from ds_dynatrain.engine.meeting import Outcome
     from ds_dynatrain.engine.preparation import Preparation
     from ds_dynatrain.engine.switcher import Switcher
-    from ds_dynatrain.engine.transaction import Outcome
 
 POLL_SECONDS = 0.02
 END_POLL_SECONDS = 0.25
