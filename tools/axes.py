@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from variants import Change, Variant
-from workload import Block
+
+from ds_dynatrain.yardstick.workload import Block
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LAYERS, WIDTH, HEADS, KEYS, WORDS = 12, 384, 8, 4, 8192

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_dynatrain.yardstick.workload import Block
+
 CONTEXT = 256
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
@@ -21,25 +23,6 @@ SIZES: dict[str, dict[str, int]] = {
 
 "25M" gives the models of `axes.py` their samples.
 """
-
-
-class Block(nn.Module):
-    """Attention to what came before, then a feed-forward layer, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, length, width) to the same shape."""
-        query, key, value = self.qkv(self.norm_attention(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        fed: Tensor = self.down(F.gelu(self.up(self.norm_feed(x))))
-        return x + fed
 
 
 class GPT(nn.Module):

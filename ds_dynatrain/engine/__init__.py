@@ -7,6 +7,7 @@
 | `switcher` | asking, preparing, the boundary, the wait of an idle member |
 | `agreement` | one decision from the same records on all members |
 | `preparation` | what is made ready while training runs |
+| `meeting` | what every switch is on one member: who meets, what is measured, how it ends |
 | `transaction` | the switch itself: meet, drain, rebuild, move, verify, commit or roll back |
 | `lean` | the same through a checkpoint, for when both sides do not fit |
 | `certificate`, `census` | the proofs before a commit |

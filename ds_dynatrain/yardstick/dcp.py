@@ -80,8 +80,7 @@ def _old(task: Task, notes: Notes) -> None:
     for _ in range(task.before):
         trainer.step()
     trainer.digest("before")
-    notes.forget_memory()
-    notes.stamp("begin")
+    notes.begin()
     with notes.phase("save"):
         save(trainer.state(), checkpoint_id=task.folder)
         td.barrier()
@@ -98,11 +97,7 @@ def _new(task: Task, notes: Notes) -> None:
     notes.write("resumed", step=trainer.done)
     notes.memory()
     trainer.digest("after")
-    notes.stamp("resume")
-    notes.forget_memory()
-    with notes.phase("first step"):
+    with notes.first_step():
         trainer.step()
-    notes.stamp("end")
-    notes.memory()
     for _ in range(task.after - 1):
         trainer.step()

@@ -34,6 +34,21 @@ class Notes:
         yield
         self.write("phase", name=name, seconds=time.monotonic() - begin)
 
+    def begin(self) -> None:
+        """That the change begins: training stands still from here."""
+        self.forget_memory()
+        self.stamp("begin")
+
+    @contextmanager
+    def first_step(self) -> Iterator[None]:
+        """Around the first step after the change, which ends with it."""
+        self.stamp("resume")
+        self.forget_memory()
+        with self.phase("first step"):
+            yield
+        self.stamp("end")
+        self.memory()
+
     def memory(self) -> None:
         """The most memory that this process has had since `forget_memory`, in bytes."""
         self.write("memory", peak=_status("VmHWM"))

@@ -116,7 +116,7 @@ def _live(task: Task, notes: Notes) -> None:
         trainer.step()
     if not was_idle:
         trainer.digest("before")
-    _begin(notes)
+    notes.begin()
     batch = trainer.next()
     if batch is None:
         notes.memory()
@@ -132,7 +132,7 @@ def _here(task: Task, notes: Notes) -> None:
         trainer.next()
     else:
         _to_the_change(task, trainer)
-        _begin(notes)
+        notes.begin()
         with notes.phase("save"):
             trainer.engine.save_universal(task.folder, TAG)
     with notes.phase("initialize"):
@@ -146,7 +146,7 @@ def _restarted(task: Task, notes: Notes) -> None:
     if task.part == "old":
         trainer = Trainer(task, notes, task.change.source)
         _to_the_change(task, trainer)
-        _begin(notes)
+        notes.begin()
         with notes.phase("save"):
             trainer.engine.save_universal(task.folder, TAG)
         notes.stamp("saved")
@@ -161,11 +161,6 @@ def _to_the_change(task: Task, trainer: Trainer) -> None:
     while trainer.engine.global_steps < task.before:
         trainer.step()
     trainer.digest("before")
-
-
-def _begin(notes: Notes) -> None:
-    notes.forget_memory()
-    notes.stamp("begin")
 
 
 def _load(task: Task, trainer: Trainer) -> None:
@@ -185,11 +180,7 @@ def _go_on(task: Task, trainer: Trainer, batch: Any) -> None:
     notes.write("resumed", step=int(trainer.engine.global_steps))
     notes.memory()
     trainer.digest("after")
-    notes.stamp("resume")
-    notes.forget_memory()
-    with notes.phase("first step"):
+    with notes.first_step():
         trainer.train(batch)
-    notes.stamp("end")
-    notes.memory()
     while trainer.engine.global_steps < task.before + task.after:
         trainer.step()

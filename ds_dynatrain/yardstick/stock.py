@@ -61,8 +61,7 @@ def _old(task: Task, notes: Notes) -> None:
     for _ in range(task.before):
         trainer.step()
     trainer.digest("before")
-    notes.forget_memory()
-    notes.stamp("begin")
+    notes.begin()
     with notes.phase("save"):
         trainer.engine.save_checkpoint(str(Path(task.folder) / SAVED), tag="step")
         td.barrier()
@@ -79,11 +78,7 @@ def _new(task: Task, notes: Notes) -> None:
     notes.write("resumed", step=int(trainer.engine.global_steps))
     notes.memory()
     trainer.digest("after")
-    notes.stamp("resume")
-    notes.forget_memory()
-    with notes.phase("first step"):
+    with notes.first_step():
         trainer.step()
-    notes.stamp("end")
-    notes.memory()
     for _ in range(task.after - 1):
         trainer.step()
