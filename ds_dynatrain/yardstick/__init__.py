@@ -4,6 +4,6 @@ The process that was asked (`comparison`, `launch`, `assembly`) starts ranks, wh
 becomes `results`, and these a table (`markdown`), pictures (`charts`) and a page (`page`). Ranks import torch and
 DeepSpeed; the process that was asked imports neither. Both know `job`: sizes, changes, ways.
 
-Of the ranks: `ours`, `stock` and `dcp` are what they run, `converter` is between two runs of DeepSpeed, `workload` is what
-they train, `notes` what they write down, `digests` how states of different programs are compared.
+Of the ranks: `ours`, `stock` and `dcp` are what they run, `converter` is between two runs of DeepSpeed, `workload` is
+what they train, `notes` what they write down, `digests` how states of different programs are compared.
 """
