@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, feasible, registration, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
-from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
@@ -223,6 +223,11 @@ class Switcher:
         found = restore.load(self.engine, path, tag, place, self.attempt, is_open, trust_pickle)
         self._fallback.settle()
         return found
+
+    def reads(self, load_dir: Any, tag: Any, arguments: Sequence[Any], named: Mapping[str, Any], trust: bool) -> bool:
+        """See `stock.is_for_us`."""
+        key = f"stock/{self._place_in_training()}"
+        return stock.is_for_us(self.engine, key, load_dir, tag, arguments, named, trust)
 
     def _in_the_way(self, window_is_open: bool) -> str:
         """Why what wants the state to itself cannot be now, in words; nothing if it can."""

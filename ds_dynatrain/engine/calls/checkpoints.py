@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.engine.checkpoints import stock
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.core import EngineCore
@@ -93,7 +92,7 @@ class CheckpointCalls(EngineCore):
         if elastic is not None and elastic.is_newcomer:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
             return tuple(elastic.loaded) if elastic.loaded else (None, {})
-        if not self.idle and stock.is_for_us(self, load_dir, tag, arguments, named, trust_pickle):
+        if not self.idle and self._switcher.reads(load_dir, tag, arguments, named, trust_pickle):
             found = self.load_universal(load_dir, tag, trust_pickle=trust_pickle)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine.checkpoints.accord import gather_living
 from ds_dynatrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,16 +27,35 @@ DEFAULTS: Mapping[str, Any] = {
 
 def is_for_us(
     engine: DynatrainEngine,
+    key: str,
     load_dir: Any,
     tag: Any,
     arguments: Sequence[Any],
     named: Mapping[str, Any],
     trust_pickle: bool,
 ) -> bool:
-    """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout."""
+    """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout.
+
+    Rank 0 looks, and tells all working members: what follows is a matter of all. key: of nothing else on the notice
+    board. CheckpointError, on all alike, if it cannot be told.
+    """
     given = {**dict(zip(DEFAULTS, arguments, strict=False)), **named}
     if {**DEFAULTS, **given} != DEFAULTS or engine.load_universal_checkpoint():
         return False
+    control, first = engine.control, engine.members[0]
+    if control.member == first:
+        try:
+            said: dict[str, Any] = {"is_for_us": _is_read_here(engine, load_dir, tag, trust_pickle)}
+        except Exception as error:  # the others wait for an answer, whatever it is
+            said = {"failed": f"load_checkpoint: {type(error).__name__}: {error}"}
+        control.post(f"{key}/{first}", said)
+    said = gather_living(control, key, (first,), "looking at a checkpoint")[first]
+    if "failed" in said:
+        raise CheckpointError(said["failed"])
+    return bool(said["is_for_us"])
+
+
+def _is_read_here(engine: DynatrainEngine, load_dir: Any, tag: Any, trust_pickle: bool) -> bool:
     try:
         path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
     except CheckpointError:
