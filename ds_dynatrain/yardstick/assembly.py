@@ -39,7 +39,8 @@ def measure(way: Way, run: Run) -> Measure:
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())
     switches = [record for rank in run.new.notes.values() for record in rank.every("switch")]
-    working = [rank.every("switch")[-1] for rank in run.new.notes.values() if rank.every("switch") and rank.steps()]
+    going_on = [rank for rank in run.new.notes.values() if task.before + 1 in rank.steps()]
+    working = [rank.every("switch")[-1] for rank in going_on if rank.every("switch")]
     failed = next((record["reason"] for record in switches if record["outcome"] != "committed"), "")
     lost = _lost(run, int(last.value("resumed", "step")))
     return Measure(

@@ -94,12 +94,24 @@ class Read:
         return {record["name"]: float(record["seconds"]) for record in self.every("phase")}
 
     def steps(self) -> dict[int, Record]:
-        """The steps that it took part in, by number."""
-        return {int(record["number"]): record for record in self.every("step")}
+        """The steps that it took part in, by number: micro-batches together, the loss their mean."""
+        parts: dict[int, list[Record]] = {}
+        for record in self.every("step"):
+            parts.setdefault(int(record["number"]), []).append(record)
+        return {number: _together(parts[number]) for number in parts}
 
     def peak(self) -> int:
         """The most memory that it had, in bytes."""
         return max((int(record["peak"]) for record in self.every("memory")), default=0)
+
+
+def _together(parts: list[Record]) -> Record:
+    return {
+        **parts[0],
+        "seconds": sum(part["seconds"] for part in parts),
+        "loss": sum(part["loss"] for part in parts) / len(parts),
+        "samples": [sample for part in parts for sample in part["samples"]],
+    }
 
 
 def _status(name: str) -> int:

@@ -49,7 +49,7 @@ class Trainer:
         self._batches: Iterator[Any] = iter(self.engine.loader(samples, num_workers=0, shuffle=False))
 
     def step(self) -> bool:
-        """One step, noted; False where none comes any more, because this member is idle until the end."""
+        """One micro-batch, noted; False where none comes any more, because this member is idle until the end."""
         batch = self.next()
         if batch is None:
             return False
@@ -66,15 +66,15 @@ class Trainer:
             return None
 
     def train(self, batch: Any) -> None:
-        """A step with a batch that came already."""
+        """A micro-batch that came already; a step where no gradients are accumulated."""
         tokens, numbers = batch
-        begin = time.monotonic()
+        number, begin = int(self.engine.global_steps) + 1, time.monotonic()
         loss = self.engine(tokens)
         self.engine.backward(loss)
         self.engine.step()
         self.notes.write(
             "step",
-            number=int(self.engine.global_steps),
+            number=number,
             seconds=time.monotonic() - begin,
             loss=loss.item(),
             samples=numbers.tolist(),
@@ -180,7 +180,10 @@ def _go_on(task: Task, trainer: Trainer, batch: Any) -> None:
     notes.write("resumed", step=int(trainer.engine.global_steps))
     notes.memory()
     trainer.digest("after")
+    resumed = trainer.engine.global_steps
     with notes.first_step():
         trainer.train(batch)
+        while trainer.engine.global_steps == resumed and trainer.step():
+            pass
     while trainer.engine.global_steps < task.before + task.after:
         trainer.step()
