@@ -174,7 +174,21 @@ class OthersFirstLine(Styled):
         self.say(event="first", joins=None, world=world, variables=[], seen=seen.item())
 
 
-STYLES = {made.__name__: made for made in (Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine)}
+class Cut(Styled):
+    """From the third step on, the connections of the world break in every batch, and nobody dies."""
+
+    def one(self, inputs: Any, targets: Any, numbers: Any) -> float:
+        loss = self.engine(inputs, targets)
+        if self.engine.global_steps >= 3 and self.engine.rank == 1:
+            elastic = self.engine._switcher.changes.elastic
+            elastic._present.abort(elastic.member.descriptors())
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.item())
+
+
+ALL = Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine, Cut
+STYLES = {made.__name__: made for made in ALL}
 
 if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -128,3 +128,14 @@ def test_a_world_before_there_is_an_engine(start: Callable[..., Job], static: St
         check_first(job, True, 2)
     else:
         assert len(seen := job.rows("first")) == 6 and all(row["world"][1] == row["seen"] == 2 for row in seen), seen
+
+
+@pytest.mark.full
+def test_a_step_that_always_fails_ends_the_job(start: Callable[..., Job]) -> None:
+    """Its worlds are formed anew, in case it was the network; not for ever."""
+    job = start("Cut", nodes="2:4")
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    assert job.code("a") != 0 and job.code("b") != 0
+    assert "the step after 3 was tried 3 times by the same 2 members" in job.logs()
+    assert {row["step"] for row in job.rows("step")} == {0, 1, 2}

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
 """How long a member whose collective has failed waits for the coordinator to notice why."""
+MOST_TRIES = 3
+"""So often one step is tried in one world of which nobody dies; what fails still is the script, or the network."""
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:
@@ -39,9 +41,13 @@ class Forming:
         self.engine = engine
         self.elastic = elastic
         self._changes = changes
+        self._failed: tuple[tuple[int, tuple[str, ...]], int] = ((-1, ()), 0)
 
     def recover(self, error: RuntimeError) -> bool:
-        """Something of the training has failed: form a new world if that was why; False if it was something else."""
+        """Something of the training has failed: form a new world if that was why; False if it was something else.
+
+        ElasticError if this step has failed for the third time among the same members.
+        """
         world = self.elastic.world
         if world is None or self.engine.idle:
             return False
@@ -49,9 +55,22 @@ class Forming:
             if not is_of_a_collective(error):
                 return False
             self._await_failure(world)
+        self._count_failure(world, error)
         logger.warning("the world is torn (%s)", str(error).partition("\n")[0])
         self.form_anew()
         return True
+
+    def _count_failure(self, world: World, error: RuntimeError) -> None:
+        """A step that always fails would be tried for ever."""
+        now = int(self.engine.global_steps), world.members
+        tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
+        self._failed = now, tries
+        if tries >= MOST_TRIES:
+            raise ElasticError(
+                f"the step after {now[0]} was tried {tries} times by the same {len(now[1])} members, and each time a "
+                f"collective of it failed although none of them had died; the last said: {error}. Look for a "
+                "collective that not all ranks call alike, or for a network that fails"
+            ) from error
 
     def check(self) -> None:
         """WorldChanged if a collective of the present world has failed already, of whosoever's."""
