@@ -79,13 +79,14 @@ def finish(job: Cabled) -> None:
 
 
 def test_a_host_that_is_cut_off_for_a_moment_learns_that_it_was_given_up(job: Cabled, hosts: Hosts) -> None:
-    """As soon as it hears anything again; it comes back as a newcomer, in another process."""
+    """As soon as it, or its agent, hears anything again; it comes back as a newcomer, in another process."""
     after, lost = cut(job, hosts)
     time.sleep(SILENT)
     assert Path(f"/proc/{lost}").exists(), "it has heard nothing yet"
     hosts.plug(3)
     assert after < job.world(3, without=lost)
-    assert f"code {Ending.GIVEN_UP}" in (job.folder / "host3.log").read_text()
+    said = (job.folder / "host3.log").read_text()
+    assert f"code {Ending.GIVEN_UP}" in said or f"the others go on: its process {lost} is ended" in said, said
     finish(job)
 
 
