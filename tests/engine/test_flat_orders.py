@@ -58,9 +58,9 @@ def settings(dtype: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "name", "path", "model"),
     [
-        pytest.param("bf16", "aligned", FLAT, {}, marks=pytest.mark.full),
+        ("bf16", "aligned", FLAT, {}),
         pytest.param("fp32", "round robin", ACROSS, {}, marks=pytest.mark.full),
-        ("bf16", "both", ACROSS, WIDE),
+        pytest.param("bf16", "both", ACROSS, WIDE, marks=pytest.mark.full),
         pytest.param("fp32", "both", FLAT, WIDE, marks=pytest.mark.full),
     ],
     ids=["bf16-aligned", "fp32-dealt-across-stages", "bf16-both-across-stages-wide", "fp32-both-wide"],

@@ -207,6 +207,8 @@ CASES: dict[str, Case] = {
 
 
 FULL = (
+    "nadam",
+    "momentum in one group",
     "amsgrad",
     "centered rmsprop",
     "fused adam",

@@ -30,7 +30,7 @@ WALKS: dict[str, tuple[str, dict[str, Any], Path]] = {
     "offload": ("fp32", OFFLOAD, ROUND),
     "offload in bf16": ("bf16", OFFLOAD, ROUND),
 }
-FULL = ("fp16 of one scale", "autocast", "offload in bf16")
+FULL = ("bf16 without ZeRO", "fp16 of one scale", "autocast", "offload", "offload in bf16")
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,12 @@ OTHERS: dict[str, tuple[dict[str, Any], list[jobs.Sizes]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+FULL = ("fp16, accumulated in fp32", "bf16, reduced in fp32")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in FULL else name for name in OTHERS]
+)
 def test_other_types_in_some_layouts(pool: RankPool, name: str) -> None:
     settings, path = OTHERS[name]
     assert walks.compare(pool, settings, path) == len(path) - 1

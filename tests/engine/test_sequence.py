@@ -32,7 +32,8 @@ def at(stage: int, data: int = 1, sequence: int = 1) -> Layout:
 SHORT = [at(1, 2), at(1, 1, 2), at(3, 2, 2), at(0, 1, 2), at(2, 2), at(3, 1, 2)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_walk(pool: RankPool, dtype: str) -> None:
     """With Adam's moments; the table of transitions is walked with SGD, which shows gradients of a wrong size."""
     axis_walks.compare(pool, adam, SHORT, dtype)

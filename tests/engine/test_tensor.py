@@ -64,6 +64,7 @@ def test_precisions(pool: RankPool, dtype: str, rows: tuple[str, ...]) -> None:
     axis_walks.compare(pool, SUBJECTS["AutoTP"], path(pairs(rows)), dtype)
 
 
+@pytest.mark.full
 def test_autocast(pool: RankPool) -> None:
     """Parameters of new layers have their gradients added up in the low type, too, where DeepSpeed does so."""
     given = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -115,7 +115,7 @@ def test_what_deepspeed_tests(pool: RankPool, combination: tuple[str, bool, int]
 
 
 @with_fused_adam
-@pytest.mark.parametrize("load_optimizer", [True, False])
+@pytest.mark.parametrize("load_optimizer", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_after_a_checkpoint(pool: RankPool, tmp_path: Path, load_optimizer: bool) -> None:
     walk(pool, ("bf16", False, SMALL_GROUPS), UPSTREAM, tmp_path, load_optimizer)
 
