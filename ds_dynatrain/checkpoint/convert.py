@@ -36,14 +36,12 @@ _ALONE = Layout(data=1, zero_stage=0)
 _BUFFER = BufferId("tensor", 0)
 
 
-def whole(
-    saved: Saved, reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of one state kind of a tensor, in their own type or another one; they must be there.
 
     A weight is cast from its master where nothing is stored. CheckpointDamaged if not all of it is there.
     """
-    rows = saved.manifest.rows.get((tensor.name, kind), ())
+    rows = reader.manifest.rows.get((tensor.name, kind), ())
     wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
     alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
     others = () if kind in (WEIGHT, MASTER) else (Kind(kind, wanted.itemsize),)
@@ -77,7 +75,7 @@ def to_safetensors(
         with part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
             file.write(len(header).to_bytes(8, "little") + header)
             for tensor in tensors:
-                values = whole(saved, reader, tensor, WEIGHT, types[tensor.name]).contiguous()
+                values = whole(reader, tensor, WEIGHT, types[tensor.name]).contiguous()
                 file.write(values.view(-1).view(torch.uint8).numpy().data)
                 if progress is not None:
                     progress(values.numel() * values.element_size())

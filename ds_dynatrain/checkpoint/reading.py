@@ -31,6 +31,8 @@ DIRECT_BYTES = 64 << 10
 GAP_BYTES = 4096
 """Bytes between two short runs that are read along with them: the page is read anyway."""
 CALL_BYTES = 1 << 30
+MOST_OPEN = 128
+"""Files at once; checkpoints of others have one for each tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +167,8 @@ class Reader:
     def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
         """Read as many bytes as `place` has; CheckpointDamaged if the file ends before."""
         if name not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
             self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         view = place.numpy().data
         while view:

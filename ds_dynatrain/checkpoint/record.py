@@ -18,8 +18,9 @@ from ds_dynatrain.checkpoint.manifest import FILE_NAME, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import Layout, LogicalTensor
 
-FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 0)
+FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
+SINCE_1_1 = "converted_from"
 MOST_BYTES = 1 << 30
 """Of a small file."""
 
@@ -31,7 +32,9 @@ class Record:
     step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
     kinds that are there. tensors: (name, shape, group, expert) in the order of registration. carry: the shared carry,
     encoded. rests: for each rank the number of the rank whose file has its rest. sums: of the small files, sizes: of
-    the data files in bytes, by name.
+    the data files in bytes, by name. converted_from: the format that it was converted from, empty for one that a
+    training saved; such a one may lack parts of the carry, rests and streams, which then stay as they are in the
+    training that loads it, and the group of its tensors counts only where it has hyper-parameters of groups.
     """
 
     step: int
@@ -45,6 +48,7 @@ class Record:
     sums: dict[str, str]
     sizes: dict[str, int]
     written_by: str = ""
+    converted_from: str = ""
 
     @property
     def world(self) -> Layout:
@@ -97,7 +101,7 @@ def from_bytes(data: bytes) -> Record:
         )
     if content.pop("sum", None) != sum_of(_canonical(content)):
         raise CheckpointDamaged(f"{RECORD} is not what was saved: its sum is another")
-    names = [each.name for each in fields(Record)]
+    names = [each.name for each in fields(Record) if each.name in content or each.name != SINCE_1_1]
     missing = [name for name in names if name not in content]
     if missing:
         raise CheckpointDamaged(f"{RECORD} has no {missing[0]!r}")

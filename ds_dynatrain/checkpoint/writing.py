@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ from ds_dynatrain.checkpoint.arrow import Block, batch_header, closing, opening,
 from ds_dynatrain.checkpoint.elements import name_of, values_column
 from ds_dynatrain.checkpoint.manifest import Row
 from ds_dynatrain.checkpoint.stretches import Stretch, chunks, digest_of
+from ds_dynatrain.space import WEIGHT
 
 CHUNK_BYTES = 1 << 20
 """Written and weighed at once, while it is in the cache."""
 LARGE_BYTES = 32 << 20
 """Larger files are brought to the disk while they are written."""
 FLUSH_SECONDS = 0.02
+_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -63,43 +65,67 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
     rows: list[Row] = []
     for share in shares:
         if share.is_cast(chunk_bytes):
-            rows.append(_row(share, "", 0, _digest(share, chunk_bytes)))
+            rows.append(_row(share, "", 0, _digest(share, share.matrix.dtype, chunk_bytes)))
         else:
             by_type.setdefault(share.matrix.dtype, []).append(share)
     for dtype, held in by_type.items():
-        rows += _write_file(folder, f"{number:05d}.{name_of(dtype)}.arrow", dtype, held, chunk_bytes)
+        large = sum(share.nbytes for share in held) >= LARGE_BYTES
+        with data_file(folder, number, dtype, chunk_bytes, large) as write:
+            rows += [write(share) for share in held]
     return rows
 
 
-def _write_file(folder: Path, name: str, dtype: torch.dtype, shares: Sequence[Share], chunk_bytes: int) -> list[Row]:
-    """One file, down to the disk; its rows of the manifest."""
+@contextmanager
+def data_file(
+    folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
+) -> Iterator[Callable[[Share], Row]]:
+    """One file of a member, which is whole and on the disk after the block.
+
+    Inside it a function that writes a share of this type as the next batch; its row of the manifest. large: it is
+    brought to the disk meanwhile. OSError as the system gives it.
+    """
+    name = f"{number:05d}.{name_of(dtype)}.arrow"
     file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    large = sum(share.nbytes for share in shares) >= LARGE_BYTES
     try:
         with _flushed(file) if large else nullcontext():
-            rows = _write_batches(file, name, dtype, shares, max(1, chunk_bytes // dtype.itemsize))
+            batches = _Batches(file, name, dtype, max(1, chunk_bytes // dtype.itemsize))
+            yield batches.write
+            batches.close()
         os.fsync(file)
     finally:
         os.close(file)
-    return rows
 
 
-def _write_batches(file: int, name: str, dtype: torch.dtype, shares: Sequence[Share], most: int) -> list[Row]:
-    """The whole file; most: elements written and weighed at once."""
-    schema, blocks, rows = (values_column(dtype),), list[Block](), list[Row]()
-    at = _put(file, 0, opening(schema))
-    for share in shares:
-        header = batch_header(schema, share.stretch.numel, [0, share.nbytes])
-        block = Block(at, len(header), padded(share.nbytes))
-        begin, total, numel = _put(file, at, header), 0, _numel(share)
-        for place, values in chunks(share.matrix, most):
-            _put(file, begin + place.start * dtype.itemsize, values.view(torch.uint8).numpy().data)
+def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> Row:
+    """The row of weights of type `dtype` of which nothing is stored. share: their masters."""
+    digest = _digest(share, dtype, chunk_bytes) & _WORD
+    return Row(share.tensor, WEIGHT, name_of(dtype), share.shape, share.stretch, "", 0, digest)
+
+
+class _Batches:
+    """The batches of an open file, one after another. most: elements written and weighed at once."""
+
+    def __init__(self, file: int, name: str, dtype: torch.dtype, most: int) -> None:
+        self.file, self.name, self.dtype, self.most = file, name, dtype, most
+        self.schema = (values_column(dtype),)
+        self.blocks: list[Block] = []
+        self.at = _put(file, 0, opening(self.schema))
+
+    def write(self, share: Share) -> Row:
+        """The next batch."""
+        header = batch_header(self.schema, share.stretch.numel, [0, share.nbytes])
+        block = Block(self.at, len(header), padded(share.nbytes))
+        begin, total, numel = _put(self.file, self.at, header), 0, _numel(share)
+        for place, values in chunks(share.matrix, self.most):
+            _put(self.file, begin + place.start * self.dtype.itemsize, values.view(torch.uint8).numpy().data)
             total += digest_of(share.stretch, place, values, numel)
-        at = _put(file, begin + share.nbytes, bytes(block.body - share.nbytes))
-        blocks.append(block)
-        rows.append(_row(share, name, begin, total))
-    _put(file, at, closing(schema, blocks))
-    return rows
+        self.at = _put(self.file, begin + share.nbytes, bytes(block.body - share.nbytes))
+        self.blocks.append(block)
+        return _row(share, self.name, begin, total)
+
+    def close(self) -> None:
+        """What stands behind the last batch."""
+        _put(self.file, self.at, closing(self.schema, self.blocks))
 
 
 @contextmanager
@@ -145,9 +171,10 @@ def _put(file: int, at: int, data: bytes | memoryview) -> int:
     return at
 
 
-def _digest(share: Share, chunk_bytes: int) -> int:
-    most = max(1, chunk_bytes // share.matrix.element_size())
-    return sum(digest_of(share.stretch, at, values, _numel(share)) for at, values in chunks(share.matrix, most))
+def _digest(share: Share, dtype: torch.dtype, chunk_bytes: int) -> int:
+    """Of the values in a type."""
+    most, numel = max(1, chunk_bytes // share.matrix.element_size()), _numel(share)
+    return sum(digest_of(share.stretch, at, values.to(dtype), numel) for at, values in chunks(share.matrix, most))
 
 
 def _numel(share: Share) -> int:
@@ -159,4 +186,4 @@ def _numel(share: Share) -> int:
 
 def _row(share: Share, file: str, offset: int, digest: int) -> Row:
     dtype = name_of(share.matrix.dtype)
-    return Row(share.tensor, share.kind, dtype, share.shape, share.stretch, file, offset, digest & ((1 << 64) - 1))
+    return Row(share.tensor, share.kind, dtype, share.shape, share.stretch, file, offset, digest & _WORD)

@@ -6,5 +6,6 @@
 | `environment` | versions, names, accelerator, compiler, launch variables |
 | `configuration` | a configuration file against the support table and DeepSpeed's own reading |
 | `show` | both, as tables or JSON |
+| `checkpoints`, `conversion` | what is in a checkpoint, and whether it is sound; other tools' formats, there and back |
 | `membership` | a coordinator as a command; the status of an elastic job |
 """

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
-from ds_dynatrain.checkpoint.convert import to_safetensors
-from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.others.dcp import to_dcp
-from ds_dynatrain.checkpoint.others.universal import to_universal
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
-_COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+"""Of a bar that counts bytes."""
 
 
 def found(path: Path) -> Saved:
@@ -45,6 +40,7 @@ def summary(saved: Saved) -> dict[str, Any]:
         "layout": record.layout,
         "ranks": record.world.world_size,
         "written_by": record.written_by,
+        "converted_from": record.converted_from,
         "parameters": len(record.tensors),
         "kinds": kinds,
         "files": {name: (saved.path / name).stat().st_size for name in files},
@@ -55,7 +51,8 @@ def show(said: dict[str, Any]) -> None:
     """Print a summary for a reader."""
     console = Console(highlight=False)
     layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
-    console.print(f"[bold]{said['path']}[/]\nstep {said['step']}, saved by {said['written_by']} in {layout}")
+    how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"
+    console.print(f"[bold]{said['path']}[/]\nstep {said['step']}, {how} by {said['written_by']}")
     table = Table(box=None, header_style="bold")
     for name in ("kind", "type", "tensors", "elements", "bytes", "pieces"):
         table.add_column(name, justify="left" if name in ("kind", "type") else "right")
@@ -67,62 +64,6 @@ def show(said: dict[str, Any]) -> None:
     console.print(f"{len(said['files'])} data files, {total:,} bytes")
 
 
-class Format(str, Enum):
-    """What a checkpoint is converted to."""
-
-    SAFETENSORS = "safetensors"
-    UNIVERSAL = "deepspeed-universal"
-    DCP = "dcp"
-
-
-def format_of(name: str) -> Format:
-    """The format of that name; CheckpointError, naming all, if there is none."""
-    try:
-        return Format(name)
-    except ValueError:
-        raise CheckpointError(f"no format {name!r}: give one of {', '.join(each.value for each in Format)}") from None
-
-
-def convert(saved: Saved, path: Path, to: Format, dtype: str | None) -> str:
-    """Write a checkpoint in another format, with a bar on the terminal; in words what was written.
-
-    CheckpointError as `to_safetensors`, `to_universal` and `to_dcp`.
-    """
-    wanted = None if dtype is None else named(dtype)
-    with Progress(*_COLUMNS, transient=True) as bar:
-        task = bar.add_task("writing", total=_bytes_of(saved, to, wanted))
-
-        def advance(nbytes: int) -> None:
-            bar.advance(task, nbytes)
-
-        if to is Format.SAFETENSORS:
-            return f"{path}: {to_safetensors(saved, path, wanted, advance):,} bytes"
-        carry, buffers = _rest_of(saved)
-        if to is Format.UNIVERSAL:
-            if wanted is not None:
-                raise CheckpointError("--dtype is for weights; DeepSpeed's universal format has masters and states")
-            return str(to_universal(saved, carry, buffers, path, advance))
-        return str(to_dcp(saved, carry, path, wanted, advance))
-
-
-def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
-    """About how many bytes there will be; None if that is not known."""
-    tensors = saved.record.logical_tensors()
-    if to is Format.SAFETENSORS:
-        return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
-    return sum(row.nbytes for row in saved.manifest if row.file or to is Format.UNIVERSAL)
-
-
-def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(the shared carry, the module's buffers of rank 0)."""
-    from ds_dynatrain.engine.checkpoints.rests import rest_for
-    from ds_dynatrain.engine.encoding import decode
-
-    with Reader(saved.path, saved.manifest) as reader:
-        rest = rest_for(saved, reader, saved.record.world, 0)
-    return decode(saved.record.carry, []), rest["buffers"]
-
-
 def damage(saved: Saved) -> Iterator[str]:
     """Read all of it; in words what is not as it was saved. A bar on the terminal meanwhile."""
     stored = [row for row in saved.manifest if row.file]
@@ -131,7 +72,7 @@ def damage(saved: Saved) -> Iterator[str]:
             saved.of_rank(rank)
         except CheckpointDamaged as error:
             yield str(error)
-    with Reader(saved.path, saved.manifest) as reader, Progress(*_COLUMNS, transient=True) as bar:
+    with Reader(saved.path, saved.manifest) as reader, Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("checking", total=sum(row.nbytes for row in stored))
         for row in stored:
             yield from _damage_of(reader, row)

@@ -222,32 +222,45 @@ def inspect(
 
 @checkpoint.command()
 def convert(
-    path: Where,
+    path: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, or a folder of them: then the latest. With --to universal another tool's."),
+    ],
     out: Annotated[
         Path,
         typer.Argument(
-            help="The safetensors file, or the DCP folder, to write, which must not be there yet; for "
+            help="The safetensors file, or the DCP folder, to write, which must not be there yet; for universal and "
             "deepspeed-universal the folder of checkpoints."
         ),
     ],
-    to: Annotated[str, typer.Option(help="safetensors (weights), deepspeed-universal, or dcp.")] = "safetensors",
+    to: Annotated[
+        str, typer.Option(help="safetensors (weights), deepspeed-universal, dcp, or universal: ours.")
+    ] = "safetensors",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16, for all weights. Without it: as they were.")
     ] = None,
+    trust_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--trust-pickle",
+            help="With --to universal: run what files say that hold more than tensors and plain values.",
+        ),
+    ] = False,
 ) -> None:
-    """Write a checkpoint in the format of another tool, tensor by tensor.
+    """Write a checkpoint in the format of another tool, or with --to universal another tool's in ours.
 
-    Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the other one cannot be written.
+    It goes tensor by tensor. Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the other one
+    cannot be written.
     """
-    from ds_dynatrain.cli import checkpoints
+    from ds_dynatrain.cli import conversion
     from ds_dynatrain.errors import CheckpointError
 
     try:
-        written = checkpoints.convert(checkpoints.found(path), out, checkpoints.format_of(to), dtype)
+        for line in conversion.convert(path, out, conversion.format_of(to), dtype, trust_pickle):
+            typer.echo(line)
     except (CheckpointError, OSError) as error:
         typer.echo(f"ds-dynatrain checkpoint convert: {error}", err=True)
         raise typer.Exit(UNREADABLE) from None
-    typer.echo(written)
 
 
 @checkpoint.command()

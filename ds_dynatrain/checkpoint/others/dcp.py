@@ -56,7 +56,7 @@ def to_dcp(
                 if write_item.index.fqn not in wanted:
                     return super().resolve_data(write_item)
                 tensor, kind, kind_type = wanted[write_item.index.fqn]
-                values = whole(saved, reader, tensor, kind, kind_type)
+                values = whole(reader, tensor, kind, kind_type)
                 if progress is not None:
                     progress(values.numel() * values.element_size())
                 return values

@@ -87,7 +87,7 @@ def _write_states(
         for kind in (MASTER, *moments):
             if (tensor.name, kind) not in saved.manifest.rows:
                 continue
-            values = whole(saved, reader, tensor, kind)
+            values = whole(reader, tensor, kind)
             name = "fp32" if kind == MASTER else kind
             torch.save({"param": values, "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
             if progress is not None:
@@ -145,7 +145,7 @@ def _write_models(
             _put(file.fileno(), places[name].offset, held)
         for each in tensors:
             if each.name in types and each.numel:
-                values = whole(saved, reader, each, WEIGHT)
+                values = whole(reader, each, WEIGHT)
                 _put(file.fileno(), places[each.name].offset, values)
                 if progress is not None:
                     progress(values.numel() * values.element_size())

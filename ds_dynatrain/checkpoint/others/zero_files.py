@@ -97,6 +97,14 @@ class ZeroFolder:
         if self.ranks != said:
             raise CheckpointDamaged(f"{self.path} was saved by {said} data ranks, and has files of {self.ranks}")
 
+    def alone(self, part: int) -> ZeroFolder:
+        """One model-parallel rank as a checkpoint of its own."""
+        models = {(0, rank): name for (of, rank), name in self.models.items() if of == part}
+        if not models:
+            raise CheckpointDamaged(f"{self.path}: the model states of model-parallel rank {part} are not there")
+        optimizers = {(0, rank): name for (of, rank), name in self.optimizers.items() if of == part}
+        return ZeroFolder(self.path, self.trust_pickle, models, optimizers, self.layers, self.prefixes, self._trees)
+
     @property
     def parts(self) -> int:
         """Model-parallel ranks: tensor ranks, or pipeline stages."""

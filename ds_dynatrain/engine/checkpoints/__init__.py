@@ -3,7 +3,9 @@
 | file | what it does |
 |---|---|
 | `saving`, `snapshot`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
-| `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
+| `opening`, `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
+| `converted`, `merging` | one that was converted from another tool's: what it lacks stays as it is |
+| `conversion` | such a one, from what another tool's checkpoint tells |
 | `rests` | what belongs to single ranks |
 | `resume` | what a job goes on from when it starts |
 | `fallback` | saves that the engine makes by itself |

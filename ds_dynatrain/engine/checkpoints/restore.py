@@ -32,7 +32,8 @@ from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_digests
 from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
-from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows, opened
+from ds_dynatrain.engine.checkpoints.opening import opened
+from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
@@ -170,7 +171,7 @@ def _named(where: Path, tag: str | None) -> Path:
 
 def _newest(where: Path, left_out: list[str]) -> Saved:
     for saved in folder.newest(where):
-        if saved.path.name not in left_out:
+        if saved.path.name not in left_out and not saved.record.converted_from:  # which is not all of a training
             return saved
     passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
     raise CheckpointError(f"there is no whole checkpoint in {where}{passed}")
@@ -362,6 +363,8 @@ class _Restoration:
                 rows = source.manifest.rows.get((tensor.name, kind))
                 if rows is None or rows[0].dtype != name_of(self.types[kind]):
                     continue
+                if not tensor.trainable and kind != WEIGHT:
+                    continue  # it has a master there, of which its weight was cast
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:

@@ -12,15 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.adapters.scaler import taken_from
 from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.others import (
-    Stored,
     ZeroFolder,
-    is_zero_folder,
     rows_of,
     scalars_of,
     scaler_fields,
@@ -28,9 +23,10 @@ from ds_dynatrain.checkpoint.others import (
     value_of,
     with_values,
 )
-from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.checkpoint.others.told import number_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import COUNTERS
+from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
 from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
 from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError
@@ -92,18 +88,6 @@ class Source(Protocol):
     def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
         """Of whole tensors, in their types there; where it takes reading, `places` members share it."""
         ...
-
-
-def opened(path: Path, engine: DynatrainEngine, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
-    """The checkpoint in a folder. present: the shared carry of now, which one of DeepSpeed's is read into.
-
-    CheckpointError for a folder that is none.
-    """
-    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
-        return Universal(Saved.open(path))
-    template = getattr(engine.shaper, "template", None)
-    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
-    return Stock(ZeroFolder.open(path, trust_pickle, prefixes), engine, present)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,43 +179,31 @@ class Stock:
             )
         if said.get("data_sampler") is not None:
             logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
-        scheduler, random_ltd = said.get("lr_scheduler"), said.get("random_ltd")
-        has_scheduler = self.present["scheduler"] is not None and scheduler is not None
-        taken = {
-            "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
-            "windows": int(said.get("global_steps", 0)),
-            "groups": [
-                {name: there.get(name, value) for name, value in here.items()}
-                for here, there in zip(self.present["groups"], groups, strict=True)
-            ],
-            "scalars": self._scalars(),
-            "scaling": taken_from(self.present["scaling"], scaler_fields(file)),
-            "scheduler": with_values(self.path, scheduler) if has_scheduler else self.present["scheduler"],
-        }
-        if self.present["random-LTD"] is not None and random_ltd is not None:
-            taken["random-LTD"] = with_values(self.path, random_ltd)
-        return {**self.present, **taken}
+        return over(
+            self.present,
+            {
+                "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
+                "windows": int(said.get("global_steps", 0)),
+                "groups": groups,
+                "scalars": self._scalars(),
+                "scaler": scaler_fields(file),
+                "scheduler": with_values(self.path, said.get("lr_scheduler")),
+                "random-LTD": with_values(self.path, said.get("random_ltd")),
+            },
+        )
 
     def _scalars(self) -> dict[str, dict[str, float]]:
-        """Those that the present optimizer keeps; CheckpointError where it keeps one that is not there."""
-        basic, tensors = self.engine.basic_optimizer, self.space.tensors
-        there = scalars_of(self.folder, self.space)
+        there, tensors = scalars_of(self.folder, self.space), self.space.tensors
         moments = [kind for kind in self.kinds if kind not in (WEIGHT, MASTER)]
-        found: dict[str, dict[str, float]] = {}
-        for number, tensor in enumerate(tensors):
-            if not tensor.trainable or not (there or moments):
-                continue
-            for name in rule_of(basic).scalars_of(basic.param_groups[tensor.group]):
-                value = there.get(name, {}).get(number)
-                if value is None and tensor.numel:
-                    if any((tensor.name, kind) in self.manifest.rows for kind in moments):
-                        raise CheckpointError(f"its optimizer has no {name!r} of {tensor.name!r}")
-                    continue
-                if value is None:
-                    continue
-                plain = value_of(self.path, value).item() if isinstance(value, Stored) else value
-                found.setdefault(name, {})[str(number)] = float(plain)
-        return found
+
+        def find(name: str, number: int) -> float | None:
+            value = there.get(name, {}).get(number)
+            return None if value is None else number_of(self.path, value)
+
+        def has_moments(number: int) -> bool:
+            return any((tensors[number].name, kind) in self.manifest.rows for kind in moments)
+
+        return kept_scalars(self.engine, find, has_moments)
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
         wanted = {name for name, _ in self.engine.module.named_buffers()}

@@ -1,0 +1,47 @@
+"""Whose checkpoint lies at a path, by what lies there: nothing is read of it but a note that names the latest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ds_dynatrain.checkpoint.others.told import Told
+from ds_dynatrain.checkpoint.others.zero_files import is_zero_folder
+from ds_dynatrain.checkpoint.others.zero_told import told_by_zero
+from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.errors import CheckpointError
+
+NOTES = ("latest", "latest_universal")
+"""Files that name a checkpoint beside them."""
+
+
+def _is_zero(path: Path) -> bool:
+    return is_zero_folder(path) and not (path / "zero").is_dir()
+
+
+SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Told]]] = {
+    "a folder of DeepSpeed's save_checkpoint (mp_rank_00_model_states.pt and the like)": (_is_zero, told_by_zero),
+}
+"""What is looked for -> (whether it is there, what reads it)."""
+
+
+def told_at(path: Path, trust_pickle: bool = False) -> Told:
+    """The checkpoint of another tool at a path, or the one that a note there names.
+
+    CheckpointError for none, for one of ours, and where it is not clear, naming what was looked for.
+    """
+    if (path / RECORD).is_file():
+        raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already")
+    found = [(what, read) for what, (is_there, read) in SORTS.items() if is_there(path)]
+    if len(found) == 1:
+        return found[0][1](path, trust_pickle)
+    if found:
+        raise CheckpointError(f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; give one of them")
+    named = {name: path / (path / name).read_text().strip() for name in NOTES if (path / name).is_file()}
+    there = sorted({each for each in named.values() if each.parent == path and each.is_dir()})
+    if len(there) > 1:
+        raise CheckpointError(f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}")
+    if there:
+        return told_at(there[0], trust_pickle)
+    looked = "; ".join([*SORTS, f"one that {' or '.join(NOTES)} in a folder names"])
+    raise CheckpointError(f"there is no checkpoint at {path}; looked for: {looked}")

@@ -1,0 +1,106 @@
+"""A checkpoint in the format of another tool, and one of another tool in ours, with a bar on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.checkpoint.convert import to_safetensors
+from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.others.dcp import to_dcp
+from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.others.universal import to_universal
+from ds_dynatrain.checkpoint.taking import bytes_of
+from ds_dynatrain.cli.checkpoints import COLUMNS, found
+from ds_dynatrain.errors import CheckpointError
+
+
+class Format(str, Enum):
+    """What a checkpoint is converted to."""
+
+    SAFETENSORS = "safetensors"
+    DEEPSPEED = "deepspeed-universal"
+    DCP = "dcp"
+    OURS = "universal"
+
+
+def format_of(name: str) -> Format:
+    """The format of that name; CheckpointError, naming all, if there is none."""
+    try:
+        return Format(name)
+    except ValueError:
+        raise CheckpointError(f"no format {name!r}: give one of {', '.join(each.value for each in Format)}") from None
+
+
+def convert(path: Path, out: Path, to: Format, dtype: str | None, trust_pickle: bool) -> Iterator[str]:
+    """Convert what lies at `path`; in words, line by line, what was written.
+
+    CheckpointError as `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
+    """
+    if to is Format.OURS:
+        yield from _to_ours(path, out, dtype, trust_pickle)
+    else:
+        yield _from_ours(found(path), out, to, None if dtype is None else named(dtype))
+
+
+def _to_ours(path: Path, out: Path, dtype: str | None, trust_pickle: bool) -> Iterator[str]:
+    from ds_dynatrain.engine.checkpoints.conversion import convert_told
+
+    if dtype is not None:
+        raise CheckpointError("--dtype is for formats of weights; what is converted to ours keeps its types")
+    told = told_at(path, trust_pickle)
+    with _bar(bytes_of(told)) as advance:
+        written = convert_told(told, out, advance)
+    yield f"{written}: from {told.format}"
+    for each in told.left_out:
+        yield f"left out: {each}"
+
+
+def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:
+    with _bar(_bytes_of(saved, to, dtype)) as advance:
+        if to is Format.SAFETENSORS:
+            return f"{out}: {to_safetensors(saved, out, dtype, advance):,} bytes"
+        carry, buffers = _rest_of(saved)
+        if to is Format.DEEPSPEED:
+            if dtype is not None:
+                raise CheckpointError("--dtype is for weights; DeepSpeed's universal format has masters and states")
+            return str(to_universal(saved, carry, buffers, out, advance))
+        return str(to_dcp(saved, carry, out, dtype, advance))
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar inside the block, which the function moves by so many bytes."""
+    with Progress(*COLUMNS, transient=True) as bar:
+        task = bar.add_task("writing", total=total)
+
+        def advance(nbytes: int) -> None:
+            bar.advance(task, nbytes)
+
+        yield advance
+
+
+def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
+    """About how many bytes there will be; None if that is not known."""
+    tensors = saved.record.logical_tensors()
+    if to is Format.SAFETENSORS:
+        return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
+    return sum(row.nbytes for row in saved.manifest if row.file or to is Format.DEEPSPEED)
+
+
+def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(the shared carry, the module's buffers of rank 0)."""
+    from ds_dynatrain.engine.checkpoints.rests import rest_for
+    from ds_dynatrain.engine.encoding import decode
+
+    with Reader(saved.path, saved.manifest) as reader:
+        rest = rest_for(saved, reader, saved.record.world, 0)
+    carry: dict[str, Any] = decode(saved.record.carry, [])
+    return carry, rest["buffers"]

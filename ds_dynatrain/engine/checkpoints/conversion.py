@@ -1,0 +1,31 @@
+"""What another tool's checkpoint tells as a checkpoint of ours: the carry is encoded here, the rest is `taking`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ds_dynatrain.checkpoint.others.told import Told
+from ds_dynatrain.checkpoint.others.torch_files import value_of
+from ds_dynatrain.checkpoint.taking import Progress, take
+from ds_dynatrain.engine.checkpoints.rests import packed
+from ds_dynatrain.engine.encoding import encode
+from ds_dynatrain.errors import CheckpointError, ConfigError
+
+
+def convert_told(told: Told, folder: Path, progress: Progress | None = None) -> Path:
+    """Write it into a folder of checkpoints; the new one. Errors as `take`, CheckpointError for values of a carry that
+    have no place in ours.
+    """
+    buffers = {name: value_of(told.path, stored) for name, stored in told.buffers.items()}
+    rest = {"grad_norm": None, "buffers": buffers, "objects": {}}
+    tensors: list[torch.Tensor] = []
+    try:
+        carry = encode(dict(told.carry), tensors)
+        encoded, shares = packed(0, rest)
+    except ConfigError as error:
+        raise CheckpointError(f"{told.path}: {error}") from None
+    if tensors:
+        raise CheckpointError(f"{told.path}: a hyper-parameter or the scheduler's state is a tensor or numpy value")
+    return take(told, folder, carry, encoded, shares, progress)

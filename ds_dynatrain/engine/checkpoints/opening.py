@@ -1,0 +1,37 @@
+"""Whose a checkpoint is: ours, one that was converted to ours, or DeepSpeed's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.checkpoint import Saved
+from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
+from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine.checkpoints.converted import Converted
+from ds_dynatrain.engine.checkpoints.sources import Source, Stock, Universal
+from ds_dynatrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+def opened(path: Path, engine: DynatrainEngine, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
+    """The checkpoint in a folder. present: the shared carry of now, which one of another tool's is read into.
+
+    CheckpointError for a folder that is none, and for one of another tool's where there is no carry.
+    """
+    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
+        saved = Saved.open(path)
+        if not saved.record.converted_from:
+            return Universal(saved)
+        if present is None:
+            raise CheckpointError(
+                f"{path} was converted from {saved.record.converted_from}, which is not all of a training: load it in "
+                "a training that has begun"
+            )
+        return Converted(saved, engine, present)
+    template = getattr(engine.shaper, "template", None)
+    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
+    return Stock(ZeroFolder.open(path, trust_pickle, prefixes), engine, present)

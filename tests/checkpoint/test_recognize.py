@@ -1,0 +1,46 @@
+"""Whose checkpoint lies at a path: by what is there, or an error that names what was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.errors import CheckpointError
+from tests.checkpoint.test_damage import whole
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match=r"looked for: .*mp_rank_00_model_states.pt.*latest"):
+            told_at(path)
+    (tmp_path / "latest").write_text("../../etc\n")
+    with pytest.raises(CheckpointError, match="looked for"):
+        told_at(tmp_path)
+
+
+def test_one_of_ours(tmp_path: Path) -> None:
+    whole(tmp_path)
+    with pytest.raises(CheckpointError, match="is a checkpoint of ds_dynatrain already"):
+        told_at(tmp_path)
+
+
+def test_two_notes_that_disagree(tmp_path: Path) -> None:
+    for note, name in (("latest", "one"), ("latest_universal", "other")):
+        (tmp_path / note).write_text(name)
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"not clear: latest and latest_universal name .*one and .*other"):
+        told_at(tmp_path)
+
+
+def test_the_command_leaves_nothing_of_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 and no more")
+    command = ["checkpoint", "convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "universal"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 2 and "no file of torch.save, or cut off" in found.output
+    assert CliRunner().invoke(app, [*command, "--dtype", "float32"]).exit_code == 2
+    assert not (tmp_path / "ours").exists()
