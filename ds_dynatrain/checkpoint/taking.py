@@ -107,11 +107,11 @@ def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progr
 def _stored(told: Told, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
     """(kind, element type) of what is stored of a tensor: all that is there, but weights that have masters.
 
-    Masters are made where nobody says which tensors are trained.
+    Masters are made of weights that are trained, or may be, and have none.
     """
     held = {kind: named(told.manifest.rows[tensor.name, kind][0].dtype) for kind in _held(told, tensor)}
     weight = held.get(WEIGHT)
-    if weight is not None and MASTER not in held and "groups" not in told.carry and weight in LOW:
+    if weight is not None and MASTER not in held and tensor.trainable and weight in LOW:
         held[MASTER] = torch.float32
     for kind in sorted(held, key=_place):
         if kind != WEIGHT or MASTER not in held:

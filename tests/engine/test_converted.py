@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ds_dynatrain.cli.main import app
+from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
+from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
+from tests.engine.test_conversions import converted
+from tests.engine.test_conversions import saving_case as first_case
 from tests.engine.test_stock_checkpoints import STEPS, Find, saving_case, stock_case
 from tests.engine.transitions import layout
 
@@ -87,14 +95,109 @@ def test_from_round_robin(pool: RankPool, tmp_path: Path) -> None:
         assert oracle.differences(state, found) == []
 
 
-def taking_case(sizes: jobs.Sizes, folder: Path) -> oracle.State | None:
+def taking_case(sizes: jobs.Sizes, folder: Path, dtype: str = "bf16") -> oracle.State | None:
     """What `load_universal` makes of it in a layout."""
-    with jobs.job(jobs.config("bf16", sizes)) as made:
+    with jobs.job(jobs.config(dtype, sizes)) as made:
         if made.engine.idle:
             return None
         made.engine.load_universal(folder)
         return oracle.gather(made.engine)
     return None
+
+
+# ---- DeepSpeed's universal format -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+def test_to_deepspeeds_universal_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
+    state = pool.run(first_case, dtype=dtype, folder=tmp_path / "first")[0]
+    converted(tmp_path / "first", str(tmp_path / "theirs"), "--to", "deepspeed-universal")
+    ours(tmp_path / "theirs", tmp_path / "ours")
+    for found in pool.run(taking_case, sizes=(2, 1), folder=tmp_path / "ours", dtype=dtype)[:2]:
+        assert oracle.differences(state, found) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "target"), [("d2z1", "d3z3"), ("d3z2", "d2z1"), ("d3z3", "d2z1")])
+def test_from_deepspeeds_converter(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    same = {"find": SUBJECTS["module"], "dtype": "bf16", "folder": tmp_path / "theirs"}
+    state = pool.run(saving_case, at=layout(source), target=layout(source), **same, seconds=120)[0][0]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folder, made = tmp_path / "theirs" / f"global_step{STEPS}", tmp_path / "theirs" / "universal"
+    subprocess.run([*command, "--input_folder", folder, "--output_folder", made], check=True, capture_output=True)
+    assert "latest and latest_universal name" in refused(tmp_path / "theirs", tmp_path / "ours")
+    ours(made, tmp_path / "ours")
+    check_loaded(pool, "module", target, "bf16", tmp_path, state)
+
+
+# ---- torch's distributed checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+def test_to_dcp_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
+    state = pool.run(first_case, dtype=dtype, folder=tmp_path / "first")[0]
+    converted(tmp_path / "first", str(tmp_path / "theirs"), "--to", "dcp")
+    assert "left out" not in ours(tmp_path / "theirs", tmp_path / "ours")
+    for found in pool.run(taking_case, sizes=(2, 1), folder=tmp_path / "ours", dtype=dtype)[:2]:
+        state.counters = {**found.counters, "global_steps": STEPS}
+        assert oracle.differences(state, found) == []
+
+
+# ---- safetensors ----------------------------------------------------------------------------------------------------
+
+
+def weights_case(dtype: str, folder: Path, steps: int) -> tuple[oracle.State, oracle.State] | None:
+    """Train, load weights; the state after that, and after a step more."""
+    with jobs.job(jobs.config(dtype, (2, 2))) as made:
+        if made.engine.idle:
+            return None
+        jobs.train(made, steps)
+        assert made.engine.load_universal(folder).step == steps, "counters stay as they are"
+        loaded = oracle.gather(made.engine)
+        jobs.train(made, steps + 1)
+        return loaded, oracle.gather(made.engine)
+    return None
+
+
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_from_safetensors(pool: RankPool, tmp_path: Path, steps: int) -> None:
+    """Weights alone, with a buffer among them and a tied one twice: the optimizer begins as new."""
+    state = pool.run(first_case, dtype="bf16", folder=tmp_path / "first")[0]
+    converted(tmp_path / "first", str(tmp_path / "plain.safetensors"))
+    weights = load_file(tmp_path / "plain.safetensors")
+    weights["calls"], weights["out.weight"] = torch.tensor(99), weights["words.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert f"{tmp_path}/ours/step0" in ours(tmp_path / "model.safetensors", tmp_path / "ours")
+    for found in pool.run(weights_case, dtype="bf16", folder=tmp_path / "ours", steps=steps)[:2]:
+        assert found is not None
+        loaded, later = found
+        for (name, kind), held in loaded.tensors.items():
+            assert kind in ("weight", "master"), "no moments yet"
+            assert torch.equal(held.to(torch.bfloat16), state.tensors[name, "weight"]), (name, kind)
+        assert loaded.steps == {} or set().union(*(each.values() for each in loaded.steps.values())) <= {0.0}
+        assert {each["step"] for each in later.steps.values()} == {1.0}
+
+
+def mismatch_case(folder: Path) -> str | None:
+    with jobs.job(jobs.config("bf16", (2, 2))) as made:
+        if made.engine.idle:
+            return None
+        with pytest.raises(CheckpointError) as caught:
+            made.engine.load_universal(folder)
+        jobs.train(made, 1)
+        return str(caught.value)
+    return None
+
+
+def test_names_that_do_not_match_are_named(pool: RankPool, tmp_path: Path) -> None:
+    weights = {name: held.detach().clone() for name, held in small_gpt().named_parameters()}
+    weights["renamed"] = weights.pop("last_norm.bias")
+    weights["scale"] = torch.ones(3)
+    save_file(weights, tmp_path / "model.safetensors")
+    ours(tmp_path / "model.safetensors", tmp_path / "ours")
+    said = pool.run(mismatch_case, folder=tmp_path / "ours")
+    for expected in ("has 'last_norm.bias' (15,), which is not in it", "'scale' (3,)", "it has 'renamed' (15,)"):
+        assert expected in said[0] and said[0] == said[1]
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@
 | `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
 | `universal` `dcp` | ours in DeepSpeed's universal format, and in that of torch's distributed checkpoints |
 | `told` | what a checkpoint tells of a training, whosever it is; from here on no format matters |
-| `zero_told` | the same of a folder of DeepSpeed's, without the model |
+| `zero_told` `universal_told` `dcp_told` `safetensors_told` | the same from each tool's files, without the model |
 | `recognize` | whose checkpoint lies at a path |
 
 Knows no engine and no DeepSpeed: the files say what they are.

@@ -21,6 +21,8 @@ from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTen
 
 Progress = Callable[[int], object]
 """Called with the bytes of each tensor that is written."""
+Keys = tuple[str, ...]
+"""The levels of a name."""
 
 
 def to_dcp(
@@ -43,53 +45,63 @@ def to_dcp(
     if path.exists():
         raise CheckpointError(f"{path} is there already: give another name, or remove it")
     wanted = _wanted(saved, dtype)
-    state: dict[str, Any] = {
-        name: torch.empty(tensor.shape, dtype=held, device="meta") for name, (tensor, _, held) in wanted.items()
-    }
-    state.update(_plain(saved, carry))
+    state: dict[str, Any] = {"step": saved.record.step}
+    for keys, (tensor, _, held) in wanted.items():
+        _put(state, keys, torch.empty(tensor.shape, dtype=held, device="meta"))
+    for keys, value in _plain(saved, carry).items():
+        _put(state, keys, value)
+    by_key = {".".join(keys): each for keys, each in wanted.items()}
     with Reader(saved.path, saved.manifest) as reader:
 
         class Lazy(DefaultSavePlanner):
             """Reads a tensor when it is about to be written."""
 
             def resolve_data(self, write_item: WriteItem) -> Any:
-                if write_item.index.fqn not in wanted:
+                if write_item.index.fqn not in by_key:
                     return super().resolve_data(write_item)
-                tensor, kind, kind_type = wanted[write_item.index.fqn]
+                tensor, kind, kind_type = by_key[write_item.index.fqn]
                 values = whole(reader, tensor, kind, kind_type)
                 if progress is not None:
                     progress(values.numel() * values.element_size())
                 return values
 
         writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-        save(state, storage_writer=writer, planner=Lazy(flatten_state_dict=False), no_dist=True)
+        save(state, storage_writer=writer, planner=Lazy(), no_dist=True)
     return path
 
 
-def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[str, tuple[LogicalTensor, str, torch.dtype]]:
+def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
+    """Into nested tables: torch notes the levels of a name, which may have dots of its own."""
+    *tables, last = path
+    for name in tables:
+        state = state.setdefault(name, {})
+    state[last] = value
+
+
+def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
     """Name in the other checkpoint -> tensor, state kind, type."""
-    found: dict[str, tuple[LogicalTensor, str, torch.dtype]] = {}
+    found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
         if not tensor.numel:
             continue
         kind = MASTER if dtype is None and (tensor.name, MASTER) in rows else WEIGHT
-        found[f"model.{tensor.name}"] = tensor, kind, dtype or named(rows[tensor.name, kind][0].dtype)
+        found["model", tensor.name] = tensor, kind, dtype or named(rows[tensor.name, kind][0].dtype)
         for moment in saved.record.kinds:
             held = rows.get((tensor.name, moment))
             if moment not in (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD) and held:
-                found[f"optim.state.{tensor.name}.{moment}"] = tensor, moment, named(held[0].dtype)
+                found["optim", "state", tensor.name, moment] = tensor, moment, named(held[0].dtype)
     return found
 
 
-def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
     """Scalars of each tensor, and hyper-parameters by tensor, as torch flattens them."""
-    found: dict[str, Any] = {"step": saved.record.step}
+    found: dict[Keys, Any] = {}
     tensors = saved.record.logical_tensors()
-    for name, table in carry["scalars"].items():
+    for name, table in carry.get("scalars", {}).items():
         for number, value in table.items():
-            found[f"optim.state.{tensors[int(number)].name}.{name}"] = torch.tensor(value)
+            found["optim", "state", tensors[int(number)].name, name] = torch.tensor(value)
     for tensor in tensors:
-        for key, value in carry["groups"][tensor.group].items() if tensor.trainable else ():
-            found[f"optim.param_groups.{tensor.name}.{key}"] = value
+        for key, value in carry["groups"][tensor.group].items() if tensor.trainable and "groups" in carry else ():
+            found["optim", "param_groups", tensor.name, key] = value
     return found

@@ -7,10 +7,11 @@ if the caller says that he trusts the file, unpickled. Values are not read: only
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def fields_of(value: Any) -> dict[str, Any]:
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
 
 
-def read_tree(folder: Path, name: str, trust_pickle: bool = False) -> Any:
+def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
     """What is in a file of `torch.save`, a `Stored` in place of each tensor; values are not read.
 
+    part: (first byte, length) of one such file inside of another one.
     trust_pickle: run what the file says where `weights_only` refuses it; for files that you wrote yourself.
     CheckpointError for content that is refused, CheckpointDamaged for what is no such file or is cut off.
     """
@@ -87,7 +89,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False) -> Any:
     path = folder / name
     try:
         with path.open("rb") as file, safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
-            tree = _loaded(file, trust_pickle)
+            tree = _loaded(file if part is None else Window(file, *part), trust_pickle)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it would run what it says "
@@ -97,8 +99,44 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False) -> Any:
         raise
     except Exception as error:  # torch has many ways to say that bytes are no such file
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
-    size = path.stat().st_size
-    return mapped(tree, lambda tensor: _stored(tensor, name, size))
+    first, size = part or (0, path.stat().st_size)
+    found = mapped(tree, lambda tensor: _stored(tensor, name, size))
+    return mapped(found, lambda stored: replace(stored, offset=first + stored.offset), Stored) if first else found
+
+
+class Window(io.RawIOBase):
+    """A part of an open file, as a file of its own; ValueError for one that leaves it."""
+
+    def __init__(self, file: io.BufferedReader, first: int, length: int) -> None:
+        if min(first, length) < 0 or first + length > file.seek(0, io.SEEK_END):
+            raise ValueError(f"{length} bytes from byte {first} leave the file")
+        self.file, self.first, self.length, self.at = file, first, length, 0
+
+    def readable(self) -> bool:
+        """As it says."""
+        return True
+
+    def seekable(self) -> bool:
+        """As it says."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes from the beginning of the part."""
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        self.at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence] + offset)
+        return self.at
+
+    def readinto(self, room: Any) -> int:
+        """As of any file."""
+        view = memoryview(room).cast("B")
+        view = view[: max(0, min(len(view), self.length - self.at))]
+        self.file.seek(self.first + self.at)
+        done = self.file.readinto(view)
+        self.at += done
+        return done
 
 
 def _loaded(file: Any, trust_pickle: bool) -> Any:

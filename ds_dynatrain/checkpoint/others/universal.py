@@ -48,7 +48,7 @@ def to_universal(
     """
     tag = saved.path.name
     check_tag(tag)
-    _check(saved)
+    _check(saved, carry)
     if (path / tag).exists():
         raise CheckpointError(f"there is a {tag!r} in {path} already: give another folder, or remove it")
     path.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,9 @@ def to_universal(
     return path / tag
 
 
-def _check(saved: Saved) -> None:
-    if MASTER not in saved.record.kinds:
-        raise CheckpointError(f"{saved.path} has no masters, and DeepSpeed's format is of these")
+def _check(saved: Saved, carry: Mapping[str, Any]) -> None:
+    if MASTER not in saved.record.kinds or "groups" not in carry:
+        raise CheckpointError(f"{saved.path} has weights only, and DeepSpeed's format is of an optimizer's states")
     experts = [each.name for each in saved.record.logical_tensors() if each.expert]
     if experts:
         raise CheckpointError(f"{experts[0]!r} is of experts, for which DeepSpeed's format needs its own notes")
@@ -79,7 +79,7 @@ def _write_states(
 ) -> None:
     """Masters and moments, a folder for each tensor; hyper-parameters in a file of their own."""
     moments = [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
-    steps = carry["scalars"].get("step", {})
+    steps = carry.get("scalars", {}).get("step", {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
         if not tensor.trainable or not tensor.numel:
             continue
@@ -121,18 +121,23 @@ def _write_models(
     tensors = saved.record.logical_tensors()
     rows = saved.manifest.rows
     types = {each.name: named(rows[each.name, WEIGHT][0].dtype) for each in tensors if (each.name, WEIGHT) in rows}
+    names = [list[Any]() for _ in carry["groups"]]
+    for each in tensors:
+        if each.trainable:
+            names[each.group].append((each.name, torch.Size(each.shape)))
     said = {
         "buffer_names": list(buffers),
+        "param_shapes": [dict(group) for group in names],
         "optimizer": None,
-        "lr_scheduler": carry["scheduler"],
-        "random_ltd": carry["random-LTD"],
+        "lr_scheduler": carry.get("scheduler"),
+        "random_ltd": carry.get("random-LTD"),
         "data_sampler": None,
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {},
         "ds_version": deepspeed_version(),
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
-        **carry["counters"],
+        **carry.get("counters", {}),
     }
     torch.save({"module": {}, **said}, folder / MODELS[1])
     with FakeTensorMode(), skip_data(materialize_fake_tensors=True):

@@ -33,6 +33,11 @@ def is_zero_folder(path: Path) -> bool:
     return path.is_dir() and any(_MODEL.fullmatch(each.name) for each in path.iterdir())
 
 
+def model_files(path: Path) -> dict[tuple[int, int], str]:
+    """Names of the files of model states by (model-parallel rank, data rank), one for all data ranks before others."""
+    return {_place(found): found[0] for found in _matches(_MODEL, sorted(_names(path), reverse=True))}
+
+
 @dataclass(frozen=True, eq=False)
 class OptimizerFile:
     """What the optimizer of one rank had. masters: its flat buffers, or those of single tensors, in order.
@@ -66,14 +71,14 @@ class ZeroFolder:
     @staticmethod
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
         """CheckpointError for what is none, or has experts; CheckpointDamaged where files are missing."""
-        names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+        names = sorted(_names(path))
         experts = [name for name in names if _EXPERT.fullmatch(name)]
         if experts:
             raise CheckpointError(
                 f"{path} has experts in files of their own ({experts[0]}), which are not read here: load it with "
                 "DeepSpeed in the layout that wrote it, and save it with save_universal"
             )
-        models = {_place(found): found[0] for found in _matches(_MODEL, names)}
+        models = model_files(path)
         optimizers = {_place(found): found[0] for found in _matches(_OPTIMIZER, names)}
         if not models:
             raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's")
@@ -181,6 +186,10 @@ class ZeroFolder:
 
 def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
     return {name: held for name, held in tree.items() if isinstance(held, Stored)}
+
+
+def _names(path: Path) -> list[str]:
+    return [each.name for each in path.iterdir()] if path.is_dir() else []
 
 
 def _matches(pattern: re.Pattern[str], names: list[str]) -> Iterator[re.Match[str]]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """The whole carry. said: keys as `checkpoint.others.told` has them; groups and scalars are numbered as here."""
-    taken = {key: said[key] for key in ("counters", "windows", "scalars") if key in said}
+    taken = {key: said[key] for key in ("windows", "scalars") if key in said}
+    taken["counters"] = {**present["counters"], **said.get("counters", {})}
     if "groups" in said:
         taken["groups"] = [
             {name: there.get(name, value) for name, value in here.items()}

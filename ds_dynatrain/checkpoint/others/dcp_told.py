@@ -1,0 +1,248 @@
+"""What a folder of torch's distributed checkpoint (DCP) tells, by its `.metadata`, a pickle that is not run.
+
+Nothing but plain values and `Opaque` stand-ins for torch's own records comes of it. The values lie in files of many
+small files of `torch.save`, one for each piece of a tensor.
+
+| key | what is taken of it |
+|---|---|
+| `model.NAME`, else all tensors | weights; masters are made of those that are trained |
+| `optim.state.NAME.exp_avg` `.step` | moments and steps |
+| `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of
+from ds_dynatrain.checkpoint.others.torch_files import Opaque, Stored, read_tree, with_values
+from ds_dynatrain.checkpoint.stretches import Stretch
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
+from ds_dynatrain.space import FROZEN, WEIGHT, Box, LogicalTensor, runs_of_box
+
+FORMAT = "a torch distributed checkpoint"
+METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
+MOST_BYTES = 1 << 30
+_RECORDS = "torch.distributed.checkpoint.metadata"
+ALLOWED: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            *(f"{_RECORDS}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+            *(f"{_RECORDS}.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
+            f"{_RECORDS}.TensorProperties",
+            "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+            "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+            "torch.distributed.checkpoint.filesystem._StorageInfo",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
+        ),
+        Opaque,
+    ),
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": str,
+    "collections.OrderedDict": dict,
+}
+"""What may stand in the metadata, and what is made of it; beside these torch's element types."""
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder looks like such a checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def told_by_dcp(path: Path, trust_pickle: bool = False) -> Told:
+    """Describe a checkpoint; CheckpointError for content that is refused, CheckpointDamaged if a part of it is missing
+    or it cannot be true. trust_pickle: of values that are neither tensors nor plain, never of the metadata.
+    """
+    try:
+        return _Folder.open(path, trust_pickle).told()
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointDamaged(f"{path / METADATA} cannot be read ({type(error).__name__}: {error})") from None
+
+
+class _Reader(pickle.Unpickler):
+    """Makes nothing but what `ALLOWED` says: no class or function of the file's choice is ever looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        found = getattr(torch, name, None) if module == "torch" else None
+        if full in ALLOWED or isinstance(found, torch.dtype):
+            return ALLOWED.get(full, found)
+        raise CheckpointError(f"{METADATA} holds a {full}, which is no record of a checkpoint: it is not read")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError(f"{METADATA} refers to something outside of it")
+
+
+@dataclass(frozen=True, eq=False)
+class _Folder:
+    """shapes: of tensors by key. places: (offset in the tensor, file, first byte, length) of the pieces of a key."""
+
+    path: Path
+    trust_pickle: bool
+    keys: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, ...] | None]
+    places: Mapping[str, list[tuple[Any, str, int, int]]]
+
+    @staticmethod
+    def open(path: Path, trust_pickle: bool) -> _Folder:
+        said = _metadata(path / METADATA)
+        held: Mapping[str, Opaque] = said["state_dict_metadata"]
+        places: dict[str, list[tuple[Any, str, int, int]]] = {}
+        for index, info in said["storage_data"].items():
+            if info.fields.get("transform_descriptors"):
+                raise CheckpointError(f"{path}: its values are transformed (compressed, say): write it without")
+            name = info.fields["relative_path"]
+            if Path(name).name != name or not (path / name).is_file():
+                raise CheckpointDamaged(f"{path}: there is no file {name!r}")
+            place = index.fields.get("offset"), name, int(info.fields["offset"]), int(info.fields["length"])
+            places.setdefault(index.fields["fqn"], []).append(place)
+        nested = said.get("planner_data") or {}
+        keys = {key: tuple(map(str, nested.get(key) or _split(key, held))) for key in held}
+        sizes = {key: each.fields.get("size") for key, each in held.items()}
+        shapes = {key: None if size is None else tuple(map(int, size)) for key, size in sizes.items()}
+        return _Folder(path, trust_pickle, keys, shapes, places)
+
+    def told(self) -> Told:
+        weights = self._weights()
+        groups, number_in = self._groups(weights)
+        frozen = FROZEN if groups else 0
+        found = [LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in weights.items()]
+        tensors = in_order(found)
+        rows, scalars = list[Row](), dict[str, dict[str, float]]()
+        for number, tensor in enumerate(tensors):
+            rows += self._rows(tensor, WEIGHT, weights[tensor.name])
+            for kind, key in self._states.get(tensor.name, {}).items():
+                shape = self._shape(key)
+                if kind == "step" or (shape == () and tensor.shape != ()):
+                    scalars.setdefault(kind, {})[str(number)] = number_of(self.path, self._value(key))
+                else:
+                    rows += self._rows(tensor, kind, key)
+        taken = {*weights.values(), *(key for each in tensors for key in self._states.get(each.name, {}).values())}
+        of_groups = [key for key, each in self.keys.items() if groups and each[:2] == (OPTIM, "param_groups")]
+        left_out = sorted({*self.keys} - taken - {*of_groups, "step"})
+        step = int(number_of(self.path, self._value("step"))) if self.keys.get("step") == ("step",) else 0
+        carry: dict[str, Any] = {}
+        if groups:
+            carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
+        return Told(self.path, FORMAT, Manifest.of(rows), tensors, step, carry, left_out=tuple(left_out))
+
+    def _weights(self) -> dict[str, str]:
+        """Name of each weight -> its key."""
+        tops = {each[0] for each in self.keys.values() if len(each) > 1}
+        if MODEL in tops:
+            return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
+        if tops:
+            raise CheckpointError(f"{self.path} has {', '.join(sorted(tops))}, and no {MODEL!r} to take weights from")
+        return {key: key for key, shape in self.shapes.items() if shape is not None}
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, str]]:
+        """Tensor -> state of its optimizer -> key."""
+        found: dict[str, dict[str, str]] = {}
+        for key, each in self.keys.items():
+            if each[:2] == (OPTIM, "state") and len(each) > 3 and self.shapes[key] is not None:
+                found.setdefault(".".join(each[2:-1]), {})[each[-1]] = key
+        return found
+
+    def _groups(self, names: Iterable[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """(hyper-parameters of the groups, group of each tensor): tensors with equal ones are a group."""
+        by_tensor: dict[str, dict[str, Any]] = {}
+        for key, each in self.keys.items():
+            if each[:2] == (OPTIM, "param_groups") and len(each) > 3:
+                by_tensor.setdefault(".".join(each[2:-1]), {})[each[-1]] = self._plain(key)
+        groups: list[dict[str, Any]] = []
+        found: dict[str, int] = {}
+        for name in names:
+            if name in by_tensor:
+                if by_tensor[name] not in groups:
+                    groups.append(by_tensor[name])
+                found[name] = groups.index(by_tensor[name])
+        return groups, found
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        shape = self.shapes[key]
+        if shape is None:
+            raise CheckpointError(f"{self.path}: {key!r} is no tensor")
+        return shape
+
+    def _value(self, key: str) -> Any:
+        """What is stored as one value."""
+        _, file, first, length = self.places[key][0]
+        return read_tree(self.path, file, self.trust_pickle, (first, length))
+
+    def _plain(self, key: str) -> Any:
+        value = with_values(self.path, self._value(key))
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[Row]:
+        """The pieces of a tensor; each is a box of it, stored row by row."""
+        shape, rows = self._shape(key), list[Row]()
+        if shape != tensor.shape:
+            raise CheckpointError(f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}")
+        for start, file, first, length in self.places.get(key, ()) if tensor.numel else ():
+            held = read_tree(self.path, file, False, (first, length))
+            if not isinstance(held, Stored) or not held.is_dense or len(held.shape) != len(shape):
+                raise CheckpointError(f"{self.path}: {key!r} is not stored row by row in {file}")
+            begin = tuple(map(int, start or (0,) * len(shape)))
+            try:
+                box = Box(begin, tuple(low + size for low, size in zip(begin, held.shape, strict=True)))
+                starts, stops = runs_of_box(shape, box)
+            except LayoutError as error:
+                raise CheckpointDamaged(f"{self.path}: {key!r}: {error}") from None
+            rows += _rows_of(tensor, kind, held, starts, stops)
+        return rows
+
+
+def _rows_of(tensor: LogicalTensor, kind: str, held: Stored, starts: Any, stops: Any) -> list[Row]:
+    """A row for runs that are equally far apart, else one for each run."""
+    said = tensor.name, kind, name_of(held.dtype), tensor.shape
+    if not len(starts):
+        return []
+    steps, length = np.diff(starts), int(stops[0] - starts[0])
+    if (steps == steps[:1]).all() and (stops - starts == length).all():
+        stretch = Stretch(int(starts[0]), length, int(steps[0]) if len(steps) else 0, len(starts))
+        return [Row(*said, stretch, held.file, held.offset, 0)]
+    rows, at = [], held.offset
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        rows.append(Row(*said, Stretch(start, stop - start, 0, 1), held.file, at, 0))
+        at += (stop - start) * held.dtype.itemsize
+    return rows
+
+
+def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
+    """Where a key of no noted path lies: as torch's `get_state_dict` names it if there is an optimizer, else plain."""
+    if not any(each.startswith(f"{OPTIM}.") for each in keys):
+        return (key,)
+    for prefix in (f"{OPTIM}.state.", f"{OPTIM}.param_groups."):
+        if key.startswith(prefix):
+            name, _, last = key.removeprefix(prefix).rpartition(".")
+            return (*prefix.rstrip(".").split("."), name, last)
+    return (MODEL, key.removeprefix(f"{MODEL}.")) if key.startswith(f"{MODEL}.") else (key,)
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MOST_BYTES:
+        raise CheckpointDamaged(f"{path} has {path.stat().st_size} bytes, which is too many to be true")
+    try:
+        with path.open("rb") as file:
+            found = _Reader(file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickle has many ways to say that bytes are none
+        raise CheckpointDamaged(f"{path} is no metadata, or cut off ({type(error).__name__}: {error})") from None
+    if not isinstance(found, Opaque) or not found.fields.get("storage_data"):
+        raise CheckpointDamaged(f"{path} is no metadata of a distributed checkpoint")
+    return found.fields
