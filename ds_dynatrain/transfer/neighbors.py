@@ -39,8 +39,9 @@ STOP_SECONDS = 0.05
 class Neighbors:
     """The members on this machine, each by the best way there is to it. Built by `meet`; `close` it."""
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
+    def __init__(self, lines: Mapping[int, Line], reads: bool = True) -> None:
         self._lines = lines
+        self._reads = reads
         self._poll = select.poll()
         self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
 
@@ -53,7 +54,8 @@ class Neighbors:
         stop: called while waiting for others; it may raise. reads: whether memory may be read; if not, nobody is let
         read this member's. MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
         """
-        deadline, probe = time.monotonic() + seconds, torch.randint(0, 256, (PROBE_BYTES,), dtype=torch.uint8)
+        deadline = time.monotonic() + seconds
+        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # from no stream of the training's
         if reads:
             permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -76,7 +78,7 @@ class Neighbors:
                 for line in lines.values():
                     line.close()
                 raise
-        return cls(lines)
+        return cls(lines, reads)
 
     @property
     def members(self) -> frozenset[int]:
@@ -87,6 +89,13 @@ class Neighbors:
     def ways(self) -> dict[int, str]:
         """How the bytes of each get here: "memory" or "ring"."""
         return {member: "ring" if isinstance(line, RingLine) else "memory" for member, line in self._lines.items()}
+
+    def permit(self) -> None:
+        """Let them read this process's memory, again if others that it had have been closed since: it is one permission
+        for the whole process.
+        """
+        if self._reads:
+            permit_readers()
 
     def reserve(self, members: Collection[int]) -> None:
         """Make ready what sending to these members takes, if they are neighbors."""

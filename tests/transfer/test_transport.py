@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from ds_dynatrain.transfer import Neighbors
 
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
@@ -109,3 +112,10 @@ def test_nothing_of_a_ring_is_left(seen: Seen) -> None:
     """One to a neighbor and one from the other, each mapped, with the descriptor that Python's mmap keeps."""
     for number, rank in enumerate(seen):
         assert rank["closed"] == ["4 before"], number
+
+
+def test_finding_neighbors_draws_from_no_stream_of_the_training() -> None:
+    """It is done in a thread beside it, at a moment that nobody knows."""
+    before = torch.get_rng_state()
+    Neighbors.meet(0, lambda _, record: {0: record}, 5.0).close()
+    assert torch.equal(torch.get_rng_state(), before)
