@@ -24,6 +24,7 @@
 | `sequence` | Ulysses layers, and the sequence axis of an engine |
 | `kinds` | what a model has in it that decides its layouts |
 | `peers`, `process_groups`, `parallel_state` | who forms a group; groups by hand; what DeepSpeed keeps of a world |
+| `process_wide` | what DeepSpeed sets once for a process, besides groups |
 | `stages` | which of them an optimizer needs |
 | `flat` | what those over flat groups have in common |
 | `offload` | gradients that masters in host memory own; CPU optimizers |

@@ -36,6 +36,7 @@ NAMES: Names = {
         "DeepSpeedEngine._configure_basic_optimizer",
         "DeepSpeedEngine._configure_checkpointing",
         "DeepSpeedEngine._configure_distributed_model",
+        "DeepSpeedEngine._backward_prologue",
         "DeepSpeedEngine._backward_prologue_per_tensor",
         "DeepSpeedEngine._broadcast_model",
         "DeepSpeedEngine._backward_post_hook",
@@ -84,7 +85,11 @@ NAMES: Names = {
         "PipeDataParallelTopology.filter_match",
         "PipelineParallelGrid._build_p2p_groups",
     ),
-    "deepspeed.runtime.torch_autocast": ("init_autocast_params",),
+    "deepspeed.runtime.torch_autocast": (
+        "init_autocast_params",
+        "TORCH_AUTOCAST_DTYPE",
+        "TORCH_AUTOCAST_INITIALIZED",
+    ),
     "deepspeed.runtime.utils": (
         "check_internal_apis_for_count_used_parameters",
         "is_model_parallel_parameter",

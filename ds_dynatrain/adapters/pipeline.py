@@ -247,6 +247,15 @@ def refuse_uncuttable(model: PipelineModule) -> None:
             raise UnsupportedError(f"{kind.__name__} has a {method} of its own: leave it out, and give boundaries")
 
 
+def refuse_stage_of_another(model: nn.Module, member: int) -> None:
+    """UnsupportedError for a module that was built while `torch.distributed` spoke of an engine with other ranks."""
+    if is_pipeline(model) and model.global_rank != member:
+        raise UnsupportedError(
+            f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "
+            f"{member}; build all models before the first engine switches"
+        )
+
+
 def refuse_shared(model: PipelineModule) -> None:
     """UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
     for key, tied in model.tied_modules.items():

@@ -79,6 +79,10 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.data_iterator = self.training_dataloader = None
         self._forget_activations()
 
+    def speak_of_stage(self) -> None:
+        """Let DeepSpeed's messages between stages be those of this engine."""
+        p2p._grid = self.grid
+
     def leave_stage(self) -> None:
         """Hold no group of a world, and no activation."""
         self.grid = self.mpu = p2p._grid = None  # type: ignore[assignment]

@@ -68,8 +68,29 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
     c10d._register_pg_in_world(group, backend, store, group.group_name, f"cpu:{backend}", rank_mapping=mapping)
 
 
-def is_known(group: td.ProcessGroup) -> bool:
-    """Whether `torch.distributed` knows a group, and has not taken it down."""
+class Sign(FakeStore):
+    """The store of a group of one rank that is there to be found in `torch.distributed`, with what hangs on it."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.held = held
+
+
+def put_up(held: object) -> td.ProcessGroup:
+    """Hang something on `torch.distributed` for the rest of the process to find, until the sign is unregistered."""
+    group, _ = make_fake_group("dynatrain_sign", 0, 1)
+    register(group, Sign(held), (0,))
+    return group
+
+
+def found_on_sign() -> object:
+    """What hangs there; None if there is no sign."""
+    stores = (store for _, store in c10d._world.pg_map.values())
+    return next((store.held for store in stores if isinstance(store, Sign)), None)
+
+
+def is_known(group: td.ProcessGroup | None) -> bool:
+    """Whether `torch.distributed` knows a group, and has not taken it down (which a script may have done)."""
     return group in c10d._world.pg_map
 
 

@@ -37,7 +37,8 @@ class World:
     that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
     may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
     sets of pipeline stages that share tied weights, each of which has a group in every pipeline. fate: what has become
-    of its groups, if members come and go; None in a job of fixed size.
+    of its groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
+    whose world it is.
     """
 
     generation: int
@@ -46,6 +47,7 @@ class World:
     layout: Layout
     ties: tuple[tuple[int, ...], ...] = ()
     fate: Fate | None = None
+    engine: int = 1
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
     _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class World:
     @property
     def name(self) -> str:
         """The prefix of this world's groups."""
-        return f"dynatrain_{self.generation}"
+        return f"dynatrain_{self.engine}_{self.generation}"
 
     def group(self, kind: str) -> td.ProcessGroup:
         """The group of a kind; RuntimeError on a member without a rank, and after `drop`."""
@@ -132,16 +134,17 @@ def build_world(
     ties: Sequence[tuple[int, ...]] = (),
     fate: Fate | None = None,
     own: Mapping[str, tuple[int, ...]] = NOTHING,
+    engine: int = 1,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
     and are never used again. A group of one rank costs no connection and no thread. own: groups of the user's that this
-    member is in, kind -> ranks; every member has to name them in the same order.
+    member is in, kind -> ranks; every member has to name them in the same order. engine: see `World`.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
-    world = World(generation, tuple(members), rank, layout, tuple(ties), fate)
+    world = World(generation, tuple(members), rank, layout, tuple(ties), fate, engine)
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
         return _made(store, world, kind, ranks, place, seconds)

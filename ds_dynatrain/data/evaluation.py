@@ -69,8 +69,10 @@ class EvaluationLoader:
         mine = permutation[rank::data].tolist()
         own = [mine[start : start + self.batch_size] for start in range(0, count * self.batch_size, self.batch_size)]
         spare = permutation[:1].tolist()
-        with without_collection():
+        with self._host.turn(), without_collection():
             batches = iter(self.source.fetch([indices or spare for indices in own], None))
-        for indices, batch in zip(own, batches, strict=True):
+        for indices in own:
+            with self._host.turn():
+                batch = next(batches)
             self.samples = len(indices)
             yield batch

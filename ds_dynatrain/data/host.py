@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
@@ -41,6 +42,10 @@ class Host(Protocol):
     @property
     def idle(self) -> bool:
         """Whether this member holds no state now."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around whatever a loader does: the process's random streams are those of this job in it."""
         ...
 
     def before_micro_batch(self) -> None:

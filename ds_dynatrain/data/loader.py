@@ -123,7 +123,8 @@ class TrainLoader:
             )
         stream = None
         if not self._resume:
-            stream = None if self._host.idle else like_stock()
+            with self._host.turn():
+                stream = None if self._host.idle else like_stock()
             self._at = self._at.next_epoch() if self._at.step else self._at
         fresh = Pass(self, self._host, stream)
         self._live = weakref.ref(fresh)
@@ -207,6 +208,10 @@ class Pass(Iterator[Any]):
         self._loader._at = self._loader._at.advance()
 
     def __next__(self) -> Any:
+        with self._host.turn():
+            return self._next()
+
+    def _next(self) -> Any:
         self.stand()
         loader = self._loader
         first, last = loader._micro == 0, loader._micro + 1 == len(self._window)

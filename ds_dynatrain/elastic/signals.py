@@ -67,6 +67,9 @@ class Termination:
             self._send(SIGTERM)
         if callable(self._previous):
             self._previous(number, frame)
+        elif not self._is_watching:  # who watched after this one has put it back
+            signal.signal(number, self._previous)
+            signal.raise_signal(number)
 
     def _send(self, what: bytes) -> None:
         try:

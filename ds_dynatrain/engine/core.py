@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.host import HostEngine, Replaced
 from ds_dynatrain.adapters.settings import layout_config
-from ds_dynatrain.adapters.worlds import LaunchWorld, World
+from ds_dynatrain.adapters.worlds import LaunchWorld, World, install
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.restore import Restored
@@ -22,7 +23,8 @@ from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.members.voiding import Window
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import Switcher
-from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.engine.turns import Own, Turns
+from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 
@@ -39,6 +41,10 @@ class EngineCore(HostEngine):
     world: World | None
     job_epoch: int
     surroundings: Surroundings
+    turns: Turns
+    """The engines of this process."""
+    own: Own | None
+    """What it has put aside while others have the process; None where it has the process to itself."""
     registered: list[dict[str, Any]]
     """What the job has registered anew, in order; plain JSON."""
     last_switch: SwitchEvent | None
@@ -69,11 +75,12 @@ class EngineCore(HostEngine):
         layout: Layout,
         members: tuple[int, ...],
         world: World | None,
+        turns: Turns,
         **arguments: Any,
     ) -> None:
         # DeepSpeed's constructor calls methods that read these, and torch's Module takes no attribute before its own
         self.__dict__.update(job=job, layout=layout, members=members, world=world, job_epoch=0, registered=[])
-        self.__dict__.update(surroundings=surroundings)
+        self.__dict__.update(surroundings=surroundings, turns=turns, own=None)
         self.__dict__.update(last_switch=None, resumed=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
@@ -98,6 +105,28 @@ class EngineCore(HostEngine):
     def control(self) -> Control:
         """The notice board of the present generation."""
         return self.surroundings.control
+
+    # ---- where a process has several engines -------------------------------------------------------------------------
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which `torch.distributed`, DeepSpeed and the random generators are this engine's.
+
+        They are in all of its calls. Code of your own needs it only where a process has several engines, and there
+        only to ask `torch.distributed` about this engine's world, or to draw from its random streams.
+        """
+        return self.turns.of(self)
+
+    def speak(self) -> None:
+        """Let `torch.distributed` and DeepSpeed speak of this engine's world."""
+        if self.world is None:
+            self.launch.install()
+        else:
+            install(self.world)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch is being prepared."""
+        return self._switcher.is_busy
 
     # ---- what a user reads -------------------------------------------------------------------------------------------
 
@@ -168,6 +197,19 @@ class EngineCore(HostEngine):
     def _window_is_open(self) -> bool:
         """Whether something was dealt or accumulated since the last optimizer step."""
         return self._dealt or self.micro_steps % int(self.gradient_accumulation_steps()) != 0
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether it is in a global batch; what holds the whole state is between two of them."""
+        return self._window_is_open
+
+    def save_before_the_end(self) -> None:
+        """Another engine of this process is about to end the script: the fallback checkpoint, if there is to be one."""
+        if self.has_open_window:
+            logger.warning("no fallback checkpoint of step %d: a global batch is open", self.global_steps)
+            return
+        with self.turn():
+            self._switcher.save_now()
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
         """Become part of a committed world, or idle; called by the transaction."""

@@ -16,13 +16,21 @@ from ds_dynatrain.engine.calls.training import TrainingCalls
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.switcher import OnSwitch
+from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import practice
 
 BOUNDARY = "engine.boundary"
+CALLS = (
+    *("forward", "backward", "step", "loader", "boundary", "switch", "plan", "register_parameters", "new_group"),
+    *("save_universal", "start_save_universal", "load_universal", "save_checkpoint", "load_checkpoint", "compile"),
+    *("save_16bit_model", "save_fp16_model", "module_state_dict", "offload_states", "reload_states"),
+)
+"""What an engine does in its turn, where a process has several. (`destroy` ends its turns.)"""
 
 
+@in_turn(*CALLS)
 class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, EndingCalls):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`."""
 
@@ -132,3 +140,4 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
                 with suppress(SwitchRefused):  # it will never be asked to go there
                     self._switcher.check_features(layout)
                     self._switcher.rehearse(layout, 0)
+        self.turns.add(self)

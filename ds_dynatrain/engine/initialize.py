@@ -9,6 +9,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,7 +19,7 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
-from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.sequence import first_size
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaping import Shaper, first_owners, shaper_of, start_expert_size, start_tensor_size
@@ -40,6 +41,7 @@ from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.checkpoints.resume import resume
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.forward import OptimizerForwarder
@@ -53,6 +55,7 @@ from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.engine.switcher import OnIdle
+from ds_dynatrain.engine.turns import Turns, refuse_idle
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, is_partitioned, shared_stages
 from ds_dynatrain.support import Target, practice, refuse_layout
@@ -116,7 +119,8 @@ def initialize(
         raise ConfigError("initialize needs a model")
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     start_without_compiler()
-    place = worker_place()
+    place, turns = worker_place(), Turns.of_process()
+    _refuse_beside(turns.engines, settings, place)
     early = found_early()
     if place is not None and early is None:
         stand_alone()
@@ -129,7 +133,9 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    engine = _build(own, settings, arguments, _Extras(on_idle, param_init_fn, mpu, model_factory), place, early)
+    extras = _Extras(on_idle, param_init_fn, mpu, model_factory)
+    with turns.joining():
+        engine = _build(own, settings, arguments, extras, place, early, turns)
     loader = None
     if training_data is not None:
         loader = engine.loader(training_data, collate_fn=collate_fn)
@@ -141,6 +147,19 @@ def initialize(
             raise
     forwarder = OptimizerForwarder(engine)
     return engine, forwarder, loader, engine.lr_scheduler
+
+
+def _refuse_beside(others: list[EngineCore], settings: DynatrainConfig, place: WorkerPlace | None) -> None:
+    """UnsupportedError, ConfigError: the other engines of this process leave no room for one with these settings."""
+    if others and place is not None:
+        raise practice("several engines where members come and go").error()
+    for other in others:
+        theirs, ours = other.settings.fallback, settings.fallback
+        if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
+            raise ConfigError(
+                f"dynatrain.fallback.path: {ours.path} is that of another engine of this process, and each would take "
+                "the other's checkpoints for its own; give each engine a folder"
+            )
 
 
 @dataclass(frozen=True)
@@ -160,6 +179,7 @@ def _build(
     extras: _Extras,
     place: WorkerPlace | None,
     early: Early | None,
+    turns: Turns,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     model, block = arguments["model"], settings.layout
@@ -180,6 +200,9 @@ def _build(
             layout, sizes = _of_running_job(entry.record, said)
         else:
             layout = _first_layout(model, own, settings, entry.size, extras.mpu, pipe)
+            if turns.engines:
+                refuse_idle(layout, entry.size)
+                refuse_stage_of_another(model, entry.mine)
             sizes = BatchSizes.of(own, layout.data)
         own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
         features = features_of(model, own, extras.mpu)
@@ -188,7 +211,7 @@ def _build(
         records = _introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
-        job = Job(*parts, entry.claims, entry.elastic)
+        job, arguments = Job(*parts, entry.elastic, entry.number), {**arguments, "turns": turns}
         return _engine_of(job, entry, entry.surroundings(records), layout, arguments, incoming, shaper)
     except BaseException:
         entry.give_up()
@@ -249,7 +272,9 @@ def _engine_of(
         seconds = job.settings.timeout_seconds
         with entry.building():
             fate = None if entry.elastic is None else Fate()
-            world = build_world(entry.background.store, 1, entry.mine, members, members, seconds, layout, ties, fate)
+            store, number = entry.background.store, job.number
+            sides = members, members, seconds, layout, ties, fate
+            world = build_world(store, 1, entry.mine, *sides, engine=number)
         install(world)
         try:
             engine = _engine_in(world, world, {**given, **arguments})

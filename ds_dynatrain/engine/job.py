@@ -8,7 +8,6 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.support.axes import Features
@@ -19,8 +18,8 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. claims: the notice board of all engines of this launch, None in a job whose members come and go; elastic:
-    this member's part in such a job.
+    have them. elastic: this member's part in a job whose members come and go. number: of this engine among those that
+    the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -31,5 +30,5 @@ class Job:
     rows: list[Row]
     described: dict[str, str]
     on_idle: OnIdle | None
-    claims: Control | None
     elastic: Elastic | None = None
+    number: int = 1

@@ -11,14 +11,21 @@ from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.members.voiding import surviving
+from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import DataError
 
 
+@in_turn("train_batch", "eval_batch")
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
     """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
 
     _feed: Pass | None = None
     """The pass that `train_batch()` goes on with."""
+
+    def speak(self) -> None:
+        """As with any engine; and of its stage."""
+        super().speak()
+        self.speak_of_stage()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """DeepSpeed's; a pending change takes effect before anything else, and an idle member waits here.

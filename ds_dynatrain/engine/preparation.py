@@ -45,10 +45,10 @@ class Preparation:
 
     board: where the switch is negotiated; control: the same over the connection for work in the background, which
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
-    member. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member cannot
-    take part. building: around the building of groups; stop: called in every wait, raises if the switch will not come
-    about; committed: called as soon as it has. is_lean: nothing of the target is made, for it has to wait until the
-    source is gone.
+    member. number: of the engine in its process. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises
+    SwitchRefused if this member cannot take part. building: around the building of groups; stop: called in every wait,
+    raises if the switch will not come about; committed: called as soon as it has. is_lean: nothing of the target is
+    made, for it has to wait until the source is gone.
     """
 
     proposal: Proposal
@@ -70,6 +70,7 @@ class Preparation:
     own_count: int = 0
     made: Made | None = None
     world: World | None = None
+    number: int = 1
     neighbors: Neighbors | None = None
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
@@ -117,7 +118,10 @@ class Preparation:
         if self.world is None or self.world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
         group = GroupTransport(self.world.transfer, self.world.transfer_members)
-        return group if self.neighbors is None else RoutedTransport(self.neighbors, group)
+        if self.neighbors is None:
+            return group
+        self.neighbors.permit()
+        return RoutedTransport(self.neighbors, group)
 
     def end_neighbors(self) -> None:
         """Let no neighbor read this member any more."""
@@ -184,6 +188,7 @@ class Preparation:
             self.vps.ties(proposal.layout),
             self.fate,
             own,
+            self.number,
         )
 
     def _wait_for_all(self) -> None:

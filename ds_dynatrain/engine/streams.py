@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,28 @@ def restore(streams: Streams) -> None:
     version, words, spare = streams["python"]
     random.setstate((version, tuple(_array(words, np.uint32).tolist()), spare))
     restore_further_streams({name: _array(state, np.uint8) for name, state in streams["further"].items()})
+
+
+@dataclass(frozen=True)
+class Held:
+    """The states of all generators as they are: what `capture` has, for this process alone, and sooner."""
+
+    torch: torch.Tensor
+    numpy: Any
+    python: Any
+    further: dict[str, np.ndarray[Any, Any]]
+
+    @staticmethod
+    def now() -> Held:
+        """Those at present."""
+        return Held(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
+
+    def put(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+        restore_further_streams(self.further)
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:

@@ -40,6 +40,7 @@ from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.turns import refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import assign_slots, estimate, plan_switch
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
@@ -175,6 +176,7 @@ class Switcher:
         if not engine.idle:
             refuse_changes(engine)
         feasible.check_size(target, processes)
+        refuse_idle_target(engine.turns, target, processes)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         self.check_features(target, processes)
 
@@ -434,7 +436,7 @@ class Switcher:
         budget, way = settings.memory_budget_bytes, settings.transport
         self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
         self._preparation.is_lean = self._is_lean
-        self._preparation.own_count = len(engine.own_groups)
+        self._preparation.own_count, self._preparation.number = len(engine.own_groups), engine.job.number
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
         self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:

@@ -10,6 +10,7 @@ _NO_BLOCK = "remove the dynatrain block"
 
 _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
+_ENGINES = "tests/engine/test_engines.py"
 _PRACTICES = "tests/engine/test_practices.py"
 
 
@@ -131,10 +132,23 @@ PRACTICES = (
         "calls_of_an_engine",
     ),
     _start(
-        "two engines",
-        "this process has an engine with a dynatrain block already, and two are not supported yet",
-        "give the second one no dynatrain block, or call destroy() on the first",
-        "tests/engine/test_bad_input.py::test_a_second_engine_is_refused",
+        "several engines where members come and go",
+        "this process has an engine already, and a change of members would have to be one transaction for all engines",
+        "start the job without the dynatrain rendezvous, where each engine switches by itself, or call destroy() on "
+        "the first",
+        "tests/elastic/test_styles.py::test_a_second_engine_is_refused_and_the_job_goes_on",
+    ),
+    _start(
+        "idle processes beside another engine",
+        "an idle process waits in its loader, and would not come to the steps of the other engine",
+        "give each engine a layout over all processes, or the others' processes to an engine alone",
+        f"{_ENGINES}::test_layouts_that_leave_processes_idle_are_refused",
+    ),
+    _start(
+        "one backward pass through two engines",
+        "what DeepSpeed does with a gradient depends on whose turn it is, and autograd mixes them",
+        "call backward() on the loss of each engine, or detach what one engine takes from the other",
+        f"{_ENGINES}::test_a_pass_through_both_is_refused",
     ),
     _start(
         "lean switches where members come and go",
@@ -238,6 +252,11 @@ PRACTICES = (
         "loss.backward()",
         "at stages 1 to 3, as in DeepSpeed; where members come and go it survives a death if the engine returned it",
         "tests/elastic/test_styles.py::test_backward_of_the_loss",
+    ),
+    _works(
+        "several engines in one process",
+        "each with a layout over all processes, and random streams of its own; see [several engines](engines.md)",
+        f"{_ENGINES}::test_each_trains_as_if_alone",
     ),
     _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
 )

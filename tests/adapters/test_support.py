@@ -18,6 +18,7 @@ from ds_dynatrain.adapters import sequence
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.turns import Turns
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import CONFIG_TABLES, TABLES, Refusal, Row, Target, Verdict, examine, refuse_layout, row_of
@@ -358,6 +359,7 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
 
 def test_calls_of_an_engine() -> None:
     engine = object.__new__(DynatrainEngine)
+    engine.__dict__["turns"] = Turns()
     for call, words in (
         (lambda: engine.compile(schedule=[]), r"engine.compile\(schedule=...\): its passes build"),
         (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it was not tried"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,9 @@ class Member:
     @property
     def batch(self) -> BatchArithmetic:
         return BatchArithmetic(self.job.train_batch_size, self.job.micro_batch_limit, self.data)
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def before_micro_batch(self) -> None:
         """Nothing fails here."""

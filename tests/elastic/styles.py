@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import ds_dynatrain
-from tests.elastic.training import OUT, STEP_SECONDS, Numbered, Script
+from ds_dynatrain.errors import UnsupportedError
+from tests.elastic.training import OUT, SETTINGS, STEP_SECONDS, Numbered, Script
+from tests.engine.models import small_gpt
 
 STYLE = os.environ["STYLE"]
 
@@ -187,7 +189,18 @@ class Cut(Styled):
         return float(loss.item())
 
 
-ALL = Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine, Cut
+class Second(Styled):
+    """A second engine, which it does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            ds_dynatrain.initialize(model=small_gpt(), config=SETTINGS)
+        except UnsupportedError as error:
+            self.say(event="refused", said=str(error))
+
+
+ALL = Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine, Cut, Second
 STYLES = {made.__name__: made for made in ALL}
 
 if __name__ == "__main__":

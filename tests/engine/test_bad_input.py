@@ -229,23 +229,6 @@ def test_a_job_after_a_refused_one(pool: RankPool) -> None:
     assert pool.run(after_an_error) == [3, 3, 0, 0]
 
 
-def second_engine() -> str:
-    """The words of the refusal of a second engine in one process; the first one trains on."""
-    with jobs.job(jobs.config("fp32", (4, 1))) as made:
-        try:
-            ds_dynatrain.initialize(model=small_gpt(), config=jobs.config("fp32", (2, 1)))
-        except DynatrainError as error:
-            jobs.train(made, 2)
-            return str(error)
-    return "no error"
-
-
-def test_a_second_engine_is_refused(pool: RankPool) -> None:
-    assert all(
-        "this process has an engine with a dynatrain block already" in words for words in pool.run(second_engine)
-    )
-
-
 class Stream(torch.utils.data.IterableDataset[Any]):
     """No length, no index."""
 

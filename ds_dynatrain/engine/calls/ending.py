@@ -6,6 +6,7 @@ import time
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import ended_in_error, post_end
@@ -18,16 +19,20 @@ class EndingCalls(EngineCore):
 
     def destroy(self) -> None:
         """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
-        self._end_job()
-        super().destroy()
-        if "_gradients" in self.__dict__:
-            self.let_module_go()
+        with self.turn():
+            self._end_job()
+            super().destroy()
+            if "_gradients" in self.__dict__:
+                self.let_module_go()
+        self.turns.leave(self)
 
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
-        if self._end_job() and self.job.elastic is None and self.control.member == 0:
-            self._see_idle_members_off()
-        if td.is_initialized():
+        with self.turn():
+            if self._end_job() and self.job.elastic is None and self.control.member == 0:
+                self._see_idle_members_off()
+        self.turns.leave(self)
+        if is_known(td.group.WORLD) and not self.turns.engines:
             td.destroy_process_group()
 
     def _end_job(self) -> bool:
@@ -45,8 +50,6 @@ class EndingCalls(EngineCore):
             self._switcher.close()
             self.surroundings.background.see_buried()
             self.close_loaders()
-            if self.job.claims is not None:
-                self.job.claims.erase(f"open/{self.control.member}")
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
         if self.job.elastic is not None:

@@ -56,6 +56,11 @@ class TrainingCalls(EngineCore):
             lambda: loss,
         )
 
+    def _backward_prologue(self) -> None:
+        """DeepSpeed's, where any backward pass begins, also one of `loss.backward()`."""
+        with self.turns.backward(self):
+            super()._backward_prologue()
+
     def step(self, lr_kwargs: Any = None) -> None:
         """DeepSpeed's; a complete window opens the way to the next boundary.
 

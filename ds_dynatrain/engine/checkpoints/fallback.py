@@ -3,7 +3,8 @@
 All members come by the same boundaries. By steps, each of them knows from the number of steps whether a save is due. By
 time, rank 0 alone looks at its clock: it posts that its next step is the one, which nobody can be past, since each step
 needs rank 0's gradients and every member reads the board at every boundary. So it is with SIGTERM, if that is asked
-for: whoever gets one says so, and after the save that follows all working members end.
+for: whoever gets one says so, and after the save that follows all working members end. Of several engines in a process
+the first one that comes to such a step, and finds none of the others in a global batch, saves for all.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
+    from ds_dynatrain.engine.core import EngineCore
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 TERMINATED = 143
 """The exit code after SIGTERM, as a shell would have it: 128 + 15."""
+PATIENCE_STEPS = 8
+"""So many steps later an engine ends without the state of others that are in a global batch whenever it looks."""
 
 
 class Fallback:
@@ -59,6 +63,8 @@ class Fallback:
         engine, settings = self._engine, self._settings
         if settings is not None and self._is_the_end():
             self._save(settings, engine.saver.save, "/end")
+            for other in self._others:
+                other.save_before_the_end()
             raise SystemExit(TERMINATED)
         if settings is None or self._here == (engine.era, int(engine.global_steps)):
             return
@@ -95,7 +101,14 @@ class Fallback:
         due, now = engine.control.read(key), int(engine.global_steps)
         if due is None and engine.rank == 0 and engine.control.read(f"{key}/wish"):
             engine.control.post(key, now + 1)
-        return due is not None and now >= due
+        if due is None or now < due:
+            return False
+        return now > due + PATIENCE_STEPS or not any(other.has_open_window for other in self._others)
+
+    @property
+    def _others(self) -> list[EngineCore]:
+        """The other engines of this process."""
+        return [other for other in self._engine.turns.engines if other is not self._engine]
 
     def _is_due_by_steps(self, settings: FallbackConfig) -> bool:
         steps = int(self._engine.global_steps)

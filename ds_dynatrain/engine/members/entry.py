@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.process_groups import make_group
 from ds_dynatrain.adapters.watched import Fate, watched
-from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed, launch_store
+from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
@@ -25,7 +25,6 @@ from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger
-from ds_dynatrain.support import practice
 
 START_SECONDS = 1800.0
 """Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
@@ -38,7 +37,7 @@ class Entry:
 
     launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
     among them, and how many they are. record: what the running job is doing (`Changes`), None if this process starts
-    one. claims: see `engine.Job`.
+    one. number: of the engine among those that the process has made, from 1.
     """
 
     launch: LaunchWorld
@@ -46,7 +45,7 @@ class Entry:
     background: Control
     mine: int
     size: int
-    claims: Control | None = None
+    number: int = 1
     elastic: Elastic | None = None
     world: World | None = None
     alone: LaunchWorld | None = None
@@ -83,8 +82,6 @@ class Entry:
 
     def give_up(self) -> None:
         """The engine could not be built."""
-        if self.claims is not None:
-            self.claims.erase(f"open/{self.mine}")
         if self.elastic is not None:
             self.elastic.member.stop(has_ended=False)
 
@@ -99,17 +96,11 @@ def node() -> str:
 
 
 def with_launch(seconds: float) -> Entry:
-    """With all processes of a launch; UnsupportedError if this process has an open engine already."""
-    if is_ours_installed():
-        raise practice("two engines").error()
+    """With all processes of a launch, each of which makes its engines in the same order."""
     launch, store = LaunchWorld.current(), launch_store()
-    claims = Control(store, "dynatrain", launch.member, seconds)
-    if claims.read(f"open/{launch.member}") is not None:
-        raise practice("two engines").error()
-    claims.post(f"open/{launch.member}", True)
-    name = f"dynatrain/{claims.count(f'engines/{launch.member}')}"
-    control = Control(store, name, launch.member, seconds)
-    return Entry(launch, control, control.clone(), launch.member, launch.size, claims)
+    number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
+    control = Control(store, f"dynatrain/{number}", launch.member, seconds)
+    return Entry(launch, control, control.clone(), launch.member, launch.size, number)
 
 
 def made_by(place: WorkerPlace, settings: DynatrainConfig) -> Elastic:
@@ -157,13 +148,13 @@ def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -> 
             for board in boards:
                 board.member = number
             elastic.is_newcomer, elastic.loaded = True, record["loaded"]
-            return Entry(alone, *boards, number, 1, None, elastic, world, alone, record)
+            return Entry(alone, *boards, number, 1, 1, elastic, world, alone, record)
         mine, size = roll.numbers[elastic.member.id], len(world.members)
         boards = elastic.open_boards(world, mine, seconds)
         with elastic.building(world.generation):
             made = watched(make_group(boards[1].store, "start", mine, size, seconds), Fate())
         elastic.settle()
-        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, None, elastic, world, alone)
+        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, 1, elastic, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
         logger.warning("generation %d could not be formed: %s", world.generation, error)
         elastic.member.broken(world)
@@ -188,8 +179,6 @@ def stand_alone() -> None:
     Whatever groups the script has are gone.
     """
     if td.is_initialized():
-        if is_ours_installed():
-            raise practice("two engines").error()
         td.destroy_process_group()
     store = HashStore()
     td.init_process_group("gloo", store=store, rank=0, world_size=1)
