@@ -75,10 +75,9 @@ def to_safetensors(
         with part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
             file.write(len(header).to_bytes(8, "little") + header)
             for tensor in tensors:
-                values = whole(reader, tensor, WEIGHT, types[tensor.name]).contiguous()
-                file.write(values.view(-1).view(torch.uint8).numpy().data)
+                file.write(whole(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
                 if progress is not None:
-                    progress(values.numel() * values.element_size())
+                    progress(tensor.numel * types[tensor.name].itemsize)
             file.flush()
             os.fsync(file.fileno())
         os.rename(part, path)

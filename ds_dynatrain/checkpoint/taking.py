@@ -93,15 +93,23 @@ def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progr
         reader = stack.enter_context(Reader(told.path, told.manifest))
         for tensor in told.tensors:
             for kind, dtype in _stored(told, tensor):
-                made_of = kind if (tensor.name, kind) in told.manifest.rows else WEIGHT
-                values = whole(reader, tensor, made_of, dtype).view(1, -1)
-                share = Share(tensor.name, kind, tensor.shape, Stretch(0, tensor.numel, 0, 1), values)
-                yield write(share)
-                if kind == MASTER and (tensor.name, WEIGHT) in told.manifest.rows:
-                    yield cast_row(share, named(told.manifest.rows[tensor.name, WEIGHT][0].dtype))
+                yield from _rows_of(reader, tensor, kind, dtype, write)
                 if progress is not None:
-                    progress(share.nbytes)
+                    progress(tensor.numel * dtype.itemsize)
         yield from map(write, tensors)
+
+
+def _rows_of(
+    reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], Row]
+) -> list[Row]:
+    """Write one kind of a tensor, and say what weights are cast of it; its values are gone afterwards."""
+    there = reader.manifest.rows
+    values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
+    share = Share(tensor.name, kind, tensor.shape, Stretch(0, tensor.numel, 0, 1), values)
+    rows = [write(share)]
+    if kind == MASTER and (tensor.name, WEIGHT) in there:
+        rows.append(cast_row(share, named(there[tensor.name, WEIGHT][0].dtype)))
+    return rows
 
 
 def _stored(told: Told, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:

@@ -66,6 +66,7 @@ def _to_ours(path: Path, out: Path, dtype: str | None, trust_pickle: bool) -> It
 def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:
     with _bar(_bytes_of(saved, to, dtype)) as advance:
         if to is Format.SAFETENSORS:
+            out = out / "model.safetensors" if out.is_dir() else out
             return f"{out}: {to_safetensors(saved, out, dtype, advance):,} bytes"
         carry, buffers = _rest_of(saved)
         if to is Format.DEEPSPEED:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,20 @@ def test_the_command_leaves_nothing_of_a_failure(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "no file of torch.save, or cut off" in found.output
     assert CliRunner().invoke(app, [*command, "--dtype", "float32"]).exit_code == 2
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.full
+def test_memory_of_each_direction() -> None:
+    """The largest tensor of one kind and a constant, in a process for each; the whole is 9 times as much."""
+    out = subprocess.run(
+        [sys.executable, "tools/bench_convert.py", "--mib", "64", "--tensors", "4"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "ours" in line]
+    assert len(rows) == 7
+    for source, target, held, *_ in rows:
+        assert int(held) <= 64 + 48, (source, target, held)

@@ -6,9 +6,10 @@ masters, unless another type is asked for: torch's own training keeps no others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -21,6 +22,8 @@ from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTen
 
 Progress = Callable[[int], object]
 """Called with the bytes of each tensor that is written."""
+DATA = "__0_0.distcp"
+"""What torch calls the first file of rank 0."""
 Keys = tuple[str, ...]
 """The levels of a name."""
 
@@ -39,8 +42,10 @@ def to_dcp(
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
 
     if path.exists():
         raise CheckpointError(f"{path} is there already: give another name, or remove it")
@@ -60,14 +65,37 @@ def to_dcp(
                 if write_item.index.fqn not in by_key:
                     return super().resolve_data(write_item)
                 tensor, kind, kind_type = by_key[write_item.index.fqn]
-                values = whole(reader, tensor, kind, kind_type)
                 if progress is not None:
-                    progress(values.numel() * values.element_size())
-                return values
+                    progress(tensor.numel * kind_type.itemsize)
+                return whole(reader, tensor, kind, kind_type)
 
-        writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-        save(state, storage_writer=writer, planner=Lazy(), no_dist=True)
+        class OneByOne(FileSystemWriter):
+            """One file, without holding on to all that is in it, as torch's own writer does."""
+
+            def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+                done: Future[list[WriteResult]] = Future()
+                with (path / DATA).open("xb") as file:
+                    done.set_result([_written(item, planner.resolve_data(item), file) for item in plan.items])
+                    file.flush()
+                    os.fsync(file.fileno())
+                return done
+
+        save(state, storage_writer=OneByOne(path), planner=Lazy(), no_dist=True)
     return path
+
+
+def _written(item: Any, value: Any, file: BinaryIO) -> Any:
+    """Write a tensor, or what torch has serialized, behind what is in the file; where it lies, in torch's words."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    begin = file.tell()
+    if isinstance(value, torch.Tensor):
+        torch.save(value, file)
+    else:
+        file.write(value.getbuffer())
+    length = file.tell() - begin
+    return WriteResult(item.index, length, _StorageInfo(DATA, begin, length))
 
 
 def _put(state: dict[str, Any], path: Keys, value: Any) -> None:

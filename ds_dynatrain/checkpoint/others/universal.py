@@ -87,11 +87,10 @@ def _write_states(
         for kind in (MASTER, *moments):
             if (tensor.name, kind) not in saved.manifest.rows:
                 continue
-            values = whole(reader, tensor, kind)
             name = "fp32" if kind == MASTER else kind
-            torch.save({"param": values, "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
+            torch.save({"param": whole(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
             if progress is not None:
-                progress(values.numel() * values.element_size())
+                progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
         if str(number) in steps:
             torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / "step.pt")
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,10 +149,9 @@ def _write_models(
             _put(file.fileno(), places[name].offset, held)
         for each in tensors:
             if each.name in types and each.numel:
-                values = whole(reader, each, WEIGHT)
-                _put(file.fileno(), places[each.name].offset, values)
+                _put(file.fileno(), places[each.name].offset, whole(reader, each, WEIGHT))
                 if progress is not None:
-                    progress(values.numel() * values.element_size())
+                    progress(each.numel * types[each.name].itemsize)
         os.fsync(file.fileno())
 
 

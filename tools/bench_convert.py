@@ -1,0 +1,120 @@
+"""Memory and time of each conversion of a checkpoint, beside its largest tensor and the whole of it.
+
+python tools/bench_convert.py [--mib 64] [--tensors 12]
+
+Each conversion has a process of its own: what it held at most, beyond what it held before (the imports), by Linux's
+high-water mark. The state is a DeepSpeed checkpoint of ZeRO stage 2 on 4 ranks, written by hand:
+masters and two moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from figures import keep, machine, table
+from memory import high_water, reset_high_water, resident
+
+MIB, RANKS = 1 << 20, 4
+
+
+def main() -> None:
+    """Print a row for each direction."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="of the largest tensor, in one state kind")
+    parser.add_argument("--tensors", type=int, default=12, help="tensors of half that size, beside the largest")
+    parser.add_argument("--folder", type=Path, help="on the disk to use; a temporary one by default")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        measure(*asked.one)
+        return
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+        shapes = shapes_of(asked.mib, asked.tensors)
+        write_zero(Path(name) / "zero" / "global_step3", shapes)
+        rows = [[*said, *run(asked.mib, *asks)] for *said, asks in directions(Path(name))]
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
+    whole = f"The largest tensor has {asked.mib} MiB in one state kind, all together {12 * numel // MIB} MiB."
+    text = f"Measured on: {machine()}. {whole}\n\n"
+    text += table(("from", "to", "MiB at most", "of the largest", "of all", "seconds"), rows)
+    print(text)
+    if asked.write is not None:
+        keep(asked.write, "bench_convert", text)
+
+
+def run(mib: int, *asks: object) -> list[str]:
+    """The figures of one conversion, in a process of its own."""
+    command = [sys.executable, __file__, "--one", *map(str, asks)]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    held = said["bytes"] / MIB
+    return [f"{held:.0f}", f"{held / mib:.2f}", f"{said['bytes'] / said['whole']:.3f}", f"{said['seconds']:.1f}"]
+
+
+def directions(folder: Path) -> Iterator[tuple[str, str, tuple[Path, Path, str]]]:
+    """(from, to, what the command is asked for: path, out, --to), in an order in which each finds what it needs."""
+    ours = folder / "ours"
+    yield "DeepSpeed's, ZeRO stage 2", "ours", (folder / "zero", ours, "universal")
+    for name in ("safetensors", "deepspeed-universal", "dcp"):
+        yield "ours", name, (ours, folder / f"its.{name}", name)
+    for name in ("safetensors", "deepspeed-universal", "dcp"):
+        yield name, "ours", (folder / f"its.{name}", folder / f"from-{name}", "universal")
+
+
+def measure(path: str, out: str, to: str) -> None:
+    """Convert in this process; the bytes that it took at most beyond those of before, and seconds."""
+    import torch.distributed.checkpoint.state_dict_saver
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import ds_dynatrain.engine.checkpoints.conversion  # noqa: F401
+    from ds_dynatrain.cli import conversion
+
+    with FakeTensorMode():
+        torch.empty(1)
+    before, begin = resident(), time.perf_counter()
+    reset_high_water()
+    list(conversion.convert(Path(path), Path(out), conversion.format_of(to), None, False))
+    seconds = time.perf_counter() - begin
+    whole = sum(each.stat().st_size for each in Path(path).rglob("*") if each.is_file()) or Path(path).stat().st_size
+    print(json.dumps({"bytes": high_water() - before, "seconds": seconds, "whole": whole}))
+
+
+def shapes_of(mib: int, tensors: int) -> dict[str, tuple[int, ...]]:
+    """Matrices in float32: one of so many MiB, others of half of it."""
+    wide = {"words.weight": (mib * 256, 1024)}
+    return {**wide, **{f"layers.{number}.weight": (mib * 128, 1024) for number in range(tensors)}}
+
+
+def write_zero(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """As DeepSpeed 0.19 lays it out; values are drawn rank by rank."""
+    folder.mkdir(parents=True)
+    (folder.parent / "latest").write_text(folder.name)
+    part = sum(torch.Size(shape).numel() for shape in shapes.values()) // RANKS
+    config = {"bf16": {"enabled": True}}
+    said = {"global_steps": 3, "global_samples": 36, "skipped_steps": 0, "dp_world_size": RANKS, "buffer_names": []}
+    model = {"param_shapes": [{name: torch.Size(shape) for name, shape in shapes.items()}], "module": {}, **said}
+    torch.save(
+        {**model, "frozen_param_shapes": {}, "shared_params": {}, "ds_config": config},
+        folder / "mp_rank_00_model_states.pt",
+    )
+    for rank in range(RANKS):
+        state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(part), "exp_avg_sq": torch.rand(part)}
+        base = {"state": {0: state}, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}]}
+        optimizer = {
+            "zero_stage": 2,
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": [torch.randn(part)],
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_config": config}, folder / name)
+
+
+if __name__ == "__main__":
+    main()
