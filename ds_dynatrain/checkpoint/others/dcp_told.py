@@ -64,10 +64,7 @@ def told_by_dcp(path: Path, trust_pickle: bool = False) -> Told:
     """Describe a checkpoint; CheckpointError for content that is refused, CheckpointDamaged if a part of it is missing
     or it cannot be true. trust_pickle: of values that are neither tensors nor plain, never of the metadata.
     """
-    try:
-        return _Folder.open(path, trust_pickle).told()
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise CheckpointDamaged(f"{path / METADATA} cannot be read ({type(error).__name__}: {error})") from None
+    return _Folder.open(path, trust_pickle).told()
 
 
 class _Reader(pickle.Unpickler):

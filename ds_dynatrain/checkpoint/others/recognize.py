@@ -12,10 +12,12 @@ from ds_dynatrain.checkpoint.others.universal_told import OPTIMIZER, ZERO, is_un
 from ds_dynatrain.checkpoint.others.zero_files import is_zero_folder
 from ds_dynatrain.checkpoint.others.zero_told import told_by_zero
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 
 NOTES = ("latest", "latest_universal")
 """Files that name a checkpoint beside them."""
+UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, LayoutError)
+"""What reading raises where something is not what it ought to be."""
 
 
 def _is_zero(path: Path) -> bool:
@@ -40,7 +42,13 @@ def told_at(path: Path, trust_pickle: bool = False) -> Told:
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already")
     found = [(what, read) for what, (is_there, read) in SORTS.items() if is_there(path)]
     if len(found) == 1:
-        return found[0][1](path, trust_pickle)
+        (what, read) = found[0]
+        try:
+            return read(path, trust_pickle)
+        except UNEXPECTED as error:  # files by strangers may say anything, of any type
+            raise CheckpointDamaged(
+                f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}"
+            ) from None
     if found:
         raise CheckpointError(f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; give one of them")
     named = {name: path / (path / name).read_text().strip() for name in NOTES if (path / name).is_file()}
