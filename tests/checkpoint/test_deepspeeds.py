@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from ds_dynatrain.checkpoint import Reader, Saved, folder
@@ -103,6 +104,23 @@ def test_stage_2_and_by_way_of_their_universal_format(tmp_path: Path) -> None:
         assert getattr(again.record, name) == getattr(first.record, name)
     for key in first.manifest.rows:
         assert again.manifest.digest(*key) == first.manifest.digest(*key), key
+
+
+def test_by_way_of_torchs_format(tmp_path: Path) -> None:
+    assert not converted(stage_2(tmp_path / "theirs"), tmp_path / "ours")
+    command = ["checkpoint", "convert", str(tmp_path / "ours"), str(tmp_path / "dcp"), "--to", "dcp"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    names = {"model.c": "fp32", "optim.state.c.exp_avg": "exp_avg"}
+    found = {**{name: torch.empty(SHAPES["c"]) for name in names}, "optim.param_groups.c.lr": 0.0, "step": 0}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(found[name].flatten(), STATE[kind][38:]) for name, kind in names.items())
+    assert found["optim.param_groups.c.lr"] == 0.5 and found["step"] == 3
+    assert not converted(tmp_path / "dcp", tmp_path / "again")
+    first, again = check(tmp_path / "ours"), check(tmp_path / "again")
+    assert again.record.tensors == first.record.tensors
+    for key in first.manifest.rows:
+        if key[1] != "rest" and (key[0] == "frozen" or key[1] != "weight"):
+            assert again.manifest.digest(*key) == first.manifest.digest(*key), key
 
 
 def test_stage_0_of_one_group(tmp_path: Path) -> None:
