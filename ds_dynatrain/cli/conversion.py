@@ -21,6 +21,9 @@ from ds_dynatrain.checkpoint.taking import bytes_of
 from ds_dynatrain.cli.checkpoints import COLUMNS, found
 from ds_dynatrain.errors import CheckpointError
 
+MOST_NAMED = 10
+"""Parts that are left out."""
+
 
 class Format(str, Enum):
     """What a checkpoint is converted to."""
@@ -59,8 +62,9 @@ def _to_ours(path: Path, out: Path, dtype: str | None, trust_pickle: bool) -> It
     with _bar(bytes_of(told)) as advance:
         written = convert_told(told, out, advance)
     yield f"{written}: from {told.format}"
-    for each in told.left_out:
-        yield f"left out: {each}"
+    if told.left_out:
+        more = f" and {len(told.left_out) - MOST_NAMED} more" if len(told.left_out) > MOST_NAMED else ""
+        yield f"left out: {', '.join(told.left_out[:MOST_NAMED])}{more}"
 
 
 def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:

@@ -69,6 +69,7 @@ def check(saved: Saved, weights: dict[str, torch.Tensor]) -> None:
 def test_one_file_and_a_folder(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     check(taken(told_at(tmp_path / "model.safetensors"), tmp_path / "one"), WEIGHTS)
+    save_file(WEIGHTS, tmp_path / "adapter.safetensors")
     check(taken(told_at(tmp_path), tmp_path / "two"), WEIGHTS)
     with pytest.raises(CheckpointError, match="there is a 'step0'"):
         taken(told_at(tmp_path), tmp_path / "two")
@@ -84,6 +85,10 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, held in files.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     check(taken(told_at(tmp_path), tmp_path / "ours"), WEIGHTS)
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has both"):
+        told_at(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     for wrong in ("../model-1.safetensors", "none.safetensors", "model-2.safetensors", 3):
         index["weight_map"]["a.weight"] = wrong  # type: ignore[assignment]
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -21,7 +21,7 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import WEIGHT, LogicalTensor
 
 FORMAT = "safetensors"
-SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
+SUFFIX, SINGLE, INDEX = ".safetensors", "model.safetensors", "model.safetensors.index.json"
 TYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -65,8 +65,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
     if path.is_file():
         yield from header_of(path).items()
         return
+    single = (path / SINGLE).is_file()
+    if (path / INDEX).is_file() and single:
+        raise CheckpointError(
+            f"{path} has both {SINGLE} and {INDEX}: give the file, or remove the one that does not count"
+        )
     if not (path / INDEX).is_file():
-        files = sorted(path.glob(f"*{SUFFIX}"))
+        files = [path / SINGLE] if single else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) != 1:
             raise CheckpointError(f"{path} has {len(files)} safetensors files and no {INDEX}: give one of them")
         yield from header_of(files[0]).items()
