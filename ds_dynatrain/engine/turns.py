@@ -55,6 +55,7 @@ class Turns:
         self._now: EngineCore | None = None
         self._sign: td.ProcessGroup | None = None
         self._backward: AbstractContextManager[None] | None = None
+        self._is_joining = False
 
     @staticmethod
     def of_process() -> Turns:
@@ -91,9 +92,11 @@ class Turns:
             self.engines[0].own = Own.now()
             self.engines[0].launch.install()
             put_plain()
+        self._is_joining = True
         try:
             yield
         finally:
+            self._is_joining = False
             self._settle()
 
     def add(self, engine: EngineCore) -> None:
@@ -112,6 +115,9 @@ class Turns:
         self._settle()
 
     def _settle(self) -> None:
+        """Not in the middle of anything: an engine that was dropped ends when it is collected, wherever that is."""
+        if self._is_joining or self._now is not None:
+            return
         engines = self.engines
         if len(engines) == 1 and engines[0].own is not None:
             own, engines[0].own = engines[0].own, None
@@ -145,6 +151,7 @@ class Turns:
             else:
                 before.speak()
             outside.put()
+            self._settle()
 
     @contextmanager
     def backward(self, engine: EngineCore) -> Iterator[None]:

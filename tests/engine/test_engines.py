@@ -17,11 +17,13 @@ import torch.distributed as td
 import ds_dynatrain
 from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.errors import DynatrainError
-from tests.engine import axis_walks, oracle
+from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject
-from tests.engine.models import Sequences, decay_groups, small_gpt
+from tests.engine.models import Sequences, decay_groups, named_groups, small_gpt
+from tests.engine.pipelines import pipeline
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS, language_model
+from tests.engine.test_zero_init import under_init
 from tests.engine.transitions import layout
 
 STEPS = 10
@@ -52,6 +54,11 @@ def by_tensor(engine: Any, batch: Any) -> float:
 def dropping(dropout: float = 0.1, **sizes: Any) -> Subject:
     """A model that draws from the default stream."""
     return Subject(partial(small_gpt, dropout=dropout, **sizes), Sequences, groups=decay_groups, step=by_tensor)
+
+
+def from_init() -> Subject:
+    """A model of `zero.Init`: cut over whatever `torch.distributed` speaks of when it is built."""
+    return Subject(partial(under_init, jobs.config(start=(4, 3))), Sequences, groups=named_groups)
 
 
 ACTOR = Kind(partial(language_model, "llama of 4 kv"), "d4z1", {2: "d2t2z1", 5: "t4z2", 8: "d4z3"})
@@ -143,6 +150,7 @@ def test_each_trains_as_if_alone(pool: RankPool) -> None:
 
 
 AXES = {
+    "zero.Init": Kind(from_init, "d4z3", {3: "d4z1", 6: "d4z3"}),
     "pipe": Kind(SUBJECTS["PipelineModule"], "p2d2z1", {3: "p4z1", 6: "d4z0"}),
     "AutoEP": Kind(SUBJECTS["AutoEP"], "d4e2z1", {3: "d4e4z3", 6: "d4z2"}),
     "moe": Kind(SUBJECTS["deepspeed.moe"], "d4z1", {3: "d4e2z1", 6: "d4e4z2"}),
@@ -160,7 +168,7 @@ AXES = {
     [
         ("pipe", "AutoEP"),
         *(pytest.param(names, marks=pytest.mark.full) for names in (("moe", "sequence"), ("autocast", "pipe"))),
-        *(pytest.param(names, marks=pytest.mark.full) for names in (("AutoEP", "moe"), ("pipe", "pipe"))),
+        *(pytest.param(names, marks=pytest.mark.full) for names in (("AutoEP", "zero.Init"), ("pipe", "pipe"))),
     ],
     ids="+".join,
 )
@@ -323,6 +331,9 @@ def refusals(folder: Path) -> list[str]:
             critic.step()
             found.append(refused(lambda: critic.engine.switch(data=2)))
             found.append(str(critic.engine.plan(data=2).refusal))
+            module = pipeline("tied")
+            module.global_rank ^= 1
+            found.append(refused(lambda: ds_dynatrain.initialize(model=module, config=jobs.config(start=(4, 1)))))
             critic.engine.switch(zero_stage=2, at=5)
             found.append(refused(lambda: Run(REWARD)))
             for _ in range(5):
@@ -336,9 +347,10 @@ def refusals(folder: Path) -> list[str]:
 
 def test_layouts_that_leave_processes_idle_are_refused(pool: RankPool, tmp_path: Path) -> None:
     idle = "which leaves 2 of 4 processes idle: an idle process waits in its loader"
-    for start, folder, switch, plan, busy, *steps, after in pool.run(refusals, folder=tmp_path, seconds=120):
+    for start, folder, switch, plan, stage, busy, *steps, after in pool.run(refusals, folder=tmp_path, seconds=120):
         assert idle in start and idle in switch and idle in plan and idle in after
         assert "dynatrain.fallback.path" in folder and "of another engine of this process" in folder
+        assert "PipelineModule: it was built as rank" in stage
         assert "a switch of another engine of this process is pending" in busy
         assert steps == ["6", "6"]
 

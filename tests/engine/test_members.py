@@ -220,9 +220,9 @@ def two_engines_case() -> tuple[str, str, int]:
     return "idle", words, 0
 
 
-def test_second_engine_is_refused(pool: RankPool) -> None:
+def test_second_engine_beside_idle_members_is_refused(pool: RankPool) -> None:
     results = pool.run(two_engines_case)
-    assert all("has an engine with a dynatrain block already" in words for _, words, _ in results)
+    assert all("leaves 2 of 4 processes idle" in words for _, words, _ in results)
     assert [steps for _, _, steps in results] == [3, 3, 0, 0]
 
 
