@@ -257,11 +257,11 @@ def test_one_that_is_configured_otherwise_is_refused_and_a_slow_one_is_waited_fo
     job = train(nodes="1:4")
     job.coordinator("coordinator")
     job.node("a", is_host=0)
+    first = job.settled(1)  # else whoever is first is right
     other = job.variables["SETTINGS"].replace('"lr": 0.0002', '"lr": 0.0003')
     with variables(job, SETTINGS=other):
         job.node("other", is_host=0)
     gated(job, "slow", LATE="6")
-    first = job.settled(1)
     assert job.code("other") != 0
     log = (job.folder / "other.log").read_text()
     assert "cannot join the job: optimizer.params.lr is 0.0003 here and 0.0002 in the running job" in log, log[-3000:]

@@ -60,6 +60,7 @@ def check_changed(job: Job, *, least: int) -> None:
     assert all("go on with the loader's next" in row["said"] for row in changed), changed
 
 
+@pytest.mark.full
 def test_collectives_and_groups_of_the_users_own(run: Callable[..., Job], static: Static) -> None:
     """They raise WorldChanged when rank 1 dies in front of one; the groups follow the world."""
     job = run("Collectives")

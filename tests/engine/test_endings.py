@@ -68,11 +68,8 @@ GOOD = {
 }
 
 
-FEW = ("idle members",)
-"""Of a short run, where the examples end with all at work; the full set has all, several times."""
-
-
-@pytest.mark.parametrize("how", [how if how in FEW else pytest.param(how, marks=pytest.mark.full) for how in GOOD])
+@pytest.mark.full
+@pytest.mark.parametrize("how", GOOD)
 def test_a_script_that_simply_ends(how: str) -> None:
     end = launch(how)
     assert end.code == 0, end.output[-6000:]

@@ -251,6 +251,38 @@ def test_one_ends_and_the_others_stay(pool: RankPool, first: int) -> None:
         assert losses == alone[0][0]
 
 
+def ending_inside() -> list[Any]:
+    """One engine ends in the middle of the other one's turn, as one does that is collected there."""
+    with running(CRITIC) as (kept,):
+        other = Run(replace(ACTOR, switches={}))
+        for _ in range(3):
+            other.step()
+            kept.step()
+        with kept.engine.turn():
+            torch.rand(1)  # moves its stream, to where it would not be if it had its own back too soon
+            other.engine.destroy()
+            left = len(kept.engine.turns.engines)
+            drawn = torch.rand(1).item()
+        while kept.engine.global_steps < STEPS:
+            kept.step()
+        return [left, kept.losses, drawn, td.get_rank() == kept.engine.rank]
+
+
+def drawing_inside() -> list[Any]:
+    """The same with no other engine."""
+    with running(CRITIC) as (kept,):
+        for _ in range(3):
+            kept.step()
+        drawn = torch.rand(2)[1].item()
+        while kept.engine.global_steps < STEPS:
+            kept.step()
+        return [1, kept.losses, drawn, True]
+
+
+def test_one_that_ends_inside_anothers_turn_changes_nothing(pool: RankPool) -> None:
+    assert pool.run(ending_inside) == pool.run(drawing_inside)
+
+
 def saving(folder: Path) -> list[Any]:
     """The actor saves, goes on, and loads in another layout; the critic saves in DeepSpeed's format meanwhile."""
     with running(ACTOR, CRITIC) as runs:

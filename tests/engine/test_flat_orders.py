@@ -55,13 +55,14 @@ def settings(dtype: str, name: str) -> dict[str, Any]:
     return walks.settings(dtype, zero_optimization=OPTIONS[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "name", "path", "model"),
     [
         ("bf16", "aligned", FLAT, {}),
-        pytest.param("fp32", "round robin", ACROSS, {}, marks=pytest.mark.full),
-        pytest.param("bf16", "both", ACROSS, WIDE, marks=pytest.mark.full),
-        pytest.param("fp32", "both", FLAT, WIDE, marks=pytest.mark.full),
+        ("fp32", "round robin", ACROSS, {}),
+        ("bf16", "both", ACROSS, WIDE),
+        ("fp32", "both", FLAT, WIDE),
     ],
     ids=["bf16-aligned", "fp32-dealt-across-stages", "bf16-both-across-stages-wide", "fp32-both-wide"],
 )

@@ -59,7 +59,8 @@ def data() -> Sequences:
 # ---- state and losses, from layout to layout ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bf16", "small"), pytest.param("fp32", "large", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", "small"), ("fp32", "large")])
 def test_state_and_losses_over_a_walk(pool: RankPool, dtype: str, size: str) -> None:
     walks.compare(pool, settings(dtype, (2, 1), param=dtype == "bf16"), WALKS[size], MODELS[size])
 

@@ -55,7 +55,7 @@ WALKS: dict[str, tuple[str, str, Path]] = {
     "bf16": ("tied", "bf16", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
     "bf16 in fp32": ("inner tie", "bf16 in fp32", [layout(1, 2), layout(2, 2), layout(4, 1), layout(2, 1)]),
 }
-FULL = ("up and down", "idle members", "stages 0 and 1", "bf16 in fp32")
+FULL = ("up and down", "layers of uneven sizes", "bf16", "idle members", "stages 0 and 1", "bf16 in fp32")
 """What the table of transitions stands for in a short run."""
 
 

@@ -48,6 +48,7 @@ def test_walks(pool: RankPool, title: str) -> None:
     assert {number for rank in found if rank for number in rank.compared} == set(range(1, len(path)))
 
 
+@pytest.mark.full
 def test_autocast_as_where_it_was_started(pool: RankPool) -> None:
     """Of three stages the one in the middle receives fp32 and sends bf16; ranks add gradients up in bf16."""
     find = partial(pipelined, "inner tie", **AUTOCAST)

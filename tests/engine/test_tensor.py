@@ -48,6 +48,7 @@ def test_models(pool: RankPool, name: str) -> None:
     axis_walks.compare(pool, partial(language_model, name), WALKS[name])
 
 
+@pytest.mark.full
 def test_sub_groups_of_stage_3(pool: RankPool) -> None:
     walk = [at(2, 2, 3), at(1, 4, 3), at(2, 1, 3), at(1, 2, 3), at(2, 2, 1)]
     axis_walks.compare(pool, partial(language_model, "llama of 4 kv", 700), walk)

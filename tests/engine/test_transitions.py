@@ -19,7 +19,13 @@ MIXED = {
 """Changes of several axes at once that must be there."""
 
 
-@pytest.mark.parametrize("kind", TABLE)
+LATER = "PipelineModule under AutoEP"
+"""In the full set: `test_pipeline_autoep` stands for it in a short run."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full) if kind == LATER else kind for kind in TABLE]
+)
 def test_walk(pool: RankPool, kind: str) -> None:
     axis_walks.compare(pool, SUBJECTS[kind], path(pairs(TABLE[kind].first)))
 
