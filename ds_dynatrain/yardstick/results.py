@@ -36,7 +36,7 @@ class Measure:
     """One way of one change, once. Times in seconds, as rank 0 sees them; sizes in bytes.
 
     total: from the end of the last old step to the end of the first new one. steady: a step of the new layout later on.
-    pause, certificate: of a live switch, on the member on which it took longest. ahead: how much longer the steps took
+    pause, certificate: of a live switch, the longest among members that go on. ahead: how much longer the steps took
     during which a switch was prepared. moved: between members. peak: of one process, the largest. steps_lost,
     samples_lost, samples_repeated: counted in the first new step. is_equal: whether all masters and moments are bit for
     bit what they were. losses: by step. reason: why it could not be done; then the rest is empty.
