@@ -23,7 +23,7 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.told import Told, hyper_parameters, in_order, number_of, plain_fields, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
-from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, model_files, scaler_fields
+from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, model_files, read_table, scaler_fields
 from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, LogicalTensor
@@ -49,7 +49,7 @@ def told_by_universal(path: Path, trust_pickle: bool = False) -> Told:
 class _Folder:
     path: Path
     trust_pickle: bool
-    _trees: dict[str, Any] = field(default_factory=dict, repr=False)
+    _trees: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     def told(self) -> Told:
         tensors, rows = list[LogicalTensor](), list[Row]()
@@ -82,13 +82,7 @@ class _Folder:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def _tree(self, name: str) -> Mapping[str, Any]:
-        if name not in self._trees:
-            tree = read_tree(self.path, name, self.trust_pickle)
-            if not isinstance(tree, Mapping):
-                raise CheckpointDamaged(f"{self.path / name} is no file of a checkpoint of DeepSpeed's")
-            self._trees[name] = tree
-        found: Mapping[str, Any] = self._trees[name]
-        return found
+        return read_table(self.path, name, self.trust_pickle, self._trees)
 
     @cached_property
     def models(self) -> dict[tuple[int, int], str]:

@@ -38,6 +38,16 @@ def model_files(path: Path) -> dict[tuple[int, int], str]:
     return {_place(found): found[0] for found in _matches(_MODEL, sorted(_names(path), reverse=True))}
 
 
+def read_table(path: Path, name: str, trust_pickle: bool, known: dict[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What a file of such a checkpoint has by name, read once: `known` keeps it. Errors as `read_tree` has them."""
+    if name not in known:
+        tree = read_tree(path, name, trust_pickle)
+        if not isinstance(tree, Mapping):
+            raise CheckpointDamaged(f"{path / name} is no file of a checkpoint of DeepSpeed's")
+        known[name] = tree
+    return known[name]
+
+
 @dataclass(frozen=True, eq=False)
 class OptimizerFile:
     """What the optimizer of one rank had. masters: its flat buffers, or those of single tensors, in order.
@@ -66,7 +76,7 @@ class ZeroFolder:
     optimizers: Mapping[tuple[int, int], str]
     layers: Mapping[int, str]
     prefixes: tuple[str, ...] = ()
-    _trees: dict[str, Any] = field(default_factory=dict, repr=False)
+    _trees: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
@@ -175,13 +185,7 @@ class ZeroFolder:
         return {key: value for key, value in self.model(0).items() if key not in known}
 
     def _tree(self, name: str) -> Mapping[str, Any]:
-        if name not in self._trees:
-            tree = read_tree(self.path, name, self.trust_pickle)
-            if not isinstance(tree, Mapping):
-                raise CheckpointDamaged(f"{self.path / name} is no file of a checkpoint of DeepSpeed's")
-            self._trees[name] = tree
-        found: Mapping[str, Any] = self._trees[name]
-        return found
+        return read_table(self.path, name, self.trust_pickle, self._trees)
 
 
 def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
