@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.utils.data import DataLoader, Dataset
 
 from ds_dynatrain.data import WorkerStart
@@ -163,6 +164,7 @@ class Script:
         """The group of a world, with the state of whoever has come furthest on all members."""
         with self.sockets.building(lambda: self.member.is_newest(world)):
             store = self.member.store(world, WAIT.total_seconds())
+            c10d._world.group_count = 0  # it names the group, and a build that failed has counted on this member alone
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(world.members), timeout=WAIT)
             self.work.agree()
             dist.barrier()
