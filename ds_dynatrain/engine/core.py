@@ -124,6 +124,11 @@ class EngineCore(HostEngine):
             install(self.world)
 
     @property
+    def has_stood(self) -> bool:
+        """Whether it has come to a boundary yet."""
+        return self._has_stood
+
+    @property
     def is_switching(self) -> bool:
         """Whether a switch is being prepared."""
         return self._switcher.is_busy
@@ -210,6 +215,15 @@ class EngineCore(HostEngine):
             return
         with self.turn():
             self._switcher.save_now()
+
+    def save_beside(self, tag: str, key: str, in_background: bool) -> None:
+        """The first engine of this process saves a fallback checkpoint, and this one the same moment."""
+        with self.turn():
+            self._switcher.save_beside(tag, key, in_background)
+
+    def end_void(self) -> None:
+        """From here on what is dealt trains again."""
+        self._window.is_void = False
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
         """Become part of a committed world, or idle; called by the transaction."""

@@ -96,7 +96,9 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         self._switcher.stand_at(BOUNDARY, self._window_is_open)
-        self._window.is_void = False
+        changes = self._switcher.changes
+        if changes is None or changes.engine is self:
+            self.end_void()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""

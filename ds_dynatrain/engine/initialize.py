@@ -49,7 +49,7 @@ from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter
 from ds_dynatrain.engine.members.early import Early, found_early
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.entry import Entry, node, stand_alone, with_launch, with_members
+from ds_dynatrain.engine.members.entry import Entry, beside, node, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
@@ -120,9 +120,9 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     start_without_compiler()
     place, turns = worker_place(), Turns.of_process()
-    _refuse_beside(turns.engines, settings, place)
+    _refuse_beside(turns.engines, settings, model, place)
     early = found_early()
-    if place is not None and early is None:
+    if place is not None and early is None and not turns.engines:
         stand_alone()
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     arguments = {
@@ -149,17 +149,32 @@ def initialize(
     return engine, forwarder, loader, engine.lr_scheduler
 
 
-def _refuse_beside(others: list[EngineCore], settings: DynatrainConfig, place: WorkerPlace | None) -> None:
+def _refuse_beside(
+    others: list[EngineCore], settings: DynatrainConfig, model: nn.Module, place: WorkerPlace | None
+) -> None:
     """UnsupportedError, ConfigError: the other engines of this process leave no room for one with these settings."""
-    if others and place is not None:
-        raise practice("several engines where members come and go").error()
+    if others and place is not None and is_pipeline(model):
+        raise practice("a pipeline beside another engine where members come and go").error()
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
+        if place is not None:
+            _refuse_to_be_late(other)
+            if (theirs is None) != (ours is None):
+                raise ConfigError(
+                    "dynatrain.fallback: where members come and go, all engines of a process go back to one moment; "
+                    "configure it for each of them, or for none"
+                )
         if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
             raise ConfigError(
                 f"dynatrain.fallback.path: {ours.path} is that of another engine of this process, and each would take "
                 "the other's checkpoints for its own; give each engine a folder"
             )
+
+
+def _refuse_to_be_late(other: EngineCore) -> None:
+    """ConfigError if members may have come already, who would not know of one more engine."""
+    if other.has_stood:
+        raise ConfigError("initialize: where members come and go, make all engines before the first batch of any")
 
 
 @dataclass(frozen=True)
@@ -185,10 +200,7 @@ def _build(
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
-    if early is not None:
-        entry = early.take_over(settings)
-    else:
-        entry = with_launch(settings.timeout_seconds) if place is None else with_members(place, settings)
+    entry = _enter(settings, place, early, turns)
     try:
         lists, said = _lists(arguments), described(own, settings)
         if entry.elastic is not None:
@@ -216,6 +228,16 @@ def _build(
     except BaseException:
         entry.give_up()
         raise
+
+
+def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None, turns: Turns) -> Entry:
+    """Into the job, in whichever way this process comes."""
+    if early is not None:
+        return early.take_over(settings)
+    if place is None:
+        return with_launch(settings.timeout_seconds)
+    elastic = turns.engines[0].job.elastic if turns.engines else None
+    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(turns.engines))
 
 
 def _of_running_job(record: dict[str, Any], said: dict[str, str]) -> tuple[Layout, BatchSizes]:
@@ -315,7 +337,8 @@ def _settle(engine: DynatrainEngine, entry: Entry, elastic: Elastic) -> None:
     if engine.idle:
         entry.alone.install()
     engine.control.bury(entry.launch.retire())
-    elastic.enter(entry.world, roll, roll.ids_of(engine.members))
+    if elastic.world is None:
+        elastic.enter(entry.world, roll, roll.ids_of(engine.members))
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:

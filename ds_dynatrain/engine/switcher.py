@@ -75,7 +75,7 @@ class Switcher:
         self._preparation: Preparation | None = None
         self._watch = Watch(engine.control)
         elastic = engine.job.elastic
-        self.changes = None if elastic is None else Changes(engine, elastic, self)
+        self.changes = None if elastic is None else Changes.of_process(engine, elastic)
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._fallback = Fallback(engine, engine.settings.fallback)
 
@@ -102,7 +102,7 @@ class Switcher:
         if self._pending is not None and self._is_pending(layout, at, changes):
             return self._pending
         if self.changes is not None:
-            self.changes.reopen()
+            self.changes.reopen(self.engine)
         wish, proposal = self._wish(layout, at, changes)
         try:
             agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
@@ -166,7 +166,9 @@ class Switcher:
     def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
         refuse_moved_states(self.engine)
         target = feasible.target_layout(self.engine.layout, layout, changes)
-        self.check(target, len(self.engine.candidates))
+        processes = len(self.engine.candidates)
+        refuse_idle_target(self.engine.turns, target, processes if self.changes is None else len(self.engine.members))
+        self.check(target, processes)
         return target
 
     def check(self, target: Layout, processes: int) -> None:
@@ -176,7 +178,6 @@ class Switcher:
         if not engine.idle:
             refuse_changes(engine)
         feasible.check_size(target, processes)
-        refuse_idle_target(engine.turns, target, processes)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         self.check_features(target, processes)
 
@@ -238,7 +239,9 @@ class Switcher:
         return "an accumulation window is open" if window_is_open else ""
 
     def _slots(self, target: Layout) -> tuple[int, ...]:
-        return assign_slots(self.engine.vps, target, self.engine.candidates.members, self.engine.candidates.nodes)
+        pool, engine = self.engine.candidates, self.engine
+        able = engine.members if self.changes is not None and engine.turns.is_shared else pool.members
+        return assign_slots(engine.vps, target, able, pool.nodes)
 
     def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
@@ -281,12 +284,10 @@ class Switcher:
 
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
-        world, self.engine._has_stood = self.engine.world, True
-        if world is not None and world.fate is not None:
-            world.fate.is_closed = False
+        self.engine._has_stood = True
         self.engine.saver.look()
         if self.changes is not None:
-            self.changes.stand(place, window_is_open)
+            self.changes.stand(self.engine, place, window_is_open)
             return
         if not self.engine.idle:
             if not window_is_open:
@@ -305,6 +306,10 @@ class Switcher:
     def save_now(self) -> None:
         """Before all working members end: a fallback checkpoint, if there is to be any."""
         self._fallback.save_now()
+
+    def save_beside(self, tag: str, key: str, in_background: bool) -> None:
+        """The fallback checkpoint of a moment of all engines."""
+        self._fallback.save_beside(tag, key, in_background)
 
     def stop_listening(self) -> None:
         """SIGTERM is the user's own affair again."""
@@ -448,15 +453,29 @@ class Switcher:
 
     def transact(self, place: str) -> None:
         """Take part in the switch that was prepared."""
-        begin = time.perf_counter()
-        engine, preparation = self.engine, self._preparation
-        if preparation is None:
-            raise RuntimeError("no switch was prepared")
-        was = engine.layout, engine.members
+        begin, preparation = time.perf_counter(), self._prepared()
+        was = self.engine.layout, self.engine.members
         with without_collection():
             kind = LeanTransaction if self._is_lean else Transaction
-            outcome = kind(engine, preparation, place).run()
-        self._preparation = None
+            outcome = kind(self.engine, preparation, place).run()
+        self.note(preparation, outcome, was, begin)
+        if self.changes is not None:
+            self.changes.after(self.engine, preparation.proposal, outcome)
+
+    def transaction(self, place: str) -> Transaction:
+        """One that the caller attempts and concludes, and notes; not for lean switches."""
+        return Transaction(self.engine, self._prepared(), place)
+
+    def _prepared(self) -> Preparation:
+        if self._preparation is None:
+            raise RuntimeError("no switch was prepared")
+        return self._preparation
+
+    def note(
+        self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
+    ) -> None:
+        """A transaction has ended: tell all who want to know. was: layout and members before; begin: in seconds."""
+        engine, self._preparation = self.engine, None
         if not engine.idle:
             self._fallback.settle()
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
@@ -474,8 +493,6 @@ class Switcher:
                 self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)
-        if self.changes is not None:
-            self.changes.after(preparation, outcome)
 
     def _answer(self, event: SwitchEvent) -> None:
         """Tell whoever asked for the switch how it went."""

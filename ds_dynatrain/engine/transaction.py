@@ -49,7 +49,11 @@ CARRY_TAG = 2
 
 
 class Transaction(Meeting):
-    """See the module; `run` is called once, by every member of either world, at a boundary."""
+    """See the module; `run` is called once, by every member of either world, at a boundary.
+
+    record: where the decision is written, a notice board and a key; that of another transaction, where both happen or
+    none. Then all `attempt`, one asks for the decision, and all conclude it.
+    """
 
     def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
         super().__init__(engine, preparation, place)
@@ -70,12 +74,19 @@ class Transaction(Meeting):
         self.settlement = Settlement()
         self.own_buffers: set[str] = set()
         self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
+        self.record = self.control, f"record/{self.proposal.generation}"
+        self.decision: dict[str, Any] | None = None
+        self.interrupt: BaseException | None = None
 
     # ---- the protocol --------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Take part in the switch; returns on every member with the same `committed`."""
-        interrupt: BaseException | None = None
+        self.attempt()
+        return self.conclude(self.decide())
+
+    def attempt(self) -> bool:
+        """All that comes before the record, which says no if something fails; whether all went well here."""
         try:
             with self.phase("meet"):
                 self.meet(self._stop_if_decided)
@@ -94,15 +105,21 @@ class Transaction(Meeting):
             with self.phase("verify"):
                 self.outcome.digest = self._verify()
         except BaseException as error:
-            interrupt = None if isinstance(error, Exception) else error
-            decision = self._decide(False, f"{type(error).__name__}: {error}")
-        else:
-            decision = self._decide(True)
+            self.interrupt = None if isinstance(error, Exception) else error
+            self.decision = self._decide(False, f"{type(error).__name__}: {error}")
+        return self.decision is None
+
+    def decide(self) -> dict[str, Any]:
+        """After an attempt: the record, whoever wrote it."""
+        return self._decide(True) if self.decision is None else self.decision
+
+    def conclude(self, decision: dict[str, Any]) -> Outcome:
+        """What the record says, with or without an attempt before."""
         self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
         with self.phase("commit" if decision["commit"] else "roll back"):
             self._commit() if decision["commit"] else self._roll_back()
-        if interrupt is not None:
-            raise interrupt
+        if self.interrupt is not None:
+            raise self.interrupt
         return self.outcome
 
     def _decide(self, wish: bool, reason: str = "") -> dict[str, Any]:
@@ -110,9 +127,8 @@ class Transaction(Meeting):
         try:
             if not wish:
                 self._report({"failed": f"member {self.control.member}: {reason}"})
-            record: dict[str, Any] = self.control.decide(
-                f"record/{self.proposal.generation}", {"commit": wish, "reason": reason}
-            )
+            board, key = self.record
+            record: dict[str, Any] = board.decide(key, {"commit": wish, "reason": reason})
         except td.DistError as error:  # others may have read a commit: whoever can tell has to find out
             self.outcome.is_uncertain = True
             return {"commit": False, "reason": f"{reason or 'the notice board is gone'} ({error})"}
@@ -121,7 +137,8 @@ class Transaction(Meeting):
     def _stop_if_decided(self) -> None:
         """While waiting for others: leave as soon as one of them has given up, or is dead."""
         self.preparation.stop()
-        record = self.control.read(f"record/{self.proposal.generation}")
+        board, key = self.record
+        record = board.read(key)
         if record is not None and not record["commit"]:
             raise SwitchFailed(record["reason"])
 
@@ -348,6 +365,8 @@ class Transaction(Meeting):
         """All have the record; let go of the old world once all have said so."""
         engine, proposal = self.engine, self.proposal
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
+        if engine.turns.is_shared and self.target_rank is not None:
+            engine.speak()  # since the attempt it was another engine's turn
         self.preparation.committed()
         self._measure()
         self.acknowledge(self._measurements())

@@ -3,7 +3,8 @@
 `torch.distributed`, DeepSpeed's modules, the random generators and the environment variables are there once for a
 process, and an engine has its own of each: its world, and the streams of its places in it. One engine alone keeps the
 process to itself. Of several, each puts its own in place when it is called, and takes it along when it returns; in
-between torch.distributed speaks of the processes of the launch, and the generators are the script's.
+between torch.distributed speaks of the processes of the launch, or, where members come and go, of the first engine's
+world, and the generators are the script's.
 """
 
 from __future__ import annotations
@@ -90,14 +91,17 @@ class Turns:
                 )
         if len(self.engines) == 1:
             self.engines[0].own = Own.now()
-            self.engines[0].launch.install()
             put_plain()
+        for engine in self.engines[:1]:
+            engine.launch.install()
         self._is_joining = True
         try:
             yield
         finally:
             self._is_joining = False
             self._settle()
+            if self.is_shared:
+                self._speak_between()
 
     def add(self, engine: EngineCore) -> None:
         """One more is open."""
@@ -113,6 +117,8 @@ class Turns:
             unregister(self._sign)
             self._sign = None
         self._settle()
+        if self.is_shared and self._now is None:
+            self._speak_between()
 
     def _settle(self) -> None:
         """Not in the middle of anything: an engine that was dropped ends when it is collected, wherever that is."""
@@ -126,8 +132,16 @@ class Turns:
         for engine in engines:
             if self.is_shared and engine.own is None:
                 engine.own = Own.now()
-                engine.launch.install()
                 put_plain()
+                self._speak_between()
+
+    def _speak_between(self) -> None:
+        """Nobody has the process."""
+        first = self.engines[0]
+        if first.job.elastic is None:
+            first.launch.install()
+        else:
+            first.speak()
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
@@ -147,7 +161,7 @@ class Turns:
         finally:
             engine.own, self._now = Own.now(), before
             if before is None:
-                engine.launch.install()
+                self._speak_between()
             else:
                 before.speak()
             outside.put()

@@ -132,11 +132,10 @@ PRACTICES = (
         "calls_of_an_engine",
     ),
     _start(
-        "several engines where members come and go",
-        "this process has an engine already, and a change of members would have to be one transaction for all engines",
-        "start the job without the dynatrain rendezvous, where each engine switches by itself, or call destroy() on "
-        "the first",
-        "tests/elastic/test_styles.py::test_a_second_engine_is_refused_and_the_job_goes_on",
+        "a pipeline beside another engine where members come and go",
+        "a global batch that is dealt again is one call of it, and the other engine's part of the loop is not",
+        "make the pipeline's engine first, or start the job without the dynatrain rendezvous",
+        "tests/elastic/test_together.py::test_what_is_refused",
     ),
     _start(
         "idle processes beside another engine",
@@ -257,6 +256,11 @@ PRACTICES = (
         "several engines in one process",
         "each with a layout over all processes, and random streams of its own; see [several engines](engines.md)",
         f"{_ENGINES}::test_each_trains_as_if_alone",
+    ),
+    _works(
+        "several engines where members come and go",
+        "all of them in one transaction, at the boundaries of the first; see [several engines](engines.md)",
+        "tests/elastic/test_together.py::test_nodes_join_and_leave",
     ),
     _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
 )

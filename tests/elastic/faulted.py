@@ -1,6 +1,7 @@
 """What befalls a member in the middle of a switch or of a step, put there from outside by `$FAULT`.
 
-"ROLE PHASE ACT": a member with a role does something in a phase of the switch in which a third one comes. "step FILE
+"ROLE PHASE ACT", or "ROLE PHASE ACT ENGINE": a member with a role does something in a phase of the switch in which a
+third one comes, of the first engine or of the one with that number. "step FILE
 ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
 ACT": when it comes to a checkpoint from which all state is restored.
 """
@@ -45,18 +46,23 @@ def term() -> None:
     os.kill(os.getppid(), signal.SIGTERM)
 
 
-ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term}
+def fail() -> None:
+    """Something of this switch fails here, and nothing else."""
+    raise RuntimeError("told to fail")
+
+
+ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail}
 
 
 def install(fault: str) -> None:
     """Let it happen once in this process."""
-    who, where, act = fault.split()
+    who, where, act, *engine = fault.split()
     if where == "restore":
         _in_restoring(ACTS[act])
     elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)
     else:
-        _in_switch(who, where, ACTS[act])
+        _in_switch(who, where, ACTS[act], int(engine[0]) if engine else 1)
 
 
 def role(proposal: Proposal, member: int) -> str:
@@ -72,12 +78,14 @@ def _grows(proposal: Proposal) -> bool:
     return not proposal.forms_anew and 1 < before < len(proposal.members)
 
 
-def _in_switch(who: str, phase: str, act: Callable[[], None]) -> None:
+def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> None:
     owner, method = PLACES[phase]
     own, left = getattr(owner, method), [act]
 
     def wrapped(self: Any, *arguments: Any) -> Any:
-        if left and _grows(self.proposal) and role(self.proposal, self.control.member) == who:
+        number = self.number if owner is Preparation else self.engine.job.number
+        is_it = number == engine and _grows(self.proposal) and role(self.proposal, self.control.member) == who
+        if left and is_it:
             left.pop()()
         return own(self, *arguments)
 

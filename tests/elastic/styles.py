@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ds_dynatrain
-from ds_dynatrain.errors import UnsupportedError
-from tests.elastic.training import OUT, SETTINGS, STEP_SECONDS, Numbered, Script
-from tests.engine.models import small_gpt
+from tests.elastic.training import OUT, STEP_SECONDS, Numbered, Script
 
 STYLE = os.environ["STYLE"]
 
@@ -183,24 +181,13 @@ class Cut(Styled):
         loss = self.engine(inputs, targets)
         if self.engine.global_steps >= 3 and self.engine.rank == 1:
             elastic = self.engine._switcher.changes.elastic
-            elastic._present.abort(elastic.member.descriptors())
+            elastic._present[1].abort(elastic.member.descriptors())
         self.engine.backward(loss)
         self.engine.step()
         return float(loss.item())
 
 
-class Second(Styled):
-    """A second engine, which it does without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        try:
-            ds_dynatrain.initialize(model=small_gpt(), config=SETTINGS)
-        except UnsupportedError as error:
-            self.say(event="refused", said=str(error))
-
-
-ALL = Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine, Cut, Second
+ALL = Collectives, Backward, Derived, Boundary, FirstLine, OthersFirstLine, Cut
 STYLES = {made.__name__: made for made in ALL}
 
 if __name__ == "__main__":

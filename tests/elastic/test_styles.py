@@ -140,20 +140,3 @@ def test_a_step_that_always_fails_ends_the_job(start: Callable[..., Job]) -> Non
     assert job.code("a") != 0 and job.code("b") != 0
     assert "the step after 3 was tried 3 times by the same 2 members" in job.logs()
     assert {row["step"] for row in job.rows("step")} == {0, 1, 2}
-
-
-@pytest.mark.full
-def test_a_second_engine_is_refused_and_the_job_goes_on(start: Callable[..., Job], static: Static) -> None:
-    """On those that start the job and on one that joins it; what they have is as it was."""
-    job = start("Second", nodes="1:2")
-    job.node("a", is_host=0)
-    first = job.settled(1)
-    job.node("b", is_host=0)
-    joined = job.settled(2, first.generation)
-    assert processes(joined)[:1] == processes(first)
-    finish(job, "a", "b", "coordinator")
-    check_history(job, static)
-    assert len(refused := job.rows("refused")) == 2, refused
-    assert all(
-        "several engines where members come and go: this process has an engine" in row["said"] for row in refused
-    )

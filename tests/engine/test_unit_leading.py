@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_dynatrain.engine.members import leading
-from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
+from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader, Target
 from ds_dynatrain.engine.members.policy import Rule, rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
@@ -22,24 +23,40 @@ def nothing_refused(layout: Layout, processes: int) -> None:
     """Every layout can be had."""
 
 
-def target(
+def targets(
     members: tuple[str, ...],
     tries: int = 0,
     rule: Rule | None = None,
     check: Any = nothing_refused,
     restores: bool = False,
     data: int = 2,
-) -> tuple[Layout, tuple[int, ...]] | None:
+    beside: tuple[Layout, tuple[int, ...]] | None = None,
+) -> list[Target] | None:
     """Of a job in which the first `data` of `IDS` train, and `members` are those of the next generation."""
     roll = Roll().extended(IDS)
     candidates = Candidates(0, {roll.numbers[one]: one for one in members})
     world = SimpleNamespace(members=members, generation=5)
     change = SimpleNamespace(world=world, known=roll, candidates=candidates, tries=tries, restores=restores)
     present = tuple(range(data))
-    engine = SimpleNamespace(layout=Layout(data=data, zero_stage=1), members=present, vps=None)
-    elastic = SimpleNamespace(rule=rule or rule_of("data"))
-    made = Leader(engine, elastic, SimpleNamespace(check=check))  # type: ignore[arg-type]
-    return made._target(change)  # type: ignore[arg-type]
+    engines = [engine_with(Layout(data=data, zero_stage=1), present, check)]
+    if beside is not None:
+        engines.append(engine_with(*beside, check))
+    made = Leader(SimpleNamespace(rule=rule or rule_of("data")), engines)  # type: ignore[arg-type]
+    return made._targets(change)  # type: ignore[arg-type]
+
+
+def engine_with(layout: Layout, members: tuple[int, ...], check: Any, layouts: Any = "data") -> Any:
+    """One engine of a process, as far as a leader asks it."""
+    settings, switcher = SimpleNamespace(raw_layouts=layouts), SimpleNamespace(check=check)
+    return SimpleNamespace(
+        layout=layout, members=members, vps=None, settings=settings, _switcher=switcher, turn=nullcontext
+    )
+
+
+def target(members: tuple[str, ...], **given: Any) -> tuple[Layout, tuple[int, ...]] | None:
+    """That of the only engine; as `targets`."""
+    found = targets(members, **given)
+    return None if found is None else found[0]
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +95,29 @@ def test_there_is_no_way_for_too_few() -> None:
 def test_restoring_takes_the_first_members_of_the_world() -> None:
     assert target(("c/0", "a/0"), restores=True, data=3) == (Layout(data=2, zero_stage=1), (2, 0))
     assert target(("c/0",), rule=rule_of({"2": {"data": 2}}), restores=True) is None
+
+
+TENSORS = Layout(data=1, tensor=2, zero_stage=1)
+
+
+class TestSeveralEngines:
+    """They train on the same members, in whatever layouts."""
+
+    def test_all_take_as_many_members_as_each_of_them_can(self) -> None:
+        beside = TENSORS, (1, 0)
+        grown = [(Layout(data=4, zero_stage=1), (0, 1, 2, 3)), (TENSORS.replace(data=2), (0, 1, 2, 3))]
+        assert targets(IDS, beside=beside) == grown
+        assert targets(IDS[:3], beside=beside) == [(Layout(data=2, zero_stage=1), (0, 1)), beside], "nothing moves"
+
+    def test_none_where_one_of_them_has_no_layout(self) -> None:
+        assert targets(IDS[1:2], beside=(TENSORS, (0, 1))) is None
+
+    def test_those_that_hold_the_state_of_either_go_on(self) -> None:
+        """After a death one engine may be whole on fewer members than the other."""
+        alone, both = (Layout(data=1, zero_stage=0), (1,)), (Layout(data=2, zero_stage=0), (0, 1))
+        found = targets(IDS[:2], data=2, beside=alone)
+        assert found == [(Layout(data=2, zero_stage=1), (0, 1)), both]
+
+    def test_restoring(self) -> None:
+        found = targets(("c/0", "a/0", "b/0"), restores=True, beside=(TENSORS, (0, 1)))
+        assert found == [(Layout(data=2, zero_stage=1), (2, 0)), (TENSORS, (2, 0))]

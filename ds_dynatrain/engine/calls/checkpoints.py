@@ -91,12 +91,12 @@ class CheckpointCalls(EngineCore):
         elastic = self.job.elastic
         if elastic is not None and elastic.is_newcomer:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
-            return tuple(elastic.loaded) if elastic.loaded else (None, {})
+            return tuple(elastic.loaded.get(self.job.number) or (None, {}))
         if not self.idle and self._switcher.reads(load_dir, tag, arguments, named, trust_pickle):
             found = self.load_universal(load_dir, tag, trust_pickle=trust_pickle)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             result = super().load_checkpoint(load_dir, tag, *arguments, **named)
         if elastic is not None:
-            elastic.loaded = [plain_part(part) for part in result]
+            elastic.loaded[self.job.number] = [plain_part(part) for part in result]
         return result

@@ -26,8 +26,9 @@ class DataCalls(EngineCore):
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name, self._window_is_open)
-        if self._switcher.changes is not None:
-            self._window.open()
+        changes = self._switcher.changes
+        if changes is not None:
+            self._window.open(stays_void=changes.engine is not self and changes.engine.is_void)
 
     def loader(
         self,

@@ -52,7 +52,10 @@ class EndingCalls(EngineCore):
             self.close_loaders()
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
-        if self.job.elastic is not None:
+        if self._switcher.changes is not None:
+            self._switcher.changes.leave(self)
+        others = [other for other in self.turns.engines if other is not self]
+        if self.job.elastic is not None and not others:
             self.job.elastic.member.stop(has_ended=not ended_in_error())
         if self.world is not None:
             self.shaper.leave(self)

@@ -30,7 +30,7 @@ class GroupCalls(EngineCore):
         if world is not None:
             wanted = self.own_groups.kinds(self.layout, self.members, self.candidates.nodes, self.control.member)
             elastic = self.job.elastic
-            with nullcontext() if elastic is None else elastic.building_more():
+            with nullcontext() if elastic is None else elastic.building_more(self.job.number):
                 seconds = self.settings.timeout_seconds
                 add_groups(self.surroundings.background.store, world, {kind: wanted.get(kind, ())}, seconds)
         return OwnGroup(self, kind)

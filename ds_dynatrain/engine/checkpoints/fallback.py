@@ -4,7 +4,8 @@ All members come by the same boundaries. By steps, each of them knows from the n
 time, rank 0 alone looks at its clock: it posts that its next step is the one, which nobody can be past, since each step
 needs rank 0's gradients and every member reads the board at every boundary. So it is with SIGTERM, if that is asked
 for: whoever gets one says so, and after the save that follows all working members end. Of several engines in a process
-the first one that comes to such a step, and finds none of the others in a global batch, saves for all.
+the first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members
+come and go, all engines are saved when the first one is, as one moment (`moments`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.signals import Termination
+from ds_dynatrain.engine.checkpoints.moments import next_moment
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
@@ -81,12 +83,27 @@ class Fallback:
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
         engine = self._engine
         key = f"fallback/{engine.era}/{engine.global_steps}{more}"
+        others = [] if engine.job.elastic is None else self._others
         try:
-            how(settings.path, None, key, "", settings.keep)
+            if not others:
+                how(settings.path, None, key, "", settings.keep)
+            else:
+                tag = next_moment([engine, *others], settings.keep, key)
+                how(settings.path, tag, key, "", None)
+                for other in others:
+                    other.save_beside(tag, key, in_background=how == engine.saver.start)
         except CheckpointError as error:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
         self.settle()
+
+    def save_beside(self, tag: str, key: str, in_background: bool) -> None:
+        """The first engine saves just now, under that tag: this one, too. CheckpointError if it cannot."""
+        engine, settings = self._engine, self._settings
+        if settings is None:
+            raise CheckpointError(f"engine {engine.job.number} has no dynatrain.fallback.path")
+        save = engine.saver.start if in_background else engine.saver.save
+        save(settings.path, tag, f"{key}/beside", "", None)
 
     def _is_the_end(self) -> bool:
         """Whether a member was told to end, and this is the step at which all do."""

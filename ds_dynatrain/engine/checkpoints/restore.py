@@ -88,7 +88,13 @@ def load(
 
 
 def restore(
-    engine: DynatrainEngine, layout: Layout, members: tuple[int, ...], world: World, path: str | os.PathLike[str]
+    engine: DynatrainEngine,
+    layout: Layout,
+    members: tuple[int, ...],
+    world: World,
+    path: str | os.PathLike[str],
+    is_wanted: Callable[[str], bool] = lambda tag: True,
+    left_out: list[str] | None = None,
 ) -> Restored:
     """Restore everything from the newest whole checkpoint in a folder, in a world that was built just now.
 
@@ -101,22 +107,26 @@ def restore(
 
     Afterwards the engine is in `world` with all state, counters, hyper-parameters, random streams and loaders'
     positions of the checkpoint; `engine.global_steps` says where that is. A checkpoint that turns out to be damaged is
-    passed over for the next older one, by all members alike.
+    passed over for the next older one, by all members alike. is_wanted: whether one of that tag will do, asked on rank
+    0. left_out: damaged ones that are known; with it, another one is the end: CheckpointDamaged on all members alike.
 
     CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part: the
     engine then holds no state and no world (`engine.idle`), and `world` stays installed. MemberMissing if it is rank 0
     that does not take part.
     """
-    where, left_out = Path(path).absolute(), list[str]()
+    where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)
     while True:
-        key = f"restore/{world.generation}/{len(left_out)}"
+        key = f"restore/{world.generation}/{len(known)}"
         goal = _Goal(layout, members, world, key, f"{key}/record")
-        found = _chosen(engine, goal, lambda: _newest(where, left_out).path)
+        found = _chosen(engine, goal, lambda: _newest(where, known, is_wanted).path)
         try:
             return _Restoration(engine, goal, found, None).run()
         except CheckpointDamaged:
-            left_out.append(found.name)
+            if left_out is not None:
+                left_out.append(found.name)
+                raise
+            known.append(found.name)
 
 
 def take_back(
@@ -169,9 +179,10 @@ def _named(where: Path, tag: str | None) -> Path:
     return path if is_zero_folder(path) and not (path / RECORD).is_file() else Saved.open(path).path
 
 
-def _newest(where: Path, left_out: list[str]) -> Saved:
+def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) -> Saved:
     for saved in folder.newest(where):
-        if saved.path.name not in left_out and not saved.record.converted_from:  # which is not all of a training
+        is_whole = not saved.record.converted_from  # which is not all of a training
+        if saved.path.name not in left_out and is_whole and is_wanted(saved.path.name):
             return saved
     passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
     raise CheckpointError(f"there is no whole checkpoint in {where}{passed}")

@@ -36,8 +36,8 @@ class Elastic:
 
     world: the generation that this member has entered, None before the first. roll: the numbers of its members.
     is_torn: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
-    more. loaded: what the job's own `load_checkpoint` returned, if it was called. is_newcomer: whether this member
-    joined a running job.
+    more. loaded: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
+    is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then.
     """
 
     def __init__(self, place: WorkerPlace, rule: Rule, timeout_seconds: float, wait_seconds: float) -> None:
@@ -48,11 +48,12 @@ class Elastic:
         self.world: World | None = None
         self.roll = Roll()
         self.is_torn = False
-        self.loaded: Any = None
-        self.is_newcomer = False
+        self.loaded: dict[int, Any] = {}
+        self.is_newcomer, self.engine_count = False, 1
         self._training: frozenset[str] = frozenset()
         self._torn_at = 0
-        self._present, self._coming = WorldSockets(), WorldSockets()
+        self._present: dict[int, WorldSockets] = {}
+        self._coming: dict[int, WorldSockets] = {}
         self._lock = threading.Lock()
 
     def configure(self, settings: DynatrainConfig) -> None:
@@ -97,7 +98,7 @@ class Elastic:
             self.is_torn = False
             if newest is not None and newest.generation > world.generation and not self.is_harmless(newest):
                 self.is_torn, self._torn_at = True, newest.generation
-                self._present.abort(self.member.descriptors())
+                _abort(self._present, self.member.descriptors())
         if self.member.id in world.members:
             self.member.enter(world)
 
@@ -110,7 +111,7 @@ class Elastic:
         """What the others hold is not known any more: all have to say it, in a new generation."""
         with self._lock:
             self.is_torn = True
-            self._present.abort(self.member.descriptors())
+            _abort(self._present, self.member.descriptors())
         newest = self.member.newest
         if newest is not None:
             self.member.broken(newest)
@@ -120,48 +121,58 @@ class Elastic:
         if world.change == "planned":
             return
         spare = self.member.descriptors()
-        self._coming.abort(spare)
+        _abort(self._coming, spare)
         with self._lock:
             if not self.is_harmless(world):
                 self.is_torn, self._torn_at = True, world.generation
-                self._present.abort(spare)
+                _abort(self._present, spare)
 
     # ---- process groups ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def building(self, generation: int) -> Iterator[None]:
-        """Around the building of a world's groups: a failure after that generation aborts it."""
-        with self._coming.building(lambda: not self.is_over(generation)):
+    def building(self, generation: int, engine: int = 1) -> Iterator[None]:
+        """Around the building of an engine's world: a failure after that generation aborts it. engine: its number."""
+        with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)):
             yield
 
     @contextmanager
-    def building_more(self) -> Iterator[None]:
+    def building_more(self, engine: int = 1) -> Iterator[None]:
         """Around the building of further groups of the world that trains."""
-        with self._present.building(lambda: not self.is_torn):
+        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_torn):
             yield
 
-    def settle(self) -> None:
-        """The world that was built last is the one that trains now."""
+    def settle(self, engine: int = 1) -> None:
+        """The world that was built last for an engine is the one that trains now."""
         with self._lock:
-            self._present, self._coming = self._coming, WorldSockets()
+            if engine in self._coming:
+                self._present[engine] = self._coming.pop(engine)
 
-    def let_go(self) -> None:
-        """The world that was built last is gone again."""
-        self._coming.forget()
+    def let_go(self, engine: int = 1) -> None:
+        """The world that was built last for an engine is gone again."""
+        if engine in self._coming:
+            self._coming[engine].forget()
 
     # ---- notice boards -------------------------------------------------------------------------------------------
 
-    def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None) -> Boards:
-        """The notice board of a generation, twice. torch's DistError if the coordinator's store cannot be reached."""
-        boards = []
+    def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None, engine: int = 1) -> Boards:
+        """An engine's notice board of a generation, twice.
+
+        torch's DistError if the coordinator's store cannot be reached.
+        """
+        boards, prefix = [], "board" if engine == 1 else f"board{engine}"
         for _ in range(2):
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
             watch = partial(self._stop_if_torn_after, world.generation)
-            boards.append(Control(store, "board", number, self.timeout_seconds, watch))
+            boards.append(Control(store, prefix, number, self.timeout_seconds, watch))
         return boards[0], boards[1]
 
     def candidates(self, world: World, roll: Roll) -> Candidates:
         """The members of a generation as those that could work."""
         mine = roll.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {roll.numbers[member]: node_of(member) for member in world.members})
+
+
+def _abort(worlds: dict[int, WorldSockets], spare: frozenset[int]) -> None:
+    for sockets in list(worlds.values()):
+        sockets.abort(spare)

@@ -23,7 +23,7 @@ from ds_dynatrain.engine.members.elastic import Boards, Elastic
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
-from ds_dynatrain.errors import JobFinished
+from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
 from ds_dynatrain.report import logger
 
 START_SECONDS = 1800.0
@@ -76,9 +76,9 @@ class Entry:
         if self.elastic is None or self.world is None:
             yield
             return
-        with self.elastic.building(self.world.generation):
+        with self.elastic.building(self.world.generation, self.number):
             yield
-        self.elastic.settle()
+        self.elastic.settle(self.number)
 
     def give_up(self) -> None:
         """The engine could not be built."""
@@ -133,28 +133,56 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic |
         raise SystemExit(0) from end
 
 
-def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Into one generation; None if another one comes first."""
+def beside(elastic: Elastic, settings: DynatrainConfig, number: int) -> Entry:
+    """With one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+
+    ConfigError in one that joins a job with fewer engines. ElasticError if a member is lost meanwhile. SystemExit(0)
+    if the job ends.
+    """
+    alone, generation = LaunchWorld.current(), 0
+    if elastic.is_newcomer and number > elastic.engine_count:
+        raise ConfigError(
+            f"this process cannot join the job: it makes engine {number}, and the job's processes have "
+            f"{elastic.engine_count}"
+        )
+    try:
+        while True:
+            world = elastic.world or elastic.member.wait_for_world(generation)
+            generation = world.generation
+            entry = into(elastic, world, alone, settings.timeout_seconds, number)
+            if entry is not None:
+                return entry
+            if elastic.world is not None:
+                raise ElasticError(f"engine {number}: a member was lost while it was made; start the job again")
+    except JobFinished as end:
+        logger.info("%s: %s", elastic.member.id, end)
+        elastic.member.stop()
+        raise SystemExit(0) from end
+
+
+def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
+    """Into one generation; None if another one comes first. engine: the number of the one that is made."""
     if elastic.member.id not in world.members:
         raise JobFinished(f"{elastic.member.id} was told to leave")
     roll = Roll().extended(world.members)
     try:
         if world.survivors:
-            boards = elastic.open_boards(world, seconds=seconds)
+            boards = elastic.open_boards(world, seconds=seconds, engine=engine)
             record = _job_record(elastic, world, boards)
             if record is None:
                 return None
             number = Roll.from_json(record["roll"]).numbers[elastic.member.id]
             for board in boards:
                 board.member = number
-            elastic.is_newcomer, elastic.loaded = True, record["loaded"]
-            return Entry(alone, *boards, number, 1, 1, elastic, world, alone, record)
+            elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
+            elastic.loaded[engine] = record["loaded"]
+            return Entry(alone, *boards, number, 1, engine, elastic, world, alone, record)
         mine, size = roll.numbers[elastic.member.id], len(world.members)
-        boards = elastic.open_boards(world, mine, seconds)
-        with elastic.building(world.generation):
+        boards = elastic.open_boards(world, mine, seconds, engine)
+        with elastic.building(world.generation, engine):
             made = watched(make_group(boards[1].store, "start", mine, size, seconds), Fate())
-        elastic.settle()
-        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, 1, elastic, world, alone)
+        elastic.settle(engine)
+        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, engine, elastic, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
         logger.warning("generation %d could not be formed: %s", world.generation, error)
         elastic.member.broken(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.watched import Fate, is_lost_peer
@@ -10,7 +11,7 @@ from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.moments import restore_all
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
@@ -37,11 +38,20 @@ def is_of_a_collective(error: RuntimeError) -> bool:
 class Forming:
     """One member's part in it."""
 
-    def __init__(self, engine: DynatrainEngine, elastic: Elastic, changes: Changes) -> None:
-        self.engine = engine
+    def __init__(self, elastic: Elastic, changes: Changes) -> None:
         self.elastic = elastic
         self._changes = changes
-        self._failed: tuple[tuple[int, tuple[str, ...]], int] = ((-1, ()), 0)
+        self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
+
+    @property
+    def engine(self) -> DynatrainEngine:
+        """The first one."""
+        return self._changes.engine
+
+    @property
+    def engines(self) -> list[DynatrainEngine]:
+        """All of this process."""
+        return self._changes.engines
 
     def recover(self, error: RuntimeError) -> bool:
         """Something of the training has failed: form a new world if that was why; False if it was something else.
@@ -62,13 +72,13 @@ class Forming:
 
     def _count_failure(self, world: World, error: RuntimeError) -> None:
         """A step that always fails would be tried for ever."""
-        now = int(self.engine.global_steps), world.members
+        now = tuple(int(engine.global_steps) for engine in self.engines), world.members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
         if tries >= MOST_TRIES:
             raise ElasticError(
-                f"the step after {now[0]} was tried {tries} times by the same {len(now[1])} members, and each time a "
-                f"collective of it failed although none of them had died; the last said: {error}. Look for a "
+                f"the step after {now[0][0]} was tried {tries} times by the same {len(now[1])} members, and each time "
+                f"a collective of it failed although none of them had died; the last said: {error}. Look for a "
                 "collective that not all ranks call alike, or for a network that fails"
             ) from error
 
@@ -86,8 +96,15 @@ class Forming:
 
     @property
     def _failure(self) -> RuntimeError | None:
-        fate = None if self.engine.world is None else self.engine.world.fate
-        return None if fate is None else fate.failure
+        worlds = [engine.world for engine in self.engines if engine.world is not None]
+        failures = [world.fate.failure for world in worlds if world.fate is not None]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def close_worlds(self) -> None:
+        """No collectives until the boundary: where the others are in their scripts, nobody knows."""
+        for engine in self.engines:
+            if engine.world is not None and engine.world.fate is not None:
+                engine.world.fate.is_closed = True
 
     def _await_failure(self, world: World) -> None:
         """Until a failure is published; if the coordinator knows of none, it is told of one."""
@@ -102,11 +119,14 @@ class Forming:
             time.sleep(POLL_SECONDS)
 
     def form_anew(self) -> None:
-        """Stay here until there is a world again; the open global batch is void, and is dealt again.
+        """Stay here until there is a world again; open global batches are void, and are dealt again.
 
         ElasticError if state was lost that nobody has any more.
         """
-        self.engine.void_window()
+        for engine in self.engines:
+            if not engine.idle:
+                with engine.turn():
+                    engine.void_window()
         while self.elastic.is_torn:
             self._changes.look()
             if self.engine.idle:
@@ -128,15 +148,17 @@ class Forming:
             self._be_left_out(change)
             change.is_agreed = True
             return True
+        boards = [change.boards_of(engine.job.number)[0] for engine in self.engines]
         if not change.has_said:
-            change.board.post(f"survivor/{mine}", self._survivor().to_json())
+            for engine, board in zip(self.engines, boards, strict=True):
+                board.post(f"survivor/{mine}", self._survivor(engine).to_json())
             change.has_said = True
-        if not change.board.all_posted("survivor", asked):
+        if not all(board.all_posted("survivor", asked) for board in boards):
             return False
-        said = {one: Survivor(**(change.board.read(f"survivor/{one}") or {})) for one in asked}
+        said = [{one: Survivor(**(board.read(f"survivor/{one}") or {})) for one in asked} for board in boards]
         change.is_agreed = True
-        if self.elastic.is_torn or any(one.is_torn for one in said.values()):
-            self._go_on_from(change, whole_state(said))
+        if self.elastic.is_torn or any(one.is_torn for one in said[0].values()):
+            self._go_on_from(change, [whole_state(of_engine) for of_engine in said])
         return True
 
     def _be_left_out(self, change: Change) -> None:
@@ -144,17 +166,17 @@ class Forming:
 
         ElasticError if they have none themselves.
         """
-        if self.engine.idle or not self.elastic.is_torn:
+        if all(engine.idle for engine in self.engines) or not self.elastic.is_torn:
             return
         if not change.world.survivors:
             raise ElasticError(
                 f"generation {change.world.generation}: {change.world.reason}; nobody is known to hold the state "
                 "of the job: start it again, from a checkpoint"
             )
-        self.engine.give_state_up()
+        for engine in self.engines:
+            _give_up(engine)
 
-    def _survivor(self) -> Survivor:
-        engine = self.engine
+    def _survivor(self, engine: DynatrainEngine) -> Survivor:
         return Survivor(
             number=engine.control.member,
             rank=None if engine.idle else engine.members.index(engine.control.member),
@@ -165,56 +187,63 @@ class Forming:
             layout=engine.layout.to_dict(),
         )
 
-    def _go_on_from(self, change: Change, source: Source | None) -> None:
-        """Hold what the source says this member holds."""
-        engine = self.engine
-        if source is None:
-            if engine.settings.fallback is None or not change.world.survivors:
-                raise ElasticError(
-                    f"generation {change.world.generation}: {change.world.reason}; in {engine.layout} parts of the "
-                    "state have died with it, and no checkpoint is there to go on from: start the job again from one "
-                    "of your own, and configure dynatrain.fallback.path"
-                )
-            change.restores = True
-            if not engine.idle:
-                engine.give_state_up()
-            return
-        if not engine.idle and engine.control.member not in source.members:
-            engine.give_state_up()
-        engine.layout, engine.members = source.layout, source.members
+    def _go_on_from(self, change: Change, sources: list[Source | None]) -> None:
+        """Hold what the sources, one for each engine, say this member holds; all from a checkpoint if one is none."""
+        for engine, source in zip(self.engines, sources, strict=True):
+            if source is None:
+                self._go_back(change, engine)
+                return
+        for engine, source in zip(self.engines, sources, strict=True):
+            if source is not None:
+                if engine.control.member not in source.members:
+                    _give_up(engine)
+                engine.layout, engine.members = source.layout, source.members
 
-    def restore(self, change: Change, proposal: Proposal) -> None:
+    def _go_back(self, change: Change, lost: DynatrainEngine) -> None:
+        """Have all engines restored, since one has lost state: there is one history for all of them."""
+        if lost.settings.fallback is None or not change.world.survivors:
+            raise ElasticError(
+                f"generation {change.world.generation}: {change.world.reason}; in {lost.layout} parts of the "
+                "state have died with it, and no checkpoint is there to go on from: start the job again from one "
+                "of your own, and configure dynatrain.fallback.path"
+            )
+        change.restores = True
+        for engine in self.engines:
+            _give_up(engine)
+
+    def restore(self, change: Change) -> None:
         """Take all state from the newest fallback checkpoint, with all members of the target.
 
         CheckpointError if there is none that is whole.
         """
-        engine, elastic, boards, settings = self.engine, self.elastic, change.boards, self.engine.settings
-        if boards is None or settings.fallback is None:
-            return
-        generation = change.world.generation
-        boards[0].succeed(engine.control)
-        engine.surroundings = Surroundings(engine.launch, change.candidates, *boards)
-        layout, members, mine = proposal.layout, proposal.members, change.board.member
-        world: GroupsOfWorld | None = None
+        generation, worlds = change.world.generation, dict[int, GroupsOfWorld]()
         try:
-            with elastic.building(generation):
-                ties = engine.vps.ties(layout)
-                own = engine.own_groups.kinds(layout, members, change.candidates.nodes, mine)
-                seconds = settings.timeout_seconds
-                world = build_world(
-                    boards[1].store, proposal.generation, mine, members, members, seconds, layout, ties, Fate(), own
-                )
-            found = restore.restore(engine, layout, members, world, settings.fallback.path)
+            for engine, proposal in zip(self.engines, change.proposals, strict=True):
+                with engine.turn():
+                    worlds[engine.job.number] = self._world_to_restore_in(change, engine, proposal)
+            found = restore_all(self.engines, change.proposals, worlds)
         except (RuntimeError, CheckpointError) as error:
             if isinstance(error, CheckpointError) and not self._is_overtaken(change):
                 raise
             logger.warning("generation %d could not be restored: %s", generation, error)
-            self._give_restoring_up(change, world)
+            self._give_restoring_up(change, worlds)
             return
-        logger.warning("restored step %d from %s", found.step, found.path)
-        change.board.decide(f"record/{proposal.generation}", {"commit": True, "reason": ""})
-        elastic.settle()
-        self._changes.enter(change, proposal)
+        for engine, restored in zip(self.engines, found, strict=True):
+            logger.warning("restored step %d from %s", restored.step, restored.path)
+            self.elastic.settle(engine.job.number)
+        change.board.decide(f"record/{change.proposals[0].generation}", {"commit": True, "reason": ""})
+        self._changes.enter(change)
+
+    def _world_to_restore_in(self, change: Change, engine: DynatrainEngine, proposal: Proposal) -> GroupsOfWorld:
+        """The groups of an engine's next world, and its boards."""
+        number, boards, mine = engine.job.number, change.boards_of(engine.job.number), change.board.member
+        boards[0].succeed(engine.control)
+        engine.surroundings = Surroundings(engine.launch, change.candidates, *boards)
+        layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
+        with self.elastic.building(change.world.generation, number):
+            own = engine.own_groups.kinds(layout, members, change.candidates.nodes, mine)
+            sides = mine, members, members, seconds, layout, engine.vps.ties(layout)
+            return build_world(boards[1].store, proposal.generation, *sides, Fate(), own, number)
 
     def _is_overtaken(self, change: Change) -> bool:
         """Whether somebody has died since; another member may have heard of it a moment before this one."""
@@ -223,17 +252,26 @@ class Forming:
             time.sleep(POLL_SECONDS)
         return not self.elastic.member.is_newest(change.world)
 
-    def _give_restoring_up(self, change: Change, world: GroupsOfWorld | None) -> None:
+    def _give_restoring_up(self, change: Change, worlds: Mapping[int, GroupsOfWorld]) -> None:
         """Somebody has died meanwhile: be as before, and wait for the generation without it."""
-        engine = self.engine
-        if not engine.idle:
-            engine.give_state_up()
-        elif world is not None:
-            engine.launch.install()
-            change.board.bury(drop(world))
-        self.elastic.let_go()
-        change.proposal = None
+        for engine in self.engines:
+            number = engine.job.number
+            if not engine.idle:
+                _give_up(engine)
+            elif number in worlds:
+                with engine.turn():
+                    engine.launch.install()
+                    change.board.bury(drop(worlds[number]))
+            self.elastic.let_go(number)
+        change.proposals = ()
         if self.elastic.member.is_newest(change.world):
             self.elastic.member.broken(change.world)
         while self.elastic.member.is_newest(change.world) and not self.elastic.member.is_finished:
             time.sleep(POLL_SECONDS)
+
+
+def _give_up(engine: DynatrainEngine) -> None:
+    """Let an engine hold nothing any more."""
+    if not engine.idle:
+        with engine.turn():
+            engine.give_state_up()

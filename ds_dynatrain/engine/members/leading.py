@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.policy import choose
+from ds_dynatrain.engine.members.policy import Choice, choose, rule_of
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.switcher import Switcher
+
+Target = tuple[Layout, tuple[int, ...]]
+"""A layout, and the member at each of its ranks."""
 
 WITH_NEWCOMERS = 2
 """A change is tried so often with those who come; after that only with those who hold the state already."""
@@ -24,11 +26,15 @@ WITH_NEWCOMERS = 2
 class Leader:
     """Every member has one, since anybody may come to lead."""
 
-    def __init__(self, engine: DynatrainEngine, elastic: Elastic, switcher: Switcher) -> None:
-        self.engine = engine
+    def __init__(self, elastic: Elastic, engines: list[DynatrainEngine]) -> None:
         self.elastic = elastic
-        self.switcher = switcher
+        self.engines = engines
         self._said = ""
+
+    @property
+    def engine(self) -> DynatrainEngine:
+        """The first one."""
+        return self.engines[0]
 
     def leads(self, change: Change) -> bool:
         """Whether this member does: rank 0 of those that hold the state; if nobody does, the first survivor."""
@@ -43,78 +49,100 @@ class Leader:
             logger.warning("%s", what)
 
     def lead(self, change: Change) -> None:
-        """Post the record; once all newcomers have built their engines, and nothing is tried, propose a layout."""
+        """Post the records; once all newcomers have built their engines, and nothing is tried, propose layouts."""
         if not change.has_led:
-            change.board.post("job", self._job_record(change))
+            for engine in self.engines:
+                change.boards_of(engine.job.number)[0].post("job", self._job_record(change, engine))
             change.has_led = True
-        if change.proposal is not None:
+        if change.proposals:
             return
         roll = change.known
         newcomers = [roll.numbers[one] for one in change.world.members if one not in self.elastic.roll.numbers]
         if newcomers and not change.board.all_posted("built", newcomers):
             return
-        target = self._target(change)
-        if target is None:
+        targets = self._targets(change)
+        if targets is None:
             return
-        engine = self.engine
-        before = engine.layout, () if change.restores else engine.members
-        step, torn = int(engine.global_steps), self.elastic.is_torn
-        proposal = Proposal(self.switcher.attempt + 1, *before, *target, None, step, forms_anew=torn)
-        change.board.post(f"change/{change.tries + 1}", proposal.to_json())
+        proposals = []
+        for engine, target in zip(self.engines, targets, strict=True):
+            before = engine.layout, () if change.restores else engine.members
+            step, torn = int(engine.global_steps), self.elastic.is_torn
+            proposals.append(Proposal(engine._switcher.attempt + 1, *before, *target, None, step, forms_anew=torn))
+        change.board.post(f"change/{change.tries + 1}", [proposal.to_json() for proposal in proposals])
 
-    def _target(self, change: Change) -> tuple[Layout, tuple[int, ...]] | None:
-        """Where to go: (layout, members); the present ones if nothing has to move, None if there is no way."""
-        engine, pool = self.engine, change.candidates
-        present = engine.layout, engine.members
+    def _targets(self, change: Change) -> list[Target] | None:
+        """Where each engine is to go; the present places if nothing has to move, None if there is no way."""
+        engines, pool = self.engines, change.candidates
+        present = [(engine.layout, engine.members) for engine in engines]
         if change.restores:
-            return self._target_of_restoring(change)
-        stay = [member for member in engine.members if member in pool.nodes]
-        all_stay = len(stay) == len(engine.members)
+            return self._targets_of_restoring(change)
+        holders = {member for engine in engines for member in engine.members}
+        all_stay = holders <= set(pool.members) and all(set(engine.members) == holders for engine in engines)
         with_newcomers = change.tries < WITH_NEWCOMERS
         if not with_newcomers and all_stay:
             return present
-        able = pool.members if with_newcomers else tuple(stay)
-        choice = choose(
-            self.elastic.rule,
-            len(able),
-            engine.layout,
-            lambda layout: self.switcher.check(layout, processes=len(able)),
-        )
-        if choice.layout is not None and len(able) > choice.layout.world_size:
-            why = f" ({choice.refusals[0]})" if choice.refusals else ""
+        able = pool.members if with_newcomers else tuple(one for one in pool.members if one in holders)
+        choices = self._choices(len(able))
+        layouts = [choice.layout for choice in choices if choice.layout is not None]
+        refusals = [refusal for choice in choices for refusal in choice.refusals]
+        if layouts and len(able) > layouts[0].world_size:
+            why = f" ({refusals[0]})" if refusals else ""
             self.say_once(
-                f"{choice.layout}: {len(able) - choice.layout.world_size} of {len(able)} members wait{why}; see "
+                f"{layouts[0]}: {len(able) - layouts[0].world_size} of {len(able)} members wait{why}; see "
                 "dynatrain.layouts"
             )
-        if all_stay and choice.layout in (None, engine.layout):
+        is_none = len(layouts) < len(engines)
+        if all_stay and (is_none or layouts == [engine.layout for engine in engines]):
             return present
-        if choice.layout is None:
+        if is_none:
             self.say_once(
                 f"generation {change.world.generation}: no layout for {len(able)} members "
-                f"({'; '.join(choice.refusals) or 'dynatrain.layouts names none'}); members that were told to leave "
+                f"({'; '.join(refusals) or 'dynatrain.layouts names none'}); members that were told to leave "
                 "cannot hand over their state"
             )
             return None
-        return choice.layout, assign_slots(engine.vps, choice.layout, able, pool.nodes)
+        targets: list[Target] = []
+        for engine, layout in zip(engines, layouts, strict=True):
+            able = assign_slots(engine.vps, layout, able, pool.nodes)  # the members of the first are those of all
+            targets.append((layout, able))
+        return targets
 
-    def _target_of_restoring(self, change: Change) -> tuple[Layout, tuple[int, ...]] | None:
+    def _targets_of_restoring(self, change: Change) -> list[Target] | None:
         roll, members = change.known, change.world.members
-        choice = choose(
-            self.elastic.rule,
-            len(members),
-            self.engine.layout,
-            lambda layout: self.switcher.check(layout, processes=len(members)),
-        )
-        if choice.layout is None:
-            self.say_once(f"no layout for {len(members)} members ({'; '.join(choice.refusals)}): waiting for others")
+        choices = self._choices(len(members))
+        targets: list[Target] = [
+            (choice.layout, tuple(roll.numbers[one] for one in members[: choice.layout.world_size]))
+            for choice in choices
+            if choice.layout is not None
+        ]
+        if len(targets) < len(choices):
+            refusals = [refusal for choice in choices for refusal in choice.refusals]
+            self.say_once(f"no layout for {len(members)} members ({'; '.join(refusals)}): waiting for others")
             return None
-        return choice.layout, tuple(roll.numbers[one] for one in members[: choice.layout.world_size])
+        return targets
 
-    def _job_record(self, change: Change) -> dict[str, Any]:
-        """All that a newcomer has to know; plain JSON."""
-        engine, job = self.engine, self.engine.job
+    def _choices(self, members: int) -> list[Choice]:
+        """Each engine's layout for so many members, or for fewer, but of all engines for the same number."""
+        while True:
+            choices = [self._choice(engine, members) for engine in self.engines]
+            sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}
+            if len(sizes) == 1 or 0 in sizes:
+                return choices
+            members = min(sizes)
+
+    def _choice(self, engine: DynatrainEngine, members: int) -> Choice:
+        rule = self.elastic.rule if engine is self.engine else rule_of(engine.settings.raw_layouts)
+        with engine.turn():
+            return choose(
+                rule, members, engine.layout, lambda layout: engine._switcher.check(layout, processes=members)
+            )
+
+    def _job_record(self, change: Change, engine: DynatrainEngine) -> dict[str, Any]:
+        """All that a newcomer has to know to make one of the engines; plain JSON."""
+        job = engine.job
         return {
-            "attempt": self.switcher.attempt,
+            "engines": len(self.engines),
+            "attempt": engine._switcher.attempt,
             "layout": engine.layout.to_dict(),
             "members": engine.members,
             "roll": change.known.to_json(),
@@ -123,5 +151,5 @@ class Leader:
             "batch_sizes": asdict(job.batch_sizes),
             "seed": job.job_seed,
             "registered": engine.registered,
-            "loaded": self.elastic.loaded,
+            "loaded": self.elastic.loaded.get(job.number),
         }

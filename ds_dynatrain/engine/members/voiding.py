@@ -38,16 +38,27 @@ class Window:
         self._streams: streams.Streams | None = None
         self._output: Any = None
 
-    def open(self) -> None:
-        """A loader is about to deal the first micro-batch of a global batch."""
+    def open(self, stays_void: bool = False) -> None:
+        """A loader is about to deal the first micro-batch of a global batch.
+
+        stays_void: whether it will be dealt again, if this one is void: the first engine of the process is not through
+        with the global batch in which the world was torn.
+        """
+        if self.is_void and stays_void:
+            return
         self.is_void = False
+        self._note()
+
+    def _note(self) -> None:
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
     def void(self, has_dealt: bool) -> None:
         """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
         self.is_void = True
-        if has_dealt:
+        if not has_dealt:
+            self._note()
+        else:
             for name, state in self._loaders.items():
                 self._engine.train_loaders[name].load_state_dict(state)
             if self._streams is not None:
@@ -102,8 +113,7 @@ def surviving(engine: DynatrainEngine, call: Callable[[], T], again: Callable[[]
     except RuntimeError as error:
         if not changes.forming.recover(error):
             raise
-    if engine.world is not None and engine.world.fate is not None:
-        engine.world.fate.is_closed = True  # until the boundary: where the others are in their scripts, nobody knows
+    changes.forming.close_worlds()
     return again()
 
 

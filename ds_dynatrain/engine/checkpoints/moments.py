@@ -1,0 +1,116 @@
+"""One moment of several engines: their fallback checkpoints are saved together, and restored together.
+
+The engines of a process have one history. So the checkpoints of one moment have one tag, each in the folder of its
+engine; nothing is restored from a tag that one of the folders lacks, and nothing is removed for the sake of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.checkpoint import Saved, folder
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.accord import gather_living
+from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.core import EngineCore
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+def restore_all(
+    engines: Sequence[DynatrainEngine], proposals: Sequence[Proposal], worlds: Mapping[int, World]
+) -> list[Restored]:
+    """Restore all engines from the newest moment that is whole; see `restore`. worlds: by the engine's number.
+
+    CheckpointError, on all members alike, if there is none; the engines hold nothing then.
+    """
+    paths = [_folder_of(engine) for engine in engines]
+    if len(engines) == 1:
+        proposal = proposals[0]
+        where = proposal.layout, proposal.members, worlds[engines[0].job.number], paths[0]
+        return [restore.restore(engines[0], *where)]
+    left_out: list[str] = []
+    while True:
+        try:
+            return _restored(engines, proposals, worlds, paths, left_out)
+        except CheckpointDamaged:
+            continue  # the next older moment, for all of them
+
+
+def _restored(
+    engines: Sequence[DynatrainEngine],
+    proposals: Sequence[Proposal],
+    worlds: Mapping[int, World],
+    paths: Sequence[Path],
+    left_out: list[str],
+) -> list[Restored]:
+    """All of one moment: the first engine's choice is that of the others."""
+    found: list[Restored] = []
+
+    def is_wanted(tag: str) -> bool:
+        return tag == found[0].path.name if found else all(_is_there(path / tag) for path in paths[1:])
+
+    for engine, proposal, path in zip(engines, proposals, paths, strict=True):
+        with engine.turn():
+            where = proposal.layout, proposal.members, worlds[engine.job.number], path
+            found.append(restore.restore(engine, *where, is_wanted, left_out))
+    return found
+
+
+def next_moment(engines: Sequence[EngineCore], keep: int, key: str) -> str:
+    """The tag of a moment to come, free in the folders of all; chosen by rank 0 of the first engine.
+
+    keep: so many of the moments that are whole stay, and what is older than these goes. key: of nothing else on the
+    first engine's notice board.
+    """
+    engine = engines[0]
+    control, first = engine.control, engine.members[0]
+    if control.member == first:
+        folders = [_folder_of(one) for one in engines]
+        _forget_old(folders, keep)
+        control.post(f"{key}/tag/{first}", free_in_all(folders, f"step{int(engine.global_steps)}"))
+    return str(gather_living(control, f"{key}/tag", (first,), "naming a checkpoint")[first])
+
+
+def moments(folders: Sequence[Path]) -> list[str]:
+    """The tags that all folders have, the newest first."""
+    return [tag for tag in folder.tags(folders[0]) if all(_is_there(path / tag) for path in folders)]
+
+
+def free_in_all(folders: Sequence[Path], wanted: str) -> str:
+    """The tag that is wanted, or that with a number behind it, if one of the folders has it."""
+    taken, tag = "", wanted
+    while tag != taken:
+        taken = tag
+        for path in folders:
+            tag = folder.free_tag(path, tag)
+    return tag
+
+
+def _forget_old(folders: Sequence[Path], keep: int) -> None:
+    kept = moments(folders)[:keep]
+    for path in folders if len(kept) == keep else ():
+        tags = folder.tags(path)
+        for old in tags[tags.index(kept[-1]) + 1 :]:
+            folder.remove(path, old)
+
+
+def _folder_of(engine: EngineCore) -> Path:
+    settings = engine.settings.fallback
+    if settings is None:
+        raise CheckpointError(f"engine {engine.job.number} has no dynatrain.fallback.path")
+    return Path(settings.path).absolute()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        Saved.open(path)
+    except CheckpointError:
+        return False
+    return True

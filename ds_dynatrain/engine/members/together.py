@@ -1,0 +1,78 @@
+"""Several engines of a process go to their next layouts as one: none of them commits unless each could."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.space import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+    from ds_dynatrain.engine.meeting import Outcome
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One engine's part, and its layout and members before it."""
+
+    engine: DynatrainEngine
+    transaction: Transaction
+    was: tuple[Layout, tuple[int, ...]]
+
+
+class Together:
+    """The transactions of all engines that something is prepared for, under one record.
+
+    Each in its turn does all that comes before the record; then it is written, on the first engine's notice board; then
+    each in its turn does what it says. All members take the engines in the same order.
+    """
+
+    def __init__(self, engines: Sequence[DynatrainEngine], place: str, change: Change) -> None:
+        self._begin = time.perf_counter()
+        self._parts: list[_Part] = []
+        self._interrupt: BaseException | None = None
+        record = change.board, f"record/{change.proposals[0].generation}"
+        for engine in engines:
+            if engine.is_switching:
+                with engine.turn():
+                    transaction = engine._switcher.transaction(place)
+                transaction.record = record
+                self._parts.append(_Part(engine, transaction, (engine.layout, engine.members)))
+
+    def run(self) -> Outcome:
+        """How it ended for the first of them, which is how it ended for all."""
+        decision = self._decide()
+        for part in self._parts:
+            with part.engine.turn():
+                self._conclude(part, decision)
+        outcome = self._parts[0].transaction.outcome
+        outcome.is_uncertain = any(part.transaction.outcome.is_uncertain for part in self._parts)
+        return outcome
+
+    def end(self) -> None:
+        """Raise what has interrupted one of them; apart from `run`, so that the process is in its world by then."""
+        if self._interrupt is not None:
+            raise self._interrupt
+
+    def _decide(self) -> dict[str, Any]:
+        """The one record: that of the first attempt that failed, else of all together."""
+        for part in self._parts:
+            with part.engine.turn():
+                if not part.transaction.attempt():
+                    return part.transaction.decide()
+        return self._parts[0].transaction.decide()
+
+    def _conclude(self, part: _Part, decision: dict[str, Any]) -> None:
+        transaction = part.transaction
+        try:
+            outcome = transaction.conclude(decision)
+        except BaseException as error:
+            if error is not transaction.interrupt:
+                raise
+            self._interrupt, outcome = error, transaction.outcome
+        part.engine._switcher.note(transaction.preparation, outcome, part.was, self._begin)
