@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.sequence import enter as enter_sequence
+from ds_dynatrain.engine.attempts import OnSwitch
 from ds_dynatrain.engine.calls.checkpoints import CheckpointCalls
 from ds_dynatrain.engine.calls.data import DataCalls
 from ds_dynatrain.engine.calls.ending import EndingCalls
@@ -15,7 +16,6 @@ from ds_dynatrain.engine.calls.groups import GroupCalls
 from ds_dynatrain.engine.calls.training import TrainingCalls
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
-from ds_dynatrain.engine.switcher import OnSwitch
 from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout, VirtualParameterSpace

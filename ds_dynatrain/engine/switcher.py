@@ -6,78 +6,44 @@ member stays here, polling the notice board, until it works again or the job has
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.memory import dtypes, provide, sizes
-from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
-from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
-from ds_dynatrain.adapters.state import Scalars
-from ds_dynatrain.adapters.support import refuse_changes, refuse_module
-from ds_dynatrain.adapters.worlds import installed, stand_in_world
-from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, streams
+from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.checkpoints import restore, stock
-from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.restore import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.lean import LeanTransaction
 from ds_dynatrain.engine.liveness import Watch
-from ds_dynatrain.engine.meeting import Outcome
-from ds_dynatrain.engine.members.changes import Changes
-from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
-from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.summary import event_of
-from ds_dynatrain.engine.transaction import Transaction
-from ds_dynatrain.engine.turns import refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
-from ds_dynatrain.plan import assign_slots, estimate, plan_switch
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
-from ds_dynatrain.space import Layout, LocalSpace, is_partitioned
-from ds_dynatrain.space.widened import is_widened
-from ds_dynatrain.support import Target, refuse_layout
+from ds_dynatrain.plan import estimate, plan_switch
+from ds_dynatrain.space import Layout, is_partitioned
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 IDLE_POLL_SECONDS = 0.02
-ASSUMED_BYTES_PER_SECOND = 1e9
-"""Speed that `estimate` reckons with before a switch has been measured."""
 
 OnIdle = Callable[["DynatrainEngine"], object]
-OnSwitch = Callable[[SwitchEvent], object]
 
 
-class Switcher:
-    """The switching half of an engine; `attempt` is the highest generation number that was ever proposed."""
+class Switcher(Attempts):
+    """The switching half of an engine."""
 
     def __init__(self, engine: DynatrainEngine, on_idle: OnIdle | None) -> None:
-        self.engine = engine
-        self.listeners: list[OnSwitch] = []
-        self.attempt = 1
+        super().__init__(engine)
         self._on_idle = on_idle
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._loads: tuple[int, int] = (0, 0)
-        self._pending: PendingSwitch | None = None
-        self._answered: PendingSwitch | None = None
-        self._first_step_is_due = False
-        self._preparation: Preparation | None = None
         self._watch = Watch(engine.control)
-        elastic = engine.job.elastic
-        self.changes = None if elastic is None else Changes.of_process(engine, elastic)
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
-        self._fallback = Fallback(engine, engine.settings.fallback)
 
     @property
     def control(self) -> Control:
@@ -163,40 +129,6 @@ class Switcher:
         before, now = (engine.layout, engine.members), engine.global_steps
         return wish, Proposal(self.attempt + 1, *before, target, members, at, now)
 
-    def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
-        refuse_moved_states(self.engine)
-        target = feasible.target_layout(self.engine.layout, layout, changes)
-        processes = len(self.engine.candidates)
-        refuse_idle_target(self.engine.turns, target, processes if self.changes is None else len(self.engine.members))
-        self.check(target, processes)
-        return target
-
-    def check(self, target: Layout, processes: int) -> None:
-        """SwitchRefused if so many processes cannot train this model in a layout."""
-        engine = self.engine
-        refuse_moved_states(engine)
-        if not engine.idle:
-            refuse_changes(engine)
-        feasible.check_size(target, processes)
-        feasible.check_batch(target, engine.batch_for(target), engine.module)
-        self.check_features(target, processes)
-
-    def check_features(self, target: Layout, processes: int | None = None) -> None:
-        """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
-        engine = self.engine
-        processes = len(engine.candidates) if processes is None else processes
-        feasible.check_combination(engine.job.features, target, processes)
-        feasible.check_axes(engine.vps, target)
-        config, optimizer = engine.job.user_config, engine.basic_optimizer
-        refuse_module(engine.module, target, config)
-        refuse_layout(Target(config, target, engine.layout, type(optimizer)))
-        refuse_optimizer_layout(optimizer, config, target, engine.layout)
-        try:
-            engine.config_for(target)
-        except Exception as error:  # DeepSpeed checks some keys against the stage, with whatever exception
-            reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
-            raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
-
     def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:
         """See `DynatrainEngine.register_parameters`."""
         layout = self.engine.layout
@@ -237,43 +169,6 @@ class Switcher:
         if self._pending is not None and not self._pending.done:
             return f"a switch to {self._pending.layout} is pending"
         return "an accumulation window is open" if window_is_open else ""
-
-    def _slots(self, target: Layout) -> tuple[int, ...]:
-        pool, engine = self.engine.candidates, self.engine
-        able = engine.members if self.changes is not None and engine.turns.is_shared else pool.members
-        return assign_slots(engine.vps, target, able, pool.nodes)
-
-    def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
-        """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
-        vps, budget = self.engine.vps, self.engine.settings.memory_budget_bytes
-        differ = any(is_widened(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
-        known: dict[tuple[Layout, int, int], int] = {}
-
-        def held(layout: Layout, rank: int) -> int:
-            local = vps.local(layout, rank)
-            alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
-            if alike not in known:
-                known[alike] = self._state_bytes(local)
-            return known[alike]
-
-        needs: dict[int, int] = {}
-        for rank, member in enumerate(members):
-            size = held(target, rank)
-            is_freed = self._is_lean and member in vps.members
-            freed = held(vps.layout, vps.members.index(member)) if is_freed else 0
-            needs[member] = max(0, size - freed) + min(budget, size)
-        return needs
-
-    def _state_bytes(self, local: LocalSpace) -> int:
-        """Bytes of all buffers of a rank."""
-        types, accumulates = self.types(local.layout), self.engine.batch_for(local.layout).accumulation > 1
-        state = sum(size * types[kind].itemsize for (kind, _), size in sizes(local).items())
-        offloads = self.engine.zero_use_cpu_optimizer()
-        return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)
-
-    def types(self, layout: Layout) -> dict[str, torch.dtype]:
-        """Element type of each state kind under a layout."""
-        return dtypes(self.engine.element_types, self.engine.vps.present_kinds(layout))
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
@@ -318,16 +213,6 @@ class Switcher:
     def settle_fallback(self) -> None:
         """The state was put together just now: no fallback checkpoint is due before the next step."""
         self._fallback.settle()
-
-    @property
-    def _is_lean(self) -> bool:
-        """Whether a switch lets go of the source before it takes the target."""
-        return bool(self.engine.settings.safety == "lean")
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a switch is being prepared."""
-        return self._preparation is not None
 
     def is_due(self, ahead: int = 1) -> bool:
         """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""
@@ -401,160 +286,3 @@ class Switcher:
             record = self.control.read(f"record/{self._preparation.proposal.generation}")
             if record is not None and not record["commit"]:
                 self.close()
-
-    def rehearse(self, layout: Layout, rank: int) -> None:
-        """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
-
-        All that a first build imports and compiles is then there. For idle members; random streams are left as they
-        were.
-        """
-        engine, before = self.engine, streams.capture()
-        types = self.types(layout)
-        empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
-        world = stand_in_world(rank, layout, engine.vps.ties(layout))
-        with installed(world, engine.launch):
-            engine.take_shape(engine.vps, layout, rank)
-            engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
-            engine.detach()
-        engine.leave_world()
-        streams.restore(before)
-
-    def prepare(
-        self,
-        proposal: Proposal,
-        boards: Boards | None = None,
-        check: Callable[[], None] | None = None,
-        nodes: Mapping[int, str] | None = None,
-    ) -> None:
-        """Make ready, in the background, for what was proposed.
-
-        boards: where it is negotiated, if that is not the present generation's notice board. check: raises
-        SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
-        are in the present generation.
-        """
-        live = {} if self.engine.idle else self.engine.state_buffers()[0]
-        for layout in (proposal.source_layout, proposal.layout):
-            self.engine.vps.mesh(layout)  # here: asking DeepSpeed how it cuts is not for a thread
-        around, engine = self.engine.surroundings, self.engine
-        front, back = (around.control, around.background) if boards is None else boards
-        make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)
-        budget, way = settings.memory_budget_bytes, settings.transport
-        self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
-        self._preparation.is_lean = self._is_lean
-        self._preparation.own_count, self._preparation.number = len(engine.own_groups), engine.job.number
-        mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
-        self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
-        if check is not None:
-            self._preparation.check = check
-        if self.changes is not None:
-            self.changes.guard(self._preparation)
-        self.attempt = proposal.generation
-        self._preparation.start()
-
-    def transact(self, place: str) -> None:
-        """Take part in the switch that was prepared."""
-        begin, preparation = time.perf_counter(), self._prepared()
-        was = self.engine.layout, self.engine.members
-        with without_collection():
-            kind = LeanTransaction if self._is_lean else Transaction
-            outcome = kind(self.engine, preparation, place).run()
-        self.note(preparation, outcome, was, begin)
-        if self.changes is not None:
-            self.changes.after(self.engine, preparation.proposal, outcome)
-
-    def transaction(self, place: str) -> Transaction:
-        """One that the caller attempts and concludes, and notes; not for lean switches."""
-        return Transaction(self.engine, self._prepared(), place)
-
-    def _prepared(self) -> Preparation:
-        if self._preparation is None:
-            raise RuntimeError("no switch was prepared")
-        return self._preparation
-
-    def note(
-        self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
-    ) -> None:
-        """A transaction has ended: tell all who want to know. was: layout and members before; begin: in seconds."""
-        engine, self._preparation = self.engine, None
-        if not engine.idle:
-            self._fallback.settle()
-        event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
-        engine.last_switch, self._first_step_is_due = event, True
-        engine.compilations.begin()
-        if outcome.is_rebuilt and engine.compilations.count:
-            engine.compilations.forget()  # after the pause was measured; compiling again is measured with it
-        self._answer(event)
-        if engine.rank == 0:
-            log_event(event)
-            if self._writer is not None:
-                self._writer.write(event)
-        if event.outcome == "committed":
-            if event.bytes_sent:
-                self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
-            for listener in self.listeners:
-                listener(event)
-
-    def _answer(self, event: SwitchEvent) -> None:
-        """Tell whoever asked for the switch how it went."""
-        if self._pending is not None:
-            self._pending.event = event
-            self._answered, self._pending = self._pending, None
-
-    def give_up(self, reason: str) -> None:
-        """Let go of what is being prepared: it cannot come about any more, on no member."""
-        preparation = self._preparation
-        if preparation is None:
-            return
-        self.close()
-        was = self.engine.layout, self.engine.members
-        event = event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0)
-        self.engine.last_switch = event
-        self._answer(event)
-        if self.engine.rank == 0:
-            log_event(event)
-
-    def note_first_step(self) -> None:
-        """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.
-
-        `last_switch` and the pending switch get the new event, the file a line of its own.
-        """
-        engine = self.engine
-        if not self._first_step_is_due:
-            return
-        self._first_step_is_due = False
-        event = engine.last_switch
-        if event is None or not engine.compilations.seconds:
-            return
-        engine.last_switch = replace(event, recompile_ms=1e3 * engine.compilations.seconds)
-        if self._answered is not None and self._answered.event is event:
-            self._answered.event = engine.last_switch
-        if engine.rank == 0:
-            log_recompile(engine.last_switch)
-            if self._writer is not None:
-                self._writer.write_recompile(engine.last_switch)
-
-    @property
-    def _writer(self) -> EventWriter | None:
-        path = self.engine.settings.report.jsonl
-        return None if path is None else EventWriter(Path(path))
-
-    def begin_anew(self, generation: int) -> None:
-        """What was pending or being prepared is void; numbers up to `generation` are used up."""
-        self.close()
-        self._pending = None
-        self.attempt = max(self.attempt, generation)
-        self._fallback.settle()
-
-    def close(self) -> None:
-        """Let go of whatever is being prepared."""
-        if self._preparation is not None:
-            self._preparation.abandon()
-            self.attempt = self._preparation.proposal.generation
-            self._preparation = None
-
-
-def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages that are never there, and that no limit of this process's own memory counts."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
