@@ -63,6 +63,7 @@ def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static) -> None:
     check_both(job, static)
 
 
+@pytest.mark.full
 def test_a_node_is_killed_without_zero(pair: Callable[..., Job], static: Static) -> None:
     """Both engines have all of their state in each process: the others go on with what they hold."""
     job = pair("a", "b", "c", stage=0, beside=0)
@@ -95,6 +96,7 @@ def test_a_node_is_killed_with_zero(
     check_both(job, static)
 
 
+@pytest.mark.full
 def test_one_fails_and_neither_changes(pair: Callable[..., Job], static: Static) -> None:
     """What the second engine cannot do the first does not do either; the next attempt takes both along."""
     job = pair("a", "b")
@@ -131,6 +133,7 @@ def test_a_node_is_killed_in_a_change(pair: Callable[..., Job], static: Static, 
     check_both(job, static, kills=1)
 
 
+@pytest.mark.full
 def test_what_is_refused(pair: Callable[..., Job], static: Static) -> None:
     """By name; the first engine goes on alone."""
     job = pair("a", style="refused")
@@ -146,6 +149,7 @@ def test_what_is_refused(pair: Callable[..., Job], static: Static) -> None:
     check_history(job, static)
 
 
+@pytest.mark.full
 def test_a_process_with_fewer_engines_is_refused(pair: Callable[..., Job], static: Static) -> None:
     """The job goes on without it."""
     job = pair("a")
