@@ -55,7 +55,7 @@ def predicted_and_real(stages: int) -> None:
             assert list(ranks) == list(real.tied_comms), "DeepSpeed adds ties up in this order"
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_stages_are_those_of_real_modules(pool: RankPool, stages: int) -> None:
     pool.run(predicted_and_real, stages=stages)
 

@@ -45,6 +45,7 @@ def pair(train: Callable[..., Job]) -> Callable[..., Job]:
     return make
 
 
+@pytest.mark.full
 def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static) -> None:
     """1 -> 2 -> 1, the first node goes; stages 1 and 3; the steps of both engines go on."""
     job = pair("a")

@@ -116,6 +116,7 @@ def test_nodes_are_killed_without_zero(train: Callable[..., Job], static: Static
     check_history(job, static, kills=2)
 
 
+@pytest.mark.full  # `test_together` has it with two engines
 def test_a_node_is_killed_with_zero(train: Callable[..., Job], static: Static, tmp_path: Path) -> None:
     """Parts of the state die with it: all go back to the newest checkpoint, in the same processes, and on from it."""
     fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}

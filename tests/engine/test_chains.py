@@ -43,7 +43,7 @@ def test_chain_of_20_stays_within_the_spread_of_static_runs(pool: RankPool) -> N
     assert 0 < distance <= 2 * spread
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_accumulation_is_exact_in_worlds_1_to_4(pool: RankPool, stage: int) -> None:
     """8 samples in micro-batches of 2: 4, 2, 2 (unequal) and 1 accumulation steps."""
     expected = losses(pool, (1, stage), 12, {}, **ACCUMULATING)

@@ -77,7 +77,7 @@ def check_decision(results: list[Any], members: list[int], outcome: str) -> list
 
 
 CHANGES = [
-    pytest.param((2, 1), (4, 1), 3, id="waking member"),
+    pytest.param((2, 1), (4, 1), 3, id="waking member", marks=pytest.mark.full),
     pytest.param((4, 3), (2, 0), 2, id="leaving member"),
     pytest.param((2, 1), (4, 1), 1, id="staying member", marks=pytest.mark.full),
 ]

@@ -123,5 +123,6 @@ def bare() -> PipelineModule:
     return PipelineModule(specs, num_stages=1, loss_fn=pipelines.loss, partition_method="uniform")
 
 
+@pytest.mark.full
 def test_layers_of_experts_alone(pool: RankPool) -> None:
     axis_walks.compare(pool, whole_layers, [at(2, 2, 2), at(1, 2, 2), at(2, 1), at(2, 2, 2)])
