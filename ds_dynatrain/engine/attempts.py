@@ -21,13 +21,13 @@ from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
-from ds_dynatrain.engine.judging import Judging
 from ds_dynatrain.engine.lean import LeanTransaction
 from ds_dynatrain.engine.meeting import Outcome
 from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
 from ds_dynatrain.space import Layout
@@ -41,7 +41,7 @@ ASSUMED_BYTES_PER_SECOND = 1e9
 OnSwitch = Callable[[SwitchEvent], object]
 
 
-class Attempts(Judging):
+class Attempts(Targets):
     """One at a time; `attempt` is the highest generation number that was ever proposed."""
 
     def __init__(self, engine: DynatrainEngine) -> None:

@@ -217,7 +217,7 @@ class EngineCore(HostEngine):
             self._switcher.save_now()
 
     def save_beside(self, tag: str, key: str, in_background: bool) -> None:
-        """The first engine of this process saves a fallback checkpoint, and this one the same moment."""
+        """The first engine of this process saves a fallback checkpoint, and this one with it."""
         with self.turn():
             self._switcher.save_beside(tag, key, in_background)
 

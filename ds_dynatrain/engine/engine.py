@@ -97,7 +97,7 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         """
         self._switcher.stand_at(BOUNDARY, self._window_is_open)
         changes = self._switcher.changes
-        if changes is None or changes.engine is self:
+        if changes is None or not changes.keeps_void(self):
             self.end_void()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

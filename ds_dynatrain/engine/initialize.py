@@ -50,6 +50,7 @@ from ds_dynatrain.engine.members.description import described, differing_key, di
 from ds_dynatrain.engine.members.early import Early, found_early
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry, beside, node, stand_alone, with_launch, with_members
+from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
@@ -120,6 +121,7 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     start_without_compiler()
     place, turns = worker_place(), Turns.of_process()
+    rule_of(settings.raw_layouts)  # a wrong one is refused before this process joins anything
     _refuse_beside(turns.engines, settings, model, place)
     early = found_early()
     if place is not None and early is None and not turns.engines:
@@ -158,10 +160,11 @@ def _refuse_beside(
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
-            _refuse_to_be_late(other)
+            if other.has_stood:  # members may have come, who would not know of it
+                raise ConfigError("where members come and go, make all engines before the first batch of any of them")
             if (theirs is None) != (ours is None):
                 raise ConfigError(
-                    "dynatrain.fallback: where members come and go, all engines of a process go back to one moment; "
+                    "dynatrain.fallback: where members come and go, all engines of a process go back together; "
                     "configure it for each of them, or for none"
                 )
         if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
@@ -169,12 +172,6 @@ def _refuse_beside(
                 f"dynatrain.fallback.path: {ours.path} is that of another engine of this process, and each would take "
                 "the other's checkpoints for its own; give each engine a folder"
             )
-
-
-def _refuse_to_be_late(other: EngineCore) -> None:
-    """ConfigError if members may have come already, who would not know of one more engine."""
-    if other.has_stood:
-        raise ConfigError("initialize: where members come and go, make all engines before the first batch of any")
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ class Switcher(Attempts):
         self._fallback.save_now()
 
     def save_beside(self, tag: str, key: str, in_background: bool) -> None:
-        """The fallback checkpoint of a moment of all engines."""
+        """This engine's part of a joint fallback checkpoint."""
         self._fallback.save_beside(tag, key, in_background)
 
     def stop_listening(self) -> None:

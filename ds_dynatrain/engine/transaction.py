@@ -52,7 +52,7 @@ class Transaction(Meeting):
     """See the module; `run` is called once, by every member of either world, at a boundary.
 
     record: where the decision is written, a notice board and a key; that of another transaction, where both happen or
-    none. Then all `attempt`, one asks for the decision, and all conclude it.
+    none. Then all vote, one asks for the decision, and all conclude it.
     """
 
     def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
@@ -82,11 +82,11 @@ class Transaction(Meeting):
 
     def run(self) -> Outcome:
         """Take part in the switch; returns on every member with the same `committed`."""
-        self.attempt()
+        self.vote()
         return self.conclude(self.decide())
 
-    def attempt(self) -> bool:
-        """All that comes before the record, which says no if something fails; whether all went well here."""
+    def vote(self) -> bool:
+        """All that can fail, on the way to the record, which says no then; whether all went well here."""
         try:
             with self.phase("meet"):
                 self.meet(self._stop_if_decided)
@@ -110,11 +110,11 @@ class Transaction(Meeting):
         return self.decision is None
 
     def decide(self) -> dict[str, Any]:
-        """After an attempt: the record, whoever wrote it."""
+        """After a vote: the record, whoever wrote it."""
         return self._decide(True) if self.decision is None else self.decision
 
     def conclude(self, decision: dict[str, Any]) -> Outcome:
-        """What the record says, with or without an attempt before."""
+        """Do what the record says; with or without a vote, where another transaction has decided before that."""
         self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
         with self.phase("commit" if decision["commit"] else "roll back"):
             self._commit() if decision["commit"] else self._roll_back()
@@ -366,7 +366,7 @@ class Transaction(Meeting):
         engine, proposal = self.engine, self.proposal
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         if engine.turns.is_shared and self.target_rank is not None:
-            engine.speak()  # since the attempt it was another engine's turn
+            engine.speak()  # since the vote it was another engine's turn
         self.preparation.committed()
         self._measure()
         self.acknowledge(self._measurements())

@@ -92,8 +92,8 @@ class Turns:
         if len(self.engines) == 1:
             self.engines[0].own = Own.now()
             put_plain()
-        for engine in self.engines[:1]:
-            engine.launch.install()
+        if self.engines:
+            self.engines[0].launch.install()
         self._is_joining = True
         try:
             yield

@@ -10,7 +10,6 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.errors import WorldChanged
 
@@ -25,7 +24,7 @@ def world(generation: int, *members: str, change: str = "planned", **more: Any) 
 def elastic() -> Elastic:
     """Member a/0 of three that train in generation 2; nothing is connected."""
     place = WorkerPlace("a", 0, 1, Address("127.0.0.1", 1))
-    made = Elastic(place, rule_of("data"), timeout_seconds=5.0, wait_seconds=5.0)
+    made = Elastic(place, timeout_seconds=5.0, wait_seconds=5.0)
     made.enter(world(2, *MEMBERS), Roll().extended(MEMBERS), frozenset(MEMBERS))
     return made
 

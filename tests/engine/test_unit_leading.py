@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.engine.members import leading
-from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader, Target
+from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Destination, Leader
 from ds_dynatrain.engine.members.policy import Rule, rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
@@ -31,26 +31,24 @@ def targets(
     restores: bool = False,
     data: int = 2,
     beside: tuple[Layout, tuple[int, ...]] | None = None,
-) -> list[Target] | None:
+) -> list[Destination] | None:
     """Of a job in which the first `data` of `IDS` train, and `members` are those of the next generation."""
     roll = Roll().extended(IDS)
     candidates = Candidates(0, {roll.numbers[one]: one for one in members})
     world = SimpleNamespace(members=members, generation=5)
     change = SimpleNamespace(world=world, known=roll, candidates=candidates, tries=tries, restores=restores)
     present = tuple(range(data))
-    engines = [engine_with(Layout(data=data, zero_stage=1), present, check)]
+    engines = [engine_with(Layout(data=data, zero_stage=1), present, check, rule or rule_of("data"))]
     if beside is not None:
-        engines.append(engine_with(*beside, check))
-    made = Leader(SimpleNamespace(rule=rule or rule_of("data")), engines)  # type: ignore[arg-type]
+        engines.append(engine_with(*beside, check, rule_of("data")))
+    made = Leader(SimpleNamespace(), engines)  # type: ignore[arg-type]
     return made._targets(change)  # type: ignore[arg-type]
 
 
-def engine_with(layout: Layout, members: tuple[int, ...], check: Any, layouts: Any = "data") -> Any:
+def engine_with(layout: Layout, members: tuple[int, ...], check: Any, rule: Rule) -> Any:
     """One engine of a process, as far as a leader asks it."""
-    settings, switcher = SimpleNamespace(raw_layouts=layouts), SimpleNamespace(check=check)
-    return SimpleNamespace(
-        layout=layout, members=members, vps=None, settings=settings, _switcher=switcher, turn=nullcontext
-    )
+    switcher = SimpleNamespace(check=check, rule=rule)
+    return SimpleNamespace(layout=layout, members=members, vps=None, _switcher=switcher, turn=nullcontext)
 
 
 def target(members: tuple[str, ...], **given: Any) -> tuple[Layout, tuple[int, ...]] | None:

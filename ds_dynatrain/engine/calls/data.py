@@ -28,7 +28,7 @@ class DataCalls(EngineCore):
         self._switcher.stand_at(loader.name, self._window_is_open)
         changes = self._switcher.changes
         if changes is not None:
-            self._window.open(stays_void=changes.engine is not self and changes.engine.is_void)
+            self._window.open(stays_void=changes.keeps_void(self))
 
     def loader(
         self,

@@ -5,7 +5,7 @@ time, rank 0 alone looks at its clock: it posts that its next step is the one, w
 needs rank 0's gradients and every member reads the board at every boundary. So it is with SIGTERM, if that is asked
 for: whoever gets one says so, and after the save that follows all working members end. Of several engines in a process
 the first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members
-come and go, all engines are saved when the first one is, as one moment (`moments`).
+come and go, all engines are saved when the first one is (`joint`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.signals import Termination
-from ds_dynatrain.engine.checkpoints.moments import next_moment
+from ds_dynatrain.engine.checkpoints.joint import next_tag
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
@@ -88,7 +88,7 @@ class Fallback:
             if not others:
                 how(settings.path, None, key, "", settings.keep)
             else:
-                tag = next_moment([engine, *others], settings.keep, key)
+                tag = next_tag([engine, *others], settings.keep, key)
                 how(settings.path, tag, key, "", None)
                 for other in others:
                     other.save_beside(tag, key, in_background=how == engine.saver.start)

@@ -103,6 +103,10 @@ class Changes(TakingPart):
             if engine.world is not None and engine.world.fate is not None:
                 engine.world.fate.is_closed = False
 
+    def keeps_void(self, engine: DynatrainEngine) -> bool:
+        """Whether what an engine deals stays void: the first one's batch, in which the world was torn, is not over."""
+        return engine is not self.engine and self.engine.is_void
+
     def _end_void(self) -> None:
         """The first engine begins a global batch: what others have dealt since the world was torn is dealt again."""
         for engine in self.beside:

@@ -18,7 +18,6 @@ from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.world import World, node_of
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.policy import Rule, rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates
 from ds_dynatrain.errors import WorldChanged
@@ -40,9 +39,8 @@ class Elastic:
     is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then.
     """
 
-    def __init__(self, place: WorkerPlace, rule: Rule, timeout_seconds: float, wait_seconds: float) -> None:
+    def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
         self.member = Member(place, token_from(), on_world=self._hear)
-        self.rule = rule
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
         self.world: World | None = None
@@ -58,7 +56,6 @@ class Elastic:
 
     def configure(self, settings: DynatrainConfig) -> None:
         """Go by these settings from now on; before the first generation is entered."""
-        self.rule = rule_of(settings.raw_layouts)
         self.timeout_seconds = settings.timeout_seconds
         self.wait_seconds = settings.elastic.wait_for_members_seconds
 

@@ -20,7 +20,6 @@ from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.elastic import Boards, Elastic
-from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
@@ -106,7 +105,7 @@ def with_launch(seconds: float) -> Entry:
 def made_by(place: WorkerPlace, settings: DynatrainConfig) -> Elastic:
     """This process as a member, not known to the coordinator yet."""
     seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
-    return Elastic(place, rule_of(settings.raw_layouts), seconds, wait_seconds)
+    return Elastic(place, seconds, wait_seconds)
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic | None = None) -> Entry:

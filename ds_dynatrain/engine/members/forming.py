@@ -11,7 +11,7 @@ from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints.moments import restore_all
+from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.policy import Choice, choose, rule_of
+from ds_dynatrain.engine.members.policy import Choice, choose
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
@@ -16,7 +16,7 @@ from ds_dynatrain.space import Layout
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
-Target = tuple[Layout, tuple[int, ...]]
+Destination = tuple[Layout, tuple[int, ...]]
 """A layout, and the member at each of its ranks."""
 
 WITH_NEWCOMERS = 2
@@ -70,7 +70,7 @@ class Leader:
             proposals.append(Proposal(engine._switcher.attempt + 1, *before, *target, None, step, forms_anew=torn))
         change.board.post(f"change/{change.tries + 1}", [proposal.to_json() for proposal in proposals])
 
-    def _targets(self, change: Change) -> list[Target] | None:
+    def _targets(self, change: Change) -> list[Destination] | None:
         """Where each engine is to go; the present places if nothing has to move, None if there is no way."""
         engines, pool = self.engines, change.candidates
         present = [(engine.layout, engine.members) for engine in engines]
@@ -101,16 +101,16 @@ class Leader:
                 "cannot hand over their state"
             )
             return None
-        targets: list[Target] = []
+        targets: list[Destination] = []
         for engine, layout in zip(engines, layouts, strict=True):
             able = assign_slots(engine.vps, layout, able, pool.nodes)  # the members of the first are those of all
             targets.append((layout, able))
         return targets
 
-    def _targets_of_restoring(self, change: Change) -> list[Target] | None:
+    def _targets_of_restoring(self, change: Change) -> list[Destination] | None:
         roll, members = change.known, change.world.members
         choices = self._choices(len(members))
-        targets: list[Target] = [
+        targets: list[Destination] = [
             (choice.layout, tuple(roll.numbers[one] for one in members[: choice.layout.world_size]))
             for choice in choices
             if choice.layout is not None
@@ -131,10 +131,10 @@ class Leader:
             members = min(sizes)
 
     def _choice(self, engine: DynatrainEngine, members: int) -> Choice:
-        rule = self.elastic.rule if engine is self.engine else rule_of(engine.settings.raw_layouts)
+        switcher = engine._switcher
         with engine.turn():
             return choose(
-                rule, members, engine.layout, lambda layout: engine._switcher.check(layout, processes=members)
+                switcher.rule, members, engine.layout, lambda layout: switcher.check(layout, processes=members)
             )
 
     def _job_record(self, change: Change, engine: DynatrainEngine) -> dict[str, Any]:

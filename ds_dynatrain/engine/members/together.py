@@ -60,10 +60,10 @@ class Together:
             raise self._interrupt
 
     def _decide(self) -> dict[str, Any]:
-        """The one record: that of the first attempt that failed, else of all together."""
+        """The one record: no, as soon as one vote is no; else after all votes."""
         for part in self._parts:
             with part.engine.turn():
-                if not part.transaction.attempt():
+                if not part.transaction.vote():
                     return part.transaction.decide()
         return self._parts[0].transaction.decide()
 

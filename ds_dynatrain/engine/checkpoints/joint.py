@@ -1,7 +1,7 @@
-"""One moment of several engines: their fallback checkpoints are saved together, and restored together.
+"""Joint checkpoints: the fallback checkpoints of all engines of a process are saved and restored together.
 
-The engines of a process have one history. So the checkpoints of one moment have one tag, each in the folder of its
-engine; nothing is restored from a tag that one of the folders lacks, and nothing is removed for the sake of one.
+The engines have one history. So what is saved at one boundary has one tag, each engine's in a folder of its own;
+nothing is restored from a tag that one of the folders lacks, and none that is whole goes before enough newer ones are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def restore_all(
     engines: Sequence[DynatrainEngine], proposals: Sequence[Proposal], worlds: Mapping[int, World]
 ) -> list[Restored]:
-    """Restore all engines from the newest moment that is whole; see `restore`. worlds: by the engine's number.
+    """Restore all engines from the newest joint checkpoint; see `restore`. worlds: by the engine's number.
 
     CheckpointError, on all members alike, if there is none; the engines hold nothing then.
     """
@@ -40,7 +40,7 @@ def restore_all(
         try:
             return _restored(engines, proposals, worlds, paths, left_out)
         except CheckpointDamaged:
-            continue  # the next older moment, for all of them
+            continue  # the next older one, for all of them
 
 
 def _restored(
@@ -50,7 +50,7 @@ def _restored(
     paths: Sequence[Path],
     left_out: list[str],
 ) -> list[Restored]:
-    """All of one moment: the first engine's choice is that of the others."""
+    """All from one tag: the first engine's choice is that of the others."""
     found: list[Restored] = []
 
     def is_wanted(tag: str) -> bool:
@@ -63,22 +63,29 @@ def _restored(
     return found
 
 
-def next_moment(engines: Sequence[EngineCore], keep: int, key: str) -> str:
-    """The tag of a moment to come, free in the folders of all; chosen by rank 0 of the first engine.
+def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
+    """The tag of the next joint checkpoint, free in the folders of all; chosen by rank 0 of the first engine.
 
-    keep: so many of the moments that are whole stay, and what is older than these goes. key: of nothing else on the
-    first engine's notice board.
+    keep: so many joint checkpoints stay, and what is older than these goes. key: of nothing else on the first engine's
+    notice board. CheckpointError, on all members alike, if the folders cannot be read or written.
     """
     engine = engines[0]
     control, first = engine.control, engine.members[0]
     if control.member == first:
-        folders = [_folder_of(one) for one in engines]
-        _forget_old(folders, keep)
-        control.post(f"{key}/tag/{first}", free_in_all(folders, f"step{int(engine.global_steps)}"))
-    return str(gather_living(control, f"{key}/tag", (first,), "naming a checkpoint")[first])
+        try:
+            folders = [_folder_of(one) for one in engines]
+            _forget_old(folders, keep)
+            said = {"tag": free_in_all(folders, f"step{int(engine.global_steps)}")}
+        except (OSError, CheckpointError) as error:  # the others wait for an answer
+            said = {"failed": f"member {first}: {error}"}
+        control.post(f"{key}/tag/{first}", said)
+    said = gather_living(control, f"{key}/tag", (first,), "naming a checkpoint")[first]
+    if "failed" in said:
+        raise CheckpointError(said["failed"])
+    return str(said["tag"])
 
 
-def moments(folders: Sequence[Path]) -> list[str]:
+def joint_tags(folders: Sequence[Path]) -> list[str]:
     """The tags that all folders have, the newest first."""
     return [tag for tag in folder.tags(folders[0]) if all(_is_there(path / tag) for path in folders)]
 
@@ -94,7 +101,7 @@ def free_in_all(folders: Sequence[Path], wanted: str) -> str:
 
 
 def _forget_old(folders: Sequence[Path], keep: int) -> None:
-    kept = moments(folders)[:keep]
+    kept = joint_tags(folders)[:keep]
     for path in folders if len(kept) == keep else ():
         tags = folder.tags(path)
         for old in tags[tags.index(kept[-1]) + 1 :]:

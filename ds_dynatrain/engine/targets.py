@@ -12,6 +12,7 @@ from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.members.changes import Changes
+from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.turns import refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
@@ -23,12 +24,17 @@ if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 
-class Judging:
-    """The arithmetic of switches. changes: of members, in a job where they come and go."""
+class Targets:
+    """The arithmetic of switches.
+
+    changes: of members, in a job where they come and go; None in another. rule: which layouts a world of n members gets
+    there.
+    """
 
     def __init__(self, engine: DynatrainEngine) -> None:
         self.engine = engine
         elastic = engine.job.elastic
+        self.rule = rule_of(engine.settings.raw_layouts)
         self.changes = None if elastic is None else Changes.of_process(engine, elastic)
 
     def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:

@@ -1,0 +1,49 @@
+"""Several engines of a process in a void global batch: until when what another than the first deals is void."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.engine.members.changes import Changes
+
+
+def engine(is_void: bool) -> Any:
+    """As far as it is asked."""
+    made = SimpleNamespace(is_void=is_void, turn=nullcontext, voided=0)
+
+    def void_window() -> None:
+        made.voided += 1
+
+    made.void_window, made.end_void = void_window, lambda: setattr(made, "is_void", False)
+    return made
+
+
+@pytest.fixture
+def changes() -> Changes:
+    """Of three engines, none of them void."""
+    made = Changes(SimpleNamespace())  # type: ignore[arg-type]
+    made.engines += [engine(False) for _ in range(3)]
+    return made
+
+
+def test_what_others_deal_is_void_as_long_as_the_first_is(changes: Changes) -> None:
+    for each in changes.engines:
+        each.end_void()
+    assert not any(changes.keeps_void(each) for each in changes.engines)
+    vars(changes.engines[0])["is_void"] = True
+    assert [changes.keeps_void(each) for each in changes.engines] == [False, True, True]
+    vars(changes.engines[0])["is_void"] = False
+    vars(changes.engines[1])["is_void"] = True
+    assert not any(changes.keeps_void(each) for each in changes.engines), "its own next batch is a new one"
+
+
+def test_at_the_boundary_of_the_first_others_go_back(changes: Changes) -> None:
+    """To where their global batches began, whatever they have dealt since."""
+    vars(changes.engines[1])["is_void"] = True
+    changes._end_void()
+    _, second, third = (vars(each) for each in changes.engines)
+    assert (second["voided"], second["is_void"]) == (1, False) and third["voided"] == 0
