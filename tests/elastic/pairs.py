@@ -52,9 +52,14 @@ class Pair(Script):
         self.parts: dict[str, list[Any]] = {"step": [], "beside": []}
 
     def epoch(self) -> bool:
+        if STYLE == "other first":
+            next(iter(self.other_loader))
         feeds = endless(self.loader), endless(self.other_loader)
         for ours, theirs in zip(*feeds, strict=True):
             made = self.one("step", self.engine, ours), self.one("beside", self.other, theirs)
+            if STYLE == "switches" and made[1] and self.other.layout.data == 2 and self.other.layout.zero_stage == 3:
+                self.other.switch(zero_stage=2, at=int(self.other.global_steps))
+                self.say(event="asked")
             if any(made):
                 time.sleep(STEP_SECONDS)
             if made[0] and self.is_through():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -119,13 +120,14 @@ def _furthest(one: Losses, other: Losses) -> float:
     return max(abs(one[step] - other[step]) / abs(other[step]) for step in one.keys() & other.keys())
 
 
-def check_history(job: Job, static: Static, kills: int = 0) -> None:
+def check_history(job: Job, static: Static, kills: int = 0, event: str = "step") -> None:
     """Every sample was used once and in its step, and the losses are those of a static run.
 
     The bound is the design's: twice the largest distance between static runs, over as many steps or more. kills: so
-    many steps may have been made by all and written down by those alone who lived to do it.
+    many steps may have been made by all and written down by those alone who lived to do it. event: what the script
+    calls a step.
     """
-    losses, samples = history(job.rows("step"))
+    losses, samples = history(job.rows(event))
     assert sorted(losses) == list(range(len(losses))) and len(losses) <= STATIC_STEPS
     for step, numbers in samples.items():
         wanted = static.samples[step]
@@ -137,6 +139,22 @@ def check_history(job: Job, static: Static, kills: int = 0) -> None:
     far = {step: abs(loss - static.losses[step]) / abs(static.losses[step]) for step, loss in losses.items()}
     worst = max(far, key=lambda step: far[step])
     assert far[worst] <= 2 * static.distance, f"step {worst}: {far[worst]:.1e} from the static run's"
+
+
+def second_joins_first_leaves(job: Job) -> None:
+    """1 -> 2 -> 1: the node of rank 0 hands over what it has, and goes; the other one makes the end of the job."""
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    job.node("b", is_host=0)
+    joined = job.settled(2, first.generation)
+    assert processes(joined)[0] == processes(first)[0], "the same process"
+    job.kill("a", signal.SIGTERM)
+    left = job.settled(1, joined.generation)
+    assert processes(left) == processes(joined)[1:]
+    assert all(change.change == "planned" for change in left.changes), left.changes
+    job.code("a")
+    finish(job, "b", "coordinator")
 
 
 def finish(job: Job, *nodes: str) -> None:

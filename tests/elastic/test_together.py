@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,33 +10,35 @@ from typing import Any
 import pytest
 
 from tests.elastic.agents import ROOT, Job, processes
-from tests.elastic.runs import Static, check_history, finish, history, node_of, steps_on, variables
+from tests.elastic.runs import (
+    Static,
+    check_history,
+    finish,
+    node_of,
+    second_joins_first_leaves,
+    steps_on,
+    variables,
+    worker,
+)
 
 SCRIPT = ROOT / "tests" / "elastic" / "pairs.py"
 
 
 def check_both(job: Job, static: Static, kills: int = 0) -> None:
     """The history of each engine is that of a static run."""
-    check_history(job, static, kills)
-    losses, samples = history(job.rows("beside"))
-    assert sorted(losses) == list(range(len(losses))) and len(losses) > 3
-    for step, numbers in samples.items():
-        wanted = static.samples[step]
-        if kills and len(numbers) < len(wanted) and set(numbers) < set(wanted):
-            kills -= 1
-            continue
-        assert numbers == wanted, f"step {step} of the engine beside: {numbers}, not {wanted}"
-        far = abs(losses[step] - static.losses[step]) / abs(static.losses[step])
-        assert far <= 2 * static.distance, f"step {step} of the engine beside: {far:.1e} from the static run's"
+    for event in ("step", "beside"):
+        assert len(job.rows(event)) > 3
+        check_history(job, static, kills, event)
 
 
 @pytest.fixture
 def pair(train: Callable[..., Job]) -> Callable[..., Job]:
-    """Makes a job of two engines a process, with its coordinator."""
+    """Makes a job of two engines a process; with its coordinator, if it has nodes."""
 
     def make(*nodes: str, beside: int = 3, style: str = "", **given: Any) -> Job:
         job = train(nodes="1:4", script=SCRIPT, variables={"BESIDE": str(beside), "STYLE": style}, **given)
-        job.coordinator("coordinator")
+        if nodes:
+            job.coordinator("coordinator")
         for node in nodes:
             job.node(node, is_host=0)
         return job
@@ -47,18 +48,9 @@ def pair(train: Callable[..., Job]) -> Callable[..., Job]:
 
 @pytest.mark.full
 def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static) -> None:
-    """1 -> 2 -> 1, the first node goes; stages 1 and 3; the steps of both engines go on."""
-    job = pair("a")
-    first = job.settled(1)
-    job.node("b", is_host=0)
-    joined = job.settled(2, first.generation)
-    assert processes(joined)[0] == processes(first)[0]
-    job.kill("a", signal.SIGTERM)
-    left = job.settled(1, joined.generation)
-    assert processes(left) == processes(joined)[1:]
-    assert all(change.change == "planned" for change in left.changes), left.changes
-    job.code("a")
-    finish(job, "b", "coordinator")
+    """Stages 1 and 3; the steps of both engines go on."""
+    job = pair()
+    second_joins_first_leaves(job)
     for event in ("switch", "switch beside"):
         assert {row["layout"]["data"] for row in job.rows(event)} == {1, 2}
     check_both(job, static)
@@ -119,18 +111,21 @@ def test_one_fails_and_neither_changes(pair: Callable[..., Job], static: Static)
 def test_a_node_is_killed_in_a_change(pair: Callable[..., Job], static: Static, tmp_path: Path, fault: str) -> None:
     """Between the two engines of a process, before and after the record."""
     job = pair(stage=1, beside=3, block={"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}})
-    faults = {"joiner": ("", "", fault), "other": ("", fault, ""), "first": (fault, "", "")}[fault.split()[0]]
-    for number, (name, its) in enumerate(zip("abc", faults, strict=True), start=1):
-        with variables(job, **({"FAULT": its} if its else {})):
+    job.coordinator("coordinator")
+    killed = "abc"[("first", "other", "joiner").index(fault.split()[0])]
+    generation, pids = 0, dict[str, int]()
+    for number, name in enumerate("abc", start=1):
+        with variables(job, **({"FAULT": fault} if name == killed else {})):
             job.node(name, is_host=0)
+        pids[name] = worker(job, name)
         if number < 3:
-            job.settled(number)
+            generation = job.settled(number, generation).generation
             steps_on(job)
-    killed = "abc"[[bool(its) for its in faults].index(True)]
     job.code(killed)
-    job.settled(2)
+    del pids[killed]
+    assert sorted(processes(job.settled(2, generation))) == sorted(pids.values())
     steps_on(job)
-    finish(job, *[name for name in "abc" if name != killed], "coordinator")
+    finish(job, *pids, "coordinator")
     check_both(job, static, kills=1)
 
 
@@ -148,6 +143,31 @@ def test_what_is_refused(pair: Callable[..., Job], static: Static) -> None:
     assert "pipeline" in said["pipeline"] and "dynatrain.fallback" in said["fallback"]
     assert "make all engines before the first batch" in said["late"]
     check_history(job, static)
+
+
+@pytest.mark.full
+def test_a_loop_that_asks_another_engine_first_is_refused(pair: Callable[..., Job]) -> None:
+    """On those that start the job already: newcomers would wait in another place than the others stand in."""
+    job = pair("a", style="other first")
+    assert job.code("a") != 0
+    log = (job.folder / "a.log").read_text()
+    assert "the script asks engine 2 for a batch ('train') before that one" in log and not job.rows("step")
+
+
+@pytest.mark.full
+def test_one_engine_switches_by_itself(pair: Callable[..., Job], static: Static) -> None:
+    """As its user asks, between two changes of members; the first engine keeps its layout, a newcomer finds both."""
+    job = pair("a", "b", style="switches")
+    both = job.settled(2)
+    job.wait(lambda: len(job.rows("asked")) == 2, "the switch")
+    steps_on(job)
+    assert {row["layout"]["zero_stage"] for row in job.rows("switch")} == {1}
+    job.node("c", is_host=0)
+    job.settled(3, both.generation)
+    last = job.rows("switch beside")[-1]["layout"]
+    assert (last["data"], last["zero_stage"]) == (3, 2)
+    finish(job, "a", "b", "c", "coordinator")
+    check_both(job, static)
 
 
 @pytest.mark.full

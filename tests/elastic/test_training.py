@@ -9,24 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.agents import Job, processes
-from tests.elastic.runs import Static, check_history, finish, node_of, variables
+from tests.elastic.runs import Static, check_history, finish, node_of, second_joins_first_leaves, variables
 
 
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
-    """1 -> 2 -> 1: the node of rank 0 hands over what it has, and goes."""
     job = train(nodes="1:4")
-    job.coordinator("coordinator")
-    job.node("a", is_host=0)
-    first = job.settled(1)
-    job.node("b", is_host=0)
-    joined = job.settled(2, first.generation)
-    assert processes(joined)[0] == processes(first)[0], "the same process"
-    job.kill("a", signal.SIGTERM)
-    left = job.settled(1, joined.generation)
-    assert processes(left) == processes(joined)[1:]
-    assert all(change.change == "planned" for change in left.changes), left.changes
-    job.code("a")
-    finish(job, "b", "coordinator")
+    second_joins_first_leaves(job)
     check_history(job, static)
 
 
