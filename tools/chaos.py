@@ -3,6 +3,7 @@
 python tools/chaos.py                              # 200 events, about ten minutes
 python tools/chaos.py --events 15 --seed 3 --busy 0
 python tools/chaos.py --write docs/figures.md
+python tools/chaos.py --script tests/elastic/pairs.py --steps step beside --busy 0    # two engines; see there for --set
 
 Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
 stopped; sometimes two of it at once. Every few events the job has to come to rest: all nodes train, nobody is left
@@ -98,6 +99,13 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
     )
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        default=["step"],
+        metavar="EVENT",
+        help="what the script calls a step of each of its engines",
+    )
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
@@ -116,7 +124,9 @@ def main() -> None:
         job.clean_up()
     rows = job.rows()
     faults += storm.faults + storm.growth.found()
-    faults += mistakes(rows, sums_of_samples if args.script == SCRIPT else None)[:20]
+    right = sums_of_samples if args.script == SCRIPT else None
+    for name in args.steps:
+        faults += [f"{name}: {each}" for each in mistakes(rows, right, name)[:20]]
     text = f"Measured on: {machine()}, {args.busy} processes beside it that do nothing else than to keep it busy. "
     text += f"Seed {args.seed}, {args.workers} workers a node, each with two loader processes. "
     text += report(storm, rows, time.monotonic() - begin, faults)

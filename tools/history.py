@@ -18,7 +18,9 @@ def sums_of_samples() -> Iterator[int]:
     return accumulate(sum(FACTOR * i % MODULUS for i in range(BATCH * step, BATCH * (step + 1))) for step in count())
 
 
-def mistakes(rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = sums_of_samples) -> list[str]:
+def mistakes(
+    rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = sums_of_samples, event: str = "step"
+) -> list[str]:
     """Everything that is wrong with the steps that the scripts wrote, in words; none if all is well.
 
     Of one process the steps of a generation follow one on another. A generation begins with the same step for all, and
@@ -27,9 +29,10 @@ def mistakes(rows: Iterable[Row], right: Callable[[], Iterator[int]] | None = su
     `tests/elastic/training.py` does), all steps have as many, and no sample comes again before all others have come;
     such a job may go back to a checkpoint, and what was made after that does not count.
 
-    right: the sums that there have to be, step by step; None: it only matters that all agree.
+    right: the sums that there have to be, step by step; None: it only matters that all agree. event: what a step is
+    called, of a script with several engines.
     """
-    steps = [row for row in rows if row["event"] == "step"]
+    steps = [row for row in rows if row["event"] == event]
     found = [*_gaps(steps), *_disagreements(steps), *_samples(steps)]
     if right is not None and steps:
         last = max(row["step"] for row in steps)
