@@ -19,16 +19,16 @@ SECONDS = 120.0
 
 
 class RawTransport:
-    """Between all processes of the launch; make it on each of them before `ds_dynatrain.initialize`.
+    """Between all processes of the launch; make it on each of them before `ds_dynatrain.initialize`, one of a kind.
 
     kind: as `dynatrain.transport`.
     """
 
     def __init__(self, member: int, size: int, kind: str) -> None:
         self.member = member
-        self._group, self._store = make_group(launch_store(), "bench_raw", member, size, SECONDS)
+        self._group, self._store = make_group(launch_store(), f"bench_raw_{kind}", member, size, SECONDS)
         far = GroupTransport(self._group, range(size))
-        self._way: Transport = far if kind == "gloo" else RoutedTransport(_neighbors(member, size, kind == "auto"), far)
+        self._way: Transport = far if kind == "gloo" else RoutedTransport(_neighbors(member, size, kind), far)
 
     def seconds(self, peers: Peers, members: tuple[int, ...], repeats: int) -> list[float]:
         """Own time of each of `repeats` exchanges, after one that is not counted; every one of `members` calls it.
@@ -41,7 +41,7 @@ class RawTransport:
         return times[1:]
 
     def _once(self, sends: list[Any], receives: list[Any], members: tuple[int, ...]) -> float:
-        self._meet(members)
+        self.meet(members)
         begin = time.perf_counter()
         handles = [self._way.receive(buffer, peer, 7) for peer, buffer in receives]
         handles += [self._way.send(buffer, peer, 7) for peer, buffer in sends]
@@ -49,7 +49,7 @@ class RawTransport:
             handle.wait(time.monotonic() + SECONDS)
         return time.perf_counter() - begin
 
-    def _meet(self, members: tuple[int, ...]) -> None:
+    def meet(self, members: tuple[int, ...]) -> None:
         """A barrier of `members`: a byte to the first of them and one back."""
         token, first = torch.zeros(1, dtype=torch.uint8), members[0]
         others = members[1:] if self.member == first else (first,)
@@ -58,14 +58,14 @@ class RawTransport:
                 getattr(self._group, call)([token], other, 8).wait()
 
 
-def _neighbors(member: int, size: int, reads: bool) -> Neighbors:
-    store = PrefixStore("bench_near", launch_store())
+def _neighbors(member: int, size: int, kind: str) -> Neighbors:
+    store = PrefixStore(f"bench_near_{kind}", launch_store())
 
     def share(what: str, record: Any) -> dict[int, Any]:
         store.set(f"{what}/{member}", json.dumps(record))
         return {other: json.loads(store.get(f"{what}/{other}")) for other in range(size)}
 
-    found = Neighbors.meet(member, share, SECONDS, reads=reads)
+    found = Neighbors.meet(member, share, SECONDS, reads=kind == "auto")
     found.reserve(found.members)
     return found
 

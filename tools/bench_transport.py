@@ -1,0 +1,65 @@
+"""Measure the ways that bytes take between members of one machine against a plain copy of as many in one process.
+
+python tools/bench_transport.py                          # seconds
+python tools/bench_transport.py --write docs/figures.md
+
+One pair of processes, then two at once: four processes, which share the cores of a small machine. The time of a message
+is that of its receiver, from a barrier to its last byte; both buffers were touched before. The copies of two pairs run
+at the same time, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+from figures import keep, machine, table
+from launch import launch
+
+LIMIT_SECONDS = 300
+TITLES = {"copy": "plain copy", "auto": "reading memory", "ring": "shared ring", "gloo": "gloo"}
+RING_BAR = 0.8
+
+
+def speeds(pairs: int, args: argparse.Namespace) -> dict[tuple[str, int], float]:
+    """GB/s over all pairs, by way and megabytes: each pair's is the median over all launches."""
+    seconds: dict[tuple[str, int, int], list[float]] = {}
+    for _ in range(args.launches):
+        notes = launch("transport_ranks.py", 2 * pairs, LIMIT_SECONDS, megabytes=args.megabytes, repeats=args.repeats)
+        for member in notes:
+            for line in notes[member] if member % 2 else ():
+                seconds.setdefault((line["way"], line["megabytes"], member), []).extend(line["seconds"])
+    found: dict[tuple[str, int], float] = {}
+    for (way, megabytes, _), times in seconds.items():
+        found[way, megabytes] = found.get((way, megabytes), 0.0) + (megabytes << 20) / 1e9 / median(times)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[16, 256], help="sizes of a message")
+    parser.add_argument("--repeats", type=int, default=7, help="messages of a size and launch (default 7)")
+    parser.add_argument("--launches", type=int, default=3, help="launches of each number of pairs (default 3)")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    rows = []
+    for pairs in (1, 2):
+        found = speeds(pairs, args)
+        for megabytes in args.megabytes:
+            plain = found["copy", megabytes]
+            for way, title in TITLES.items():
+                ratio = found[way, megabytes] / plain
+                verdict = ("pass" if ratio >= RING_BAR else "missed") if way == "ring" else ""
+                rows.append((title, pairs, megabytes, f"{found[way, megabytes]:.1f}", f"{ratio:.2f}", verdict))
+    text = f"Measured on: {machine()}. Medians of {args.repeats} messages in each of {args.launches} launches. "
+    text += f"Bar: {RING_BAR} of a plain copy by a ring.\n\n"
+    text += table(("way", "pairs", "MB", "GB/s", "÷ plain copy", ""), rows)
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_transport", text)
+
+
+if __name__ == "__main__":
+    main()
