@@ -25,8 +25,8 @@ PHASE_COLORS: Mapping[str, str] = dict(
 WAY_COLORS: Mapping[str, str] = dict(
     zip(
         (way.name for way in WAYS),
-        "#0b6e99 #2f9ac4 #86c5dc #3a7d44 #e0a030 #8a5a9e #d1495b #7a7a7a #000000".split(),
-        strict=False,
+        "#0b6e99 #2f9ac4 #86c5dc #8cbf6b #3a7d44 #e0a030 #8a5a9e #d1495b".split(),
+        strict=True,
     )
 )
 FONTS: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.fonttype": "none"}
@@ -40,7 +40,7 @@ def phases(found: Comparison, size: str, change: str, name: str) -> str:
     used = [phase for phase in PHASES if any(each.phases.get(phase, 0) > 0 for each in measures.values())]
     for axes in (left, right):
         _stack(axes, measures, used)
-    live = [each.total for each in measures.values() if each.pause is not None]
+    live = [each.total for way, each in measures.items() if way_of(way).is_live]
     left.invert_yaxis()  # and with it the other one
     right.set_xlim(0, 1.1 * max(live, default=1.0))
     left.set_title("seconds to the end of the first new step", loc="left", fontsize=10)

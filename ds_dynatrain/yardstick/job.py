@@ -68,7 +68,7 @@ class Way:
     """How a change is carried out. name: short, for options and files. title: for readers.
 
     program: which part of `worker` runs. is_restarted: the old processes end and new ones begin. converts: DeepSpeed's
-    converter runs in between. transport: as `dynatrain.transport`.
+    converter runs in between. transport, safety: as in the `dynatrain` block.
     """
 
     name: str
@@ -77,17 +77,19 @@ class Way:
     is_restarted: bool = False
     converts: bool = False
     transport: str = "auto"
+    safety: str = "rollback"
 
     @property
     def is_live(self) -> bool:
-        """Whether it is a switch of ours."""
-        return self.program == "live"
+        """Whether it is a switch of ours that needs no disk."""
+        return self.program == "live" and self.safety == "rollback"
 
 
 WAYS: tuple[Way, ...] = (
     Way("live", "live, by memory", "live"),
     Way("live-ring", "live, by a shared ring", "live", transport="ring"),
     Way("live-gloo", "live, over gloo", "live", transport="gloo"),
+    Way("lean", "lean switch, through a checkpoint", "live", safety="lean"),
     Way("here", "checkpoint, same processes", "here"),
     Way("restart", "checkpoint, restart", "ours", is_restarted=True),
     Way("deepspeed", "DeepSpeed universal, restart", "stock", is_restarted=True, converts=True),
@@ -113,6 +115,7 @@ class Task:
     change: Change
     folder: str
     transport: str = "auto"
+    safety: str = "rollback"
     before: int = 8
     after: int = 6
     lead: int = 2

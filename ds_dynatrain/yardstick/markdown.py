@@ -48,7 +48,7 @@ def title(size: str, measures: dict[str, Measure]) -> str:
 
 def rows(measures: dict[str, Measure]) -> list[Row]:
     """A row a way."""
-    live = [each.still for each in measures.values() if each.is_done and each.pause is not None]
+    live = [each.still for name, each in measures.items() if each.is_done and way_of(name).is_live]
     best = min(live, default=0.0)
     return [_row(way_of(name), each, best) for name, each in measures.items()]
 
@@ -99,7 +99,7 @@ def _row(way: Way, each: Measure, best: float) -> Row:
     return (
         way.title,
         _time(still),
-        f"{still / best:.0f} ×" if best and each.pause is None else "",
+        f"{still / best:.0f} ×" if best and not way.is_live else "",
         f"{each.moved / 1e6:.0f}" if each.pause is not None else "",
         f"{each.written / 1e6:.0f}" if each.written else "",
         f"{each.peak / 1e6:.0f}",

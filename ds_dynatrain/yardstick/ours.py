@@ -22,6 +22,9 @@ PHASES = {
     "meet": "drain",
     "drain": "drain",
     "digest": "proof",
+    "save": "save",
+    "free": "initialize",
+    "restore": "load",
     "rebuild": "initialize",
     "move": "move",
     "carry": "initialize",
@@ -42,6 +45,8 @@ class Trainer:
             "transport": task.transport,
             "timeout_seconds": 120,
         }
+        if task.safety == "lean":
+            settings["dynatrain"] |= {"safety": "lean", "fallback": {"path": task.folder}}
         model = model_of(task.size)
         notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
         self.engine, *_ = ds_dynatrain.initialize(model=model, config=settings)

@@ -15,7 +15,8 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left }
-figure { margin: 1rem 0; overflow-x: auto } figure svg { max-width: 100%; height: auto }
+figure { margin: 1rem 0; overflow-x: auto }
+figure svg { width: 100%; min-width: 40rem; max-width: max-content; height: auto }
 figcaption, .small { color: #666; font-size: .85rem } code { font-size: .85em } .wide { overflow-x: auto }
 .figure { font-size: 1.1rem; background: #f4f7f8; border-left: 4px solid #0b6e99; padding: .5rem 1rem }
 """
@@ -46,13 +47,15 @@ def _case(found: Comparison, size: str, change: str, number: int) -> list[str]:
     measures = found.of(size, change)
     body = [f"<h2>{escape(charts.of_case(found, size, change))}</h2>"]
     body += [f'<p class="figure">{_sentence(line)}</p>' for line in markdown.verdicts(measures)]
-    if any(each.is_done for each in measures.values()):
+    is_any_done = any(each.is_done for each in measures.values())
+    if is_any_done:
         body.append(_figure(charts.phases(found, size, change, f"phases{number}"), "Phases, as rank 0 sees them."))
     body.append(_table(markdown.HEAD, markdown.rows(measures)))
-    body.append("<details><summary>seconds by phase</summary>")
-    body += [_table(("way", *PHASES), markdown.phase_rows(measures)), "</details>"]
+    if is_any_done:
+        body.append("<details><summary>seconds by phase</summary>")
+        body += [_table(("way", *PHASES), markdown.phase_rows(measures)), "</details>"]
     body += [f"<p>{_sentence(line)}</p>" for line in markdown.reasons(measures)]
-    if any(each.is_done for each in measures.values()):
+    if is_any_done:
         caption = "Losses through the change (dashed). FSDP2 rounds otherwise than DeepSpeed, so its curve is its own."
         body.append(_figure(charts.losses(found, size, change, f"losses{number}"), caption))
     return body
