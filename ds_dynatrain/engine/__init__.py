@@ -3,6 +3,7 @@
 | file | what it does |
 |---|---|
 | `initialize` | the call that a user makes |
+| `introduction`, `first_layout`, `construction` | what processes compare, the layout to begin with, the first world |
 | `engine`, `core`, `calls/` | the object that a user holds, its ground, its calls by topic |
 | `switcher` | asking, preparing, the boundary, the wait of an idle member |
 | `agreement` | one decision from the same records on all members |

@@ -1,0 +1,152 @@
+"""Making an engine in the first world of its process, or without a world on a member that is idle."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.settings import layout_config
+from ds_dynatrain.adapters.shaping import Shaper
+from ds_dynatrain.adapters.start import engine_around
+from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
+from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.first import take_in
+from ds_dynatrain.engine.first_layout import check_axes, check_start
+from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.entry import Entry
+from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.space import Layout, is_partitioned
+
+Ties = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Construction:
+    """All that an engine is made of. arguments: of DeepSpeed's constructor; layout: that the job is in."""
+
+    job: Job
+    entry: Entry
+    surroundings: Surroundings
+    layout: Layout
+    arguments: dict[str, Any]
+    incoming: Incoming
+    shaper: Shaper
+
+    def make(self) -> DynatrainEngine:
+        """The engine, ready for work; where it raises nothing of it is left."""
+        given, ties = self._arguments()
+        engine = self._working(given, ties) if self.entry.mine in self._members else self._idle(given, ties)
+        space = space_of(engine, self.layout, self._members)
+        if self.entry.joins:
+            self.incoming.held.clear()
+        elif not given["whole"]:
+            with self._unmade(engine):
+                take_in(engine, self.incoming, space)
+        engine.open_for_work(space)
+        if self.entry.elastic is not None:
+            self._settle(engine, self.entry.elastic)
+        atexit.register(_close, weakref.ref(engine))
+        return engine
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """Those that work."""
+        record = self.entry.record
+        return tuple(range(self.layout.world_size)) if record is None else tuple(record["members"])
+
+    def _arguments(self) -> tuple[dict[str, Any], Ties]:
+        """(the engine's arguments, the sets of stages that share a tensor)."""
+        job, layout, sizes = self.job, self.layout, self.job.batch_sizes
+        batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
+        check_start(layout, batch, self.arguments["model"], job, max(self.entry.size, layout.world_size))
+        ties = check_axes(self.shaper, layout) if is_partitioned(layout) else ()
+        config = copy.deepcopy(job.user_config)
+        uncut = layout.replace(data=layout.data * layout.tensor, tensor=1)  # AutoTP's layers come with the first shape
+        self.shaper.configure(config, uncut)
+        whole = self.incoming.is_whole and not is_partitioned(layout)
+        settings = layout_config(config, layout, batch)
+        if not whole:
+            self.incoming.take_apart(settings[1])
+        given = {"settings": settings, "job": job, "surroundings": self.surroundings, "layout": layout}
+        given |= {"members": self._members, "whole": whole, "shaper": self.shaper}
+        return {**given, **self.arguments}, ties
+
+    def _working(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
+        job, entry, members = self.job, self.entry, self._members
+        with entry.building():
+            fate = None if entry.elastic is None else Fate()
+            sides = members, members, job.settings.timeout_seconds, self.layout, ties, fate
+            world = build_world(entry.background.store, 1, entry.mine, *sides, engine=job.number)
+        install(world)
+        try:
+            return _engine_in(world, world, given)
+        except BaseException:
+            entry.launch.install()
+            drop(world)
+            raise
+
+    def _idle(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
+        stand_in = stand_in_world(0, self.layout, ties)
+        with installed(stand_in, self.entry.launch):
+            engine = _engine_in(None, stand_in, given)
+        engine.leave_world()
+        return engine
+
+    @contextmanager
+    def _unmade(self, engine: DynatrainEngine) -> Iterator[None]:
+        """If what is inside raises, nothing of the engine is left."""
+        try:
+            yield
+        except BaseException:
+            engine.let_module_go()
+            self.entry.launch.install()
+            if engine.world is not None:
+                drop(engine.world)
+            raise
+
+    def _settle(self, engine: DynatrainEngine, elastic: Elastic) -> None:
+        """The elastic job has started: the group that all stood in has served, and each stands alone while it is
+        idle."""
+        entry = self.entry
+        if entry.world is None or entry.alone is None or entry.joins:
+            return
+        roll = Roll().extended(entry.world.members)
+        engine.surroundings = replace(engine.surroundings, launch=entry.alone)
+        if engine.idle:
+            entry.alone.install()
+        engine.control.bury(entry.launch.retire())
+        if elastic.world is None:
+            elastic.enter(entry.world, roll, roll.ids_of(engine.members))
+
+
+def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
+    """The engine of the class that the model needs.
+
+    groups: of the world that is installed, which is a stand-in on an idle member.
+    """
+    if is_pipeline(arguments["model"]):
+        return engine_around(DynatrainPipelineEngine, world=world, groups=groups, **arguments)
+    return engine_around(DynatrainEngine, world=world, mpu=groups.mpu, **arguments)
+
+
+def _close(reference: weakref.ref[DynatrainEngine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()
+        if engine.job.elastic is not None:
+            gc.freeze()  # else Python's end visits all that torch and DeepSpeed have: 0.8 s of a core, and a node that
+            # was told to go has little time

@@ -1,0 +1,72 @@
+"""The layout that a launch begins with: from the `dynatrain` block, else from what DeepSpeed's configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_dynatrain.adapters.sequence import first_size
+from ds_dynatrain.adapters.shaping import Shaper, start_expert_size, start_tensor_size
+from ds_dynatrain.adapters.support import refuse_module
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.engine import feasible
+from ds_dynatrain.engine.job import Job
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import Layout, shared_stages
+from ds_dynatrain.support import Target, refuse_layout
+
+
+def first_layout(
+    model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any, pipe: int
+) -> Layout:
+    """Of a launch of so many processes; ConfigError if it has not enough of them, or they do not divide.
+
+    model: with all its layers, if it was built in stages; pipe: how many.
+    """
+    block = settings.layout
+    named = set() if block is None else block.model_fields_set
+    sequence = first_size(mpu, own.get("sequence_parallel_size"))
+    expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
+    tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
+    if block is None:
+        wide = pipe * sequence * tensor
+        if processes % wide:
+            raise ConfigError(
+                f"pipe={pipe} x sequence={sequence} x tensor={tensor} does not divide the {processes} processes of "
+                "this launch"
+            )
+        stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
+        return Layout(data=data, pipe=pipe, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
+    sizes = {"pipe": pipe, "expert": expert, "tensor": tensor}
+    given = {**block.model_dump(), **sizes, "zero_stage": block.zero_stage or 0}
+    try:
+        layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
+    except LayoutError as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error
+    if layout.world_size > processes:
+        raise ConfigError(
+            f"dynatrain.layout ({layout}) needs {layout.world_size} processes and this launch has {processes}; "
+            "start more, or make it smaller"
+        )
+    return layout
+
+
+def check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job, processes: int) -> None:
+    """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
+    try:
+        feasible.check_combination(job.features, layout, processes)
+        feasible.check_batch(layout, batch, model)
+        refuse_module(model, layout, job.user_config)
+        refuse_layout(Target(job.user_config, layout))
+    except SwitchRefused as refusal:
+        raise ConfigError(str(refusal)) from refusal
+
+
+def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that share a tensor; ConfigError if the model cannot be dealt out so."""
+    try:
+        return shared_stages(shaper.cuts(layout).values())
+    except (LayoutError, UnsupportedError) as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error

@@ -1,0 +1,60 @@
+"""What a process tells the others before it has an engine, and what it has to have in common with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.engine.members.description import differing_key, differing_parameter
+from ds_dynatrain.engine.members.entry import Entry, node
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.space import Layout
+
+
+def of_running_job(record: dict[str, Any], said: dict[str, str]) -> tuple[Layout, BatchSizes]:
+    """The layout and batch of a job that this process joins; ConfigError if it was configured otherwise."""
+    differs = differing_key(said, record["described"])
+    if differs:
+        raise ConfigError(f"this process cannot join the job: {differs}")
+    return Layout.from_dict(record["layout"]), BatchSizes(**record["batch_sizes"])
+
+
+def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
+    """The lists of parameters that the caller has, of an optimizer's groups or in place of them."""
+    given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
+    if not isinstance(given, list):
+        return []
+    groups = [group for group in given if isinstance(group, dict)]
+    for group in groups:
+        if not isinstance(group["params"], torch.Tensor | list):
+            group["params"] = list(group["params"])
+    return [group["params"] for group in groups if isinstance(group["params"], list)] if groups else [given]
+
+
+def introduce(entry: Entry, incoming: Incoming) -> dict[int, dict[str, Any]]:
+    """Tell the others about this member, and see that all have the same model.
+
+    ConfigError, on all of them, names the first parameter that differs; in a process that joins a running job on that
+    one alone.
+    """
+    rows = incoming.rows()
+    if entry.record is not None:
+        differs = differing_parameter(entry.record["rows"], rows, "in the running job")
+        if differs:
+            raise ConfigError(f"this process cannot join the job: {differs}")
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+    place = node() if entry.elastic is None else entry.elastic.member.place.node
+    record = {"node": place, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    records = entry.exchange("member", record)
+    for member, other in sorted(records.items()):
+        first = records[min(records)]
+        if other["model"] != first["model"]:
+            differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
+            raise ConfigError(differs or f"the model of member {member} differs from that of member 0")
+    return records
