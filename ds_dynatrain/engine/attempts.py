@@ -77,6 +77,11 @@ class Attempts(Targets):
         engine.leave_world()
         streams.restore(before)
 
+    def settle_meshes(self, proposal: Proposal) -> None:
+        """Learn now how DeepSpeed cuts in both layouts: asking it is not for a thread."""
+        for layout in (proposal.source_layout, proposal.layout):
+            self.engine.vps.mesh(layout)
+
     def prepare(
         self,
         proposal: Proposal,
@@ -91,8 +96,7 @@ class Attempts(Targets):
         are in the present generation.
         """
         live = {} if self.engine.idle else self.engine.state_buffers()[0]
-        for layout in (proposal.source_layout, proposal.layout):
-            self.engine.vps.mesh(layout)  # here: asking DeepSpeed how it cuts is not for a thread
+        self.settle_meshes(proposal)
         around, engine = self.engine.surroundings, self.engine
         front, back = (around.control, around.background) if boards is None else boards
         make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)

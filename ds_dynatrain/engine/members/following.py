@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
 
-from ds_dynatrain.engine import feasible, registration
+from ds_dynatrain.engine import registration
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
 from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.room import Room
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.report import logger
@@ -159,27 +160,28 @@ class Following:
             self._failed(change, proposals, decided["reason"])
             return
         change.proposals = proposals
-        for engine, proposal in zip(self.engines, proposals, strict=True):
+        self._prepare(change)
+
+    def _prepare(self, change: Change) -> None:
+        """Make each engine ready for its part."""
+        mine, nodes = change.board.member, change.candidates.nodes
+        pairs = list(zip(self.engines, change.proposals, strict=True))
+        parts = [pair for pair in pairs if mine in pair[1].union and pair[1].source_members]
+        moving = [pair for pair in parts if not pair[1].moves_nothing]
+        for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
             with engine.turn():
-                self._prepare(change, engine, proposal)
-
-    def _prepare(self, change: Change, engine: DynatrainEngine, proposal: Proposal) -> None:
-        """Make one engine ready for its part."""
-        boards, mine = change.boards_of(engine.job.number), change.board.member
-        if mine not in proposal.union or not proposal.source_members:
-            return
-        if proposal.moves_nothing:
-            boards[0].post(f"prepared/{proposal.generation}/{mine}", {"error": None})
-            return
-        if engine.idle:
-            engine._switcher.rehearse(proposal.layout, proposal.members.index(mine))
-        check = partial(self._check_memory, change, engine, proposal)
-        engine._switcher.prepare(proposal, boards, check, change.candidates.nodes)
-
-    def _check_memory(self, change: Change, engine: DynatrainEngine, proposal: Proposal) -> None:
-        nodes = {**engine.candidates.nodes, **change.candidates.nodes}
-        needs = engine._switcher.needs(proposal.layout, proposal.members)
-        feasible.check_memory(change.board.member, needs, nodes)
+                engine._switcher.settle_meshes(proposal)
+                if engine.idle:
+                    engine._switcher.rehearse(proposal.layout, proposal.members.index(mine))
+        needs = [partial(engine._switcher.needs, proposal.layout, proposal.members) for engine, proposal in moving]
+        room = Room(mine, needs, {**self.engine.candidates.nodes, **nodes})
+        for engine, proposal in parts:
+            boards = change.boards_of(engine.job.number)
+            with engine.turn():
+                if proposal.moves_nothing:
+                    boards[0].post(f"prepared/{proposal.generation}/{mine}", {"error": None})
+                else:
+                    engine._switcher.prepare(proposal, boards, room.check, nodes)
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
