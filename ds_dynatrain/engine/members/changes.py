@@ -21,6 +21,7 @@ import torch.distributed as td
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.forming import Forming
+from ds_dynatrain.engine.members.rounds import Rounds
 from ds_dynatrain.engine.members.taking_part import TakingPart
 from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger
@@ -38,6 +39,7 @@ class Changes(TakingPart):
     def __init__(self, elastic: Elastic) -> None:
         super().__init__(elastic)
         self.forming = Forming(elastic, self)
+        self._rounds = Rounds()
         self._looked = 0.0
 
     @staticmethod
@@ -54,6 +56,7 @@ class Changes(TakingPart):
             self._stand_beside(engine, place, window_is_open)
             return
         self._place = place
+        self._rounds.begin()
         self._open_fates()
         self.forming.see_failure()
         if self.elastic.is_torn and not self.engine.idle:
@@ -72,6 +75,7 @@ class Changes(TakingPart):
         """A boundary of another engine than the first: switches that the user asked of it take place here.
 
         ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
+        WorldChanged if it comes here for ever.
         """
         if not self.engine.has_stood:
             raise ConfigError(
@@ -82,6 +86,7 @@ class Changes(TakingPart):
         self.forming.see_failure()
         if self.elastic.is_torn:
             self.forming.form_anew()
+        self._rounds.stay(engine.job.number, self.engine.is_void)
         if self.engine.is_void or engine.idle or window_is_open:
             return
         if self.on_board(lambda: engine._switcher.is_due()):
