@@ -221,6 +221,10 @@ class EngineCore(HostEngine):
         with self.turn():
             self._switcher.save_beside(tag, key, in_background)
 
+    def note_window(self) -> None:
+        """A global batch that is void is dealt again from where the loaders are now."""
+        self._window.note()
+
     def end_void(self) -> None:
         """From here on what is dealt trains again."""
         self._window.is_void = False

@@ -1,7 +1,8 @@
-"""Two engines in one process, in a job whose members come and go: `training.py` with another engine beside its own.
+"""Several engines in one process, in a job whose members come and go: `training.py` with others beside its own.
 
-Both train the same model on the same data, the second one in stage `$BESIDE`, so that the history of each is that of a
-static run; its steps are the events "beside". `$STYLE` names a loop that is refused.
+Each of the others trains the small GPT on the same data, in one of the stages `$BESIDE`, so that its history is that of
+a static run; its steps are the events "beside", of a third engine "beside 3". `$STYLE` names another loop: "zip" asks
+all engines for a batch before it trains one, others are refused.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import torch.distributed as dist
 import ds_dynatrain
 from ds_dynatrain.errors import DynatrainError
 from tests.elastic import faulted
-from tests.elastic.training import OUT, SETTINGS, STEP_SECONDS, Numbered, Script, built
-from tests.engine.models import small_gpt
+from tests.elastic.training import OUT, SETTINGS, STEP_SECONDS, WIDTH, Numbered, Script
+from tests.engine.models import decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
 
-BESIDE = int(os.environ.get("BESIDE", "3"))
+BESIDE = [int(stage) for stage in os.environ.get("BESIDE", "3").split(",")]
 STYLE = os.environ.get("STYLE", "")
 
 
-def beside(stage: int) -> dict[str, Any]:
-    """The settings of the second engine."""
-    block = dict(SETTINGS["dynatrain"])
+def beside(name: str, stage: int) -> dict[str, Any]:
+    """The settings of another engine than the first: data parallel, whatever that is."""
+    settings, block = dict(SETTINGS), dict(SETTINGS["dynatrain"])
+    settings.pop("expert_parallel", None)
+    block.pop("layout", None)
     if "fallback" in block:
-        block["fallback"] = {**block["fallback"], "path": f"{block['fallback']['path']}-beside"}
-    return {**SETTINGS, "zero_optimization": {"stage": stage}, "dynatrain": block}
+        block["fallback"] = {**block["fallback"], "path": f"{block['fallback']['path']}-{name}"}
+    return {**settings, "zero_optimization": {"stage": stage}, "dynatrain": block}
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -40,31 +43,66 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-class Pair(Script):
+class Several(Script):
     def __init__(self) -> None:
         super().__init__()
-        if STYLE == "fewer":
-            return
-        model, trained = built()
-        self.other, *_ = ds_dynatrain.initialize(model=model, model_parameters=trained, config=beside(BESIDE))
-        self.other_loader = self.other.loader(Numbered(), num_workers=0)
-        self.other.on_switch(lambda event: self.say(event="switch beside", layout=event.target.layout))
-        self.parts: dict[str, list[Any]] = {"step": [], "beside": []}
+        names = ["beside", *(f"beside {number}" for number in range(3, 2 + len(BESIDE)))]
+        self.others = {name: self.another(name, stage) for name, stage in zip(names, BESIDE, strict=True)}
+        self.feeds = {name: endless(other.loader(Numbered(), num_workers=0)) for name, other in self.others.items()}
+        self.parts: dict[str, list[Any]] = {name: [] for name in ("step", *names)}
+
+    def another(self, name: str, stage: int) -> Any:
+        model = small_gpt(width=WIDTH)
+        settings = beside(name.replace(" ", "-"), stage)
+        other, *_ = ds_dynatrain.initialize(model=model, model_parameters=decay_groups(model), config=settings)
+        other.on_switch(lambda event: self.say(event=f"switch {name}", layout=event.target.layout))
+        return other
 
     def epoch(self) -> bool:
         if STYLE == "other first":
-            next(iter(self.other_loader))
-        feeds = endless(self.loader), endless(self.other_loader)
-        for ours, theirs in zip(*feeds, strict=True):
-            made = self.one("step", self.engine, ours), self.one("beside", self.other, theirs)
-            if STYLE == "switches" and made[1] and self.other.layout.data == 2 and self.other.layout.zero_stage == 3:
-                self.other.switch(zero_stage=2, at=int(self.other.global_steps))
-                self.say(event="asked")
-            if any(made):
+            next(self.feeds["beside"])
+        for batch in endless(self.loader):
+            dealt = {name: next(feed) for name, feed in self.feeds.items()} if STYLE == "zip" else {}
+            made = self.one("step", self.engine, batch)
+            if any([*self.all_beside(dealt), made and STYLE != "until"]):
                 time.sleep(STEP_SECONDS)
-            if made[0] and self.is_through():
+            if made and self.is_through():
                 return True
         return True
+
+    def batches(self) -> bool:
+        """One pass with a pipeline as the first engine."""
+        feed = iter(self.loader)
+        while not self.is_through():
+            try:
+                loss = self.engine.train_batch(feed).item()
+            except StopIteration:
+                return False
+            step = int(self.engine.global_steps) - 1
+            self.say(event="step", step=step, parts=[(loss, [step])] if self.engine.rank == 0 else [])
+            self.all_beside({})
+            time.sleep(STEP_SECONDS)
+        return True
+
+    def all_beside(self, dealt: dict[str, Any]) -> list[bool]:
+        """A micro-batch of each other engine; whether it was the last one of a step. dealt: those it has already."""
+        made = []
+        for name, other in self.others.items():
+            if STYLE == "until":
+                self.until(name, other)
+                continue
+            made.append(self.one(name, other, dealt[name] if dealt else next(self.feeds[name])))
+            if STYLE == "switches" and made[-1] and other.layout.data == 2 and other.layout.zero_stage == 3:
+                other.switch(zero_stage=2, at=int(other.global_steps))
+                self.say(event="asked")
+        return made
+
+    def until(self, name: str, other: Any) -> None:
+        """Go on until a step is made, which no void batch makes. Nearly all the time is spent here."""
+        wanted = int(other.global_steps) + 1
+        time.sleep(STEP_SECONDS)
+        while other.global_steps < wanted:
+            self.one(name, other, next(self.feeds[name]))
 
     def one(self, name: str, engine: Any, batch: Any) -> bool:
         """A micro-batch of an engine; whether it was the last one of a step."""
@@ -112,5 +150,5 @@ if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "FAULT" in os.environ:
         faulted.install(os.environ["FAULT"])
-    (Refused if STYLE == "refused" else Script if STYLE == "fewer" else Pair)().run()
+    (Refused if STYLE == "refused" else Script if STYLE == "fewer" else Several)().run()
     sys.exit(0)

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.elastic.agents import Job, processes
+from tests.elastic.kinds import KINDS
 from tests.elastic.runs import Static, check_history, finish_together, gated, open_gate, steps_on
 
 pytestmark = pytest.mark.full
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a node's two workers train; beside which layout of as many ranks; own: of DeepSpeed's configuration."""
-
-    layout: Mapping[str, int]
-    beside: Mapping[str, int] = field(default_factory=lambda: {"data": 2})
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-
-KINDS: Mapping[str, Kind] = {
-    "tensor": Kind({"data": 1, "tensor": 2}),
-    "experts": Kind({"data": 2, "expert": 2}, {"data": 1}, {"expert_parallel": {"enabled": True}}),
-    "pipeline": Kind({"data": 1, "pipe": 2}),
-}
 
 
 @pytest.mark.parametrize("stage", [0, 1])

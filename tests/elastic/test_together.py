@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.elastic.agents import ROOT, Job, processes
+from tests.elastic.kinds import KINDS
 from tests.elastic.runs import (
     Static,
     check_history,
     finish,
+    finish_together,
     node_of,
     second_joins_first_leaves,
     steps_on,
@@ -24,9 +26,9 @@ from tests.elastic.runs import (
 SCRIPT = ROOT / "tests" / "elastic" / "pairs.py"
 
 
-def check_both(job: Job, static: Static, kills: int = 0) -> None:
+def check_both(job: Job, static: Static, kills: int = 0, events: Sequence[str] = ("step", "beside")) -> None:
     """The history of each engine is that of a static run."""
-    for event in ("step", "beside"):
+    for event in events:
         assert len(job.rows(event)) > 3
         check_history(job, static, kills, event)
 
@@ -35,8 +37,9 @@ def check_both(job: Job, static: Static, kills: int = 0) -> None:
 def pair(train: Callable[..., Job]) -> Callable[..., Job]:
     """Makes a job of two engines a process; with its coordinator, if it has nodes."""
 
-    def make(*nodes: str, beside: int = 3, style: str = "", **given: Any) -> Job:
-        job = train(nodes="1:4", script=SCRIPT, variables={"BESIDE": str(beside), "STYLE": style}, **given)
+    def make(*nodes: str, beside: int | str = 3, style: str = "", **given: Any) -> Job:
+        variables = {"BESIDE": str(beside), "STYLE": style, **given.pop("variables", {})}
+        job = train(nodes="1:4", script=SCRIPT, variables=variables, **given)
         if nodes:
             job.coordinator("coordinator")
         for node in nodes:
@@ -47,9 +50,10 @@ def pair(train: Callable[..., Job]) -> Callable[..., Job]:
 
 
 @pytest.mark.full
-def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static) -> None:
+@pytest.mark.parametrize("style", ["in turn", "zip"])
+def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static, style: str) -> None:
     """Stages 1 and 3; the steps of both engines go on."""
-    job = pair()
+    job = pair(style=style)
     second_joins_first_leaves(job)
     for event in ("switch", "switch beside"):
         assert {row["layout"]["data"] for row in job.rows(event)} == {1, 2}
@@ -155,6 +159,20 @@ def test_a_loop_that_asks_another_engine_first_is_refused(pair: Callable[..., Jo
 
 
 @pytest.mark.full
+def test_a_loop_that_waits_for_steps_of_another_engine_is_ended(pair: Callable[..., Job]) -> None:
+    """After a death it would go on for ever: what it waits for comes with the next batch of the first engine."""
+    job = pair("a", "b", "c", stage=0, beside=0, style="until")
+    joined = job.settled(3)
+    steps_on(job)
+    killed = node_of(job, joined, 1)
+    job.kill(killed)
+    for name in {"a", "b", "c"} - {killed}:
+        assert job.code(name) != 0
+        said = (job.folder / f"{name}.log").read_text()
+        assert "the script has asked engine 2 for" in said and "a number of batches, not of steps" in said
+
+
+@pytest.mark.full
 def test_one_engine_switches_by_itself(pair: Callable[..., Job], static: Static) -> None:
     """As its user asks, between two changes of members; the first engine keeps its layout, a newcomer finds both."""
     job = pair("a", "b", style="switches")
@@ -181,3 +199,47 @@ def test_a_process_with_fewer_engines_is_refused(pair: Callable[..., Job], stati
     assert "it has made 1 engines, and the job's processes 2" in (job.folder / "fewer.log").read_text()
     finish(job, "a", "coordinator")
     check_both(job, static)
+
+
+@pytest.mark.full
+def test_three_engines(pair: Callable[..., Job], static: Static, tmp_path: Path) -> None:
+    """In stages 1, 3 and 0: a node joins, another one is killed."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
+    job = pair("a", "b", beside="3,0", block={"fallback": fallback})
+    both = job.settled(2)
+    job.node("c", is_host=0)
+    joined = job.settled(3, both.generation)
+    steps_on(job)
+    job.kill(node_of(job, joined, 0))
+    left = job.settled(2, joined.generation)
+    assert processes(left) == processes(joined)[1:]
+    finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
+    check_both(job, static, kills=1, events=("step", "beside", "beside 3"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_another_axis_beside_data(pair: Callable[..., Job], static: Static, tmp_path: Path, kind: str) -> None:
+    """The first engine trains with tensor parallelism, experts or a pipeline, the other one with data alone."""
+    here, variables = KINDS[kind], {"KIND": kind, "STEPS": "150"}
+    first = Static(tmp_path / "static", [dict(here.layout), dict(here.beside)], dict(here.own), **variables)
+    block = {
+        "layout": {**here.layout, "zero_stage": 1},
+        "fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2},
+    }
+    job = pair(workers=2, block=block, own=dict(here.own), variables={"KIND": kind})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    one = job.settled(2)
+    job.node("b", is_host=0)
+    both = job.settled(4, one.generation)
+    assert processes(both)[:2] == processes(one)
+    steps_on(job)
+    job.wait(lambda: len({row["step"] for row in job.rows("beside")}) > 6, "steps of the other engine")
+    job.kill("b")
+    left = job.settled(2, both.generation)
+    assert processes(left) == processes(one) and left.changes[-1].change == "failure"
+    steps_on(job)
+    finish_together(job)
+    check_history(job, first, kills=1)
+    check_history(job, static, kills=1, event="beside")

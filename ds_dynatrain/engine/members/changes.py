@@ -89,6 +89,8 @@ class Changes(TakingPart):
         self._rounds.stay(engine.job.number, self.engine.is_void)
         if self.engine.is_void or engine.idle or window_is_open:
             return
+        if self.change is not None and self.change.proposals:
+            return  # what is prepared is a part of a change of members, which begins where the first engine stands
         if self.on_board(lambda: engine._switcher.is_due()):
             engine._switcher.transact(place)
 

@@ -231,6 +231,8 @@ class Forming:
         for engine, restored in zip(self.engines, found, strict=True):
             logger.warning("restored step %d from %s", restored.step, restored.path)
             self.elastic.settle(engine.job.number)
+            with engine.turn():
+                engine.note_window()  # a void batch of it may still come, and what it has begun with counts no more
         change.board.decide(f"record/{change.proposals[0].generation}", {"commit": True, "reason": ""})
         self._changes.enter(change)
 

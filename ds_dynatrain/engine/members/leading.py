@@ -49,12 +49,16 @@ class Leader:
             logger.warning("%s", what)
 
     def lead(self, change: Change) -> None:
-        """Post the records; once all newcomers have built their engines, and nothing is tried, propose layouts."""
+        """Post the records; once all newcomers have built their engines, and nothing is tried, propose layouts.
+
+        A switch that was asked for meanwhile comes first: members find what is proposed at different times, and one of
+        them may be in it.
+        """
         if not change.has_led:
             for engine in self.engines:
                 change.boards_of(engine.job.number)[0].post("job", self._job_record(change, engine))
             change.has_led = True
-        if change.proposals:
+        if change.proposals or any(engine.is_switching for engine in self.engines):
             return
         roll = change.known
         newcomers = [roll.numbers[one] for one in change.world.members if one not in self.elastic.roll.numbers]

@@ -47,9 +47,10 @@ class Window:
         if self.is_void and stays_void:
             return
         self.is_void = False
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """It begins here: where the loaders and the random streams are."""
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
@@ -57,7 +58,7 @@ class Window:
         """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
         self.is_void = True
         if not has_dealt:
-            self._note()
+            self.note()
         else:
             for name, state in self._loaders.items():
                 self._engine.train_loaders[name].load_state_dict(state)
