@@ -76,7 +76,7 @@ def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> 
             if len(each) > 1
         ),
     )
-    steps = max((row["step"] for row in rows), default=0)
+    steps = max((row.get("step", 0) for row in rows), default=0)
     generations = max((row["generation"] for row in rows), default=0)
     verdict = "; ".join(faults) if faults else "nothing was wrong"
     told = f"{storm.counts.total()} events in {seconds:.0f} s, {generations} generations, {steps} steps: {verdict}."

@@ -104,6 +104,7 @@ class PartitionedStage:
             offload.__dict__.clear()
         for parameter in model.parameters:
             parameter.grad = None
+            forget_cutter(parameter)
             forget_parameter(parameter)
             parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
         for module in engine.module.modules():
@@ -195,6 +196,13 @@ def reset_counters() -> None:
     Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.apply_param_persistence = False
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def forget_cutter(parameter: nn.Parameter) -> None:
+    """Empty the `Init` that has cut it: what that has put onto a parameter keeps it in cycles, and it keeps groups."""
+    for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
+        if isinstance(cell.cell_contents, Init):
+            cell.cell_contents.__dict__.clear()
 
 
 def forget_parameter(parameter: nn.Parameter) -> None:

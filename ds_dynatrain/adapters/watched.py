@@ -53,8 +53,9 @@ def is_lost_peer(error: BaseException) -> bool:
 class Fate:
     """What has become of the groups of one world.
 
-    failure: how the first collective of it has failed. is_closed: whether it takes no collective at present: the world
-    was formed anew in the middle of a global batch, and not all of its members are in the same line of the script.
+    failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
+    collective at present: the world was formed anew in the middle of a global batch, and not all of its members are in
+    the same line of the script.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Fate:
         except RuntimeError as error:
             if isinstance(error, WorldChanged) or not is_lost_peer(error):
                 raise
-            self.failure = error
+            self.failure = type(error)(*error.args)
             what = str(error).partition("\n")[0]
             raise WorldChanged(
                 f"a member of this world is gone, or a collective of it has failed ({what}); go on with the loader's "

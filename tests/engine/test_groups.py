@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +70,32 @@ def refused_case() -> str:
 def test_a_layout_without_such_groups_comes_to_nothing(pool: RankPool) -> None:
     found = pool.run(refused_case)
     assert all("new_group 0" in reason and "stands in two groups" in reason for reason in found[:2]), found
+
+
+def gloo_threads() -> int:
+    """Threads of this process that belong to groups of gloo, whoever holds them."""
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def threads_case() -> tuple[int, int]:
+    """Threads in one layout before and after switches from and to stage 3, while nobody collects garbage."""
+    with jobs.job(jobs.config(start=(4, 3))) as made:
+        gc.collect()
+        gc.disable()
+        try:
+            jobs.train(made, 3)
+            before = gloo_threads()
+            jobs.train(made, 9, {4: (4, 1), 6: (4, 3)})
+            end = time.monotonic() + 10
+            while gloo_threads() > before and time.monotonic() < end:
+                time.sleep(0.1)  # taking a group down takes a moment
+        finally:
+            gc.enable()
+        return before, gloo_threads()
+
+
+def test_groups_of_a_world_go_with_it(pool: RankPool) -> None:
+    """Each has threads and descriptors; Python's collector may take hundreds of switches to come to them."""
+    for before, after in pool.run(threads_case):
+        assert 0 < after <= before
