@@ -51,6 +51,16 @@ def engine_with(layout: Layout, members: tuple[int, ...], check: Any, rule: Rule
     return SimpleNamespace(layout=layout, members=members, vps=None, _switcher=switcher, turn=nullcontext)
 
 
+def test_a_switch_that_was_asked_for_comes_first() -> None:
+    """Nothing is proposed meanwhile: members find a proposal at different times, and may be in that switch."""
+    engine = SimpleNamespace(is_switching=True)
+    change = SimpleNamespace(has_led=True, proposals=())  # more is not asked for
+    Leader(SimpleNamespace(), [engine]).lead(change)  # type: ignore[arg-type, list-item]
+    engine.is_switching = False
+    with pytest.raises(AttributeError):
+        Leader(SimpleNamespace(), [engine]).lead(change)  # type: ignore[arg-type, list-item]
+
+
 def target(members: tuple[str, ...], **given: Any) -> tuple[Layout, tuple[int, ...]] | None:
     """That of the only engine; as `targets`."""
     found = targets(members, **given)
