@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, install
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.groups import OwnGroups

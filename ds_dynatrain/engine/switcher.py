@@ -18,7 +18,7 @@ from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.checkpoints import restore, stock
-from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Watch

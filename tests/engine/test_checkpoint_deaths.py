@@ -13,7 +13,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.engine.checkpoints.restore import _Restoration
+from ds_dynatrain.engine.checkpoints.restoration import Restoration
 from ds_dynatrain.engine.checkpoints.saving import _Saving
 from ds_dynatrain.errors import CheckpointError, MemberMissing
 from tests.engine import jobs
@@ -53,7 +53,7 @@ def case(path: Path, kind: type, method: str) -> str:
         def killed(self: Any, *_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        call = engine.load_universal if kind is _Restoration else engine.save_universal
+        call = engine.load_universal if kind is Restoration else engine.save_universal
         try:
             if td.get_rank() == VICTIM:
                 with patch.object(kind, method, killed):
@@ -70,16 +70,16 @@ def case(path: Path, kind: type, method: str) -> str:
     ("kind", "method"),
     [
         (_Saving, "_write"),
-        (_Restoration, "_swap"),
+        (Restoration, "_swap"),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in (
                 (_Saving, "_exchange"),
                 (_Saving, "_open"),
                 (_Saving, "_report"),
-                (_Restoration, "_read"),
-                (_Restoration, "_verify_tensors"),
-                (_Restoration, "_verify_carry"),
+                (Restoration, "_read"),
+                (Restoration, "_verify_tensors"),
+                (Restoration, "_verify_carry"),
             )
         ),
     ],

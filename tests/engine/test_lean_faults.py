@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.engine.checkpoints.restore import _Restoration
+from ds_dynatrain.engine.checkpoints.restoration import Restoration
 from tests.engine import faults, jobs
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
@@ -98,7 +98,7 @@ def injected(names: Sequence[str]) -> Iterator[None]:
     by_record = {f"record/{faults.FIRST_GENERATION + number}": name for number, name in enumerate(names)}
 
     def followed(method: str) -> Any:
-        own = getattr(_Restoration, method)
+        own = getattr(Restoration, method)
 
         def wrapped(self: Any, *arguments: Any) -> None:
             name = by_record.get(self.goal.record, "")  # what is read to go back has another record
@@ -109,7 +109,7 @@ def injected(names: Sequence[str]) -> Iterator[None]:
                 own(self, *arguments)
             act(name, method, self)
 
-        return patch.object(_Restoration, method, wrapped)
+        return patch.object(Restoration, method, wrapped)
 
     with ExitStack() as stack:
         stack.enter_context(followed("_read"))

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.engine.checkpoints.restore import Restored
+from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.description import plain_part

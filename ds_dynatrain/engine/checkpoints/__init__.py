@@ -2,7 +2,8 @@
 
 | file | what it does |
 |---|---|
-| `saving`, `snapshot`, `restore` | the state of all members into a checkpoint, and out of one into the present layout |
+| `saving`, `snapshot` | the state of all members into a checkpoint |
+| `restore`, `restoration` | out of one into the present layout; one member's part of that |
 | `opening`, `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
 | `converted`, `merging` | one that was converted from another tool's: what it lacks stays as it is |
 | `conversion` | such a one, from what another tool's checkpoint tells |
