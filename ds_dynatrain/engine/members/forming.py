@@ -127,6 +127,13 @@ class Forming:
             if not engine.idle:
                 with engine.turn():
                     engine.void_window()
+        self._until_formed()
+        for engine in self.engines:
+            if not engine.idle:  # void batches may still come, and where it stood before may count no more
+                with engine.turn():
+                    engine.note_window()
+
+    def _until_formed(self) -> None:
         while self.elastic.is_torn:
             self._changes.look()
             if self.engine.idle:
@@ -231,8 +238,6 @@ class Forming:
         for engine, restored in zip(self.engines, found, strict=True):
             logger.warning("restored step %d from %s", restored.step, restored.path)
             self.elastic.settle(engine.job.number)
-            with engine.turn():
-                engine.note_window()  # a void batch of it may still come, and what it has begun with counts no more
         change.board.decide(f"record/{change.proposals[0].generation}", {"commit": True, "reason": ""})
         self._changes.enter(change)
 
