@@ -16,7 +16,12 @@ NEWEST_ALONE = ["adapters/test_tensor.py", "adapters/test_experts.py"]
 collect_ignore = [] if present().has_autotp else NEWEST_ALONE
 
 
-OPERATORS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "cpu_lion": "CPULionBuilder"}
+OPERATORS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "shared_memory": "ShareMemCommBuilder",
+}
 """What DeepSpeed compiles, by the fixture that a test asks for it with."""
 BUILDS = pytest.StashKey[Builds]()
 
@@ -63,3 +68,9 @@ def cpu_adam(request: pytest.FixtureRequest) -> None:
 def cpu_lion(request: pytest.FixtureRequest) -> None:
     """DeepSpeedCPULion is compiled."""
     request.config.stash[BUILDS].wait(OPERATORS["cpu_lion"])
+
+
+@pytest.fixture(scope="session")
+def shared_memory(request: pytest.FixtureRequest) -> None:
+    """What DeepSpeed's own collectives on a CPU want is compiled."""
+    request.config.stash[BUILDS].wait(OPERATORS["shared_memory"])

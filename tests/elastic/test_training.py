@@ -85,6 +85,7 @@ def test_below_min_and_above_max(train: Callable[..., Job], static: Static) -> N
     check_history(job, static)
 
 
+@pytest.mark.full
 def test_nodes_are_killed_without_zero(train: Callable[..., Job], static: Static) -> None:
     """3 -> 2 -> 1, the last time by the death of rank 0: those that live have all of it, and go on as they are."""
     job = train(nodes="1:4", stage=0, variables={"WORKERS": "2"})

@@ -163,12 +163,15 @@ AXES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
     [
         ("pipe", "AutoEP"),
-        *(pytest.param(names, marks=pytest.mark.full) for names in (("moe", "sequence"), ("autocast", "pipe"))),
-        *(pytest.param(names, marks=pytest.mark.full) for names in (("AutoEP", "zero.Init"), ("pipe", "pipe"))),
+        ("moe", "sequence"),
+        ("autocast", "pipe"),
+        ("AutoEP", "zero.Init"),
+        ("pipe", "pipe"),
     ],
     ids="+".join,
 )

@@ -36,7 +36,8 @@ def mixed(data: int, expert: int, stage: int) -> Layout:
     return Layout(data=data, expert=expert, zero_stage=stage)
 
 
-@pytest.mark.parametrize(("dtype", "param"), [("fp32", False), pytest.param("bf16", True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "param"), [("fp32", False), ("bf16", True)])
 def test_tensor_sizes(pool: RankPool, dtype: str, param: bool) -> None:
     path = [split(2, 1, 1), split(2, 2, 1), split(1, 4, 2), split(2, 2, 3), split(1, 3, 3), split(1, 2, 2)]
     find = partial(offloaded, partial(language_model, "llama of 4 kv"), param)

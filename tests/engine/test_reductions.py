@@ -23,12 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaled twice": {"zero_optimization": ALL_REDUCED, "gradient_predivide_factor": 8.0},
     "single buckets, overlapped": {"zero_optimization": {"contiguous_gradients": False, "overlap_comm": True}},
 }
-DEFAULT = ("scaled twice",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in OPTIONS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
 def test_walks(pool: RankPool, name: str) -> None:
     walks.compare(pool, walks.settings("fp32", **OPTIONS[name]), PATH)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from ds_dynatrain.yardstick.job import Change, Task
 from ds_dynatrain.yardstick.launch import LaunchError, launch
 from ds_dynatrain.yardstick.results import Comparison, Measure
+from tests.ops import surroundings
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 def compared(out: Path, *arguments: str) -> dict[str, Measure]:
     """What the command has measured, by way."""
     command = [sys.executable, "-m", "ds_dynatrain.cli", "compare", "--size", "tiny", "--out", str(out), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    environment = {**os.environ, **surroundings()}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = Comparison.from_json((out / "compare.json").read_text())
     ((size, change),) = found.cases()
@@ -37,6 +40,7 @@ def check(each: Measure) -> None:
     assert each.phases["first step"] > 0
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_a_live_switch(tmp_path: Path) -> None:
     """To fewer ranks, which take two micro-batches for a step: all its samples count, and all its time."""
     (each,) = compared(tmp_path, "--way", "live", "--change", "data=2,zero_stage=1:data=1,zero_stage=2").values()

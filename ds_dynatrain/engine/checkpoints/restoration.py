@@ -1,0 +1,314 @@
+"""A restoration from a checkpoint on one member: new buffers, their proofs, the engine over them, one outcome."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.worlds import World, install
+from ds_dynatrain.checkpoint import Reader
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.engine import feasible, streams
+from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
+from ds_dynatrain.engine.census import check_census
+from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_digests
+from ds_dynatrain.engine.checkpoints.accord import gather_living
+from ds_dynatrain.engine.checkpoints.opening import opened
+from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
+from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+ALWAYS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
+"""State kinds that a layout has or has not; the others, moments, begin with the first step."""
+SAME = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
+"""Parts of the carry that must be as they were saved once they are taken over."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What training goes on from. path: of the checkpoint. step: optimizer steps done there.
+
+    client_state: what was given to DeepSpeed's `save_checkpoint`, and what that adds; empty for a checkpoint of ours.
+    kinds: that were saved. digest: of the whole state, as in a switch's certificate.
+    """
+
+    path: Path
+    step: int
+    client_state: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Where to restore to, and where on the notice board that is spoken of.
+
+    record: the key of the outcome. enter: how an engine without state becomes part of the world, if not as after a
+    failure.
+    """
+
+    layout: Layout
+    members: tuple[int, ...]
+    world: World
+    key: str
+    record: str
+    enter: Callable[[], None] | None = None
+
+
+@dataclass
+class Old:
+    """What a load goes back to if it fails."""
+
+    buffers: Buffers
+    scalars: Scalars
+    shared: dict[str, Any]
+    rest: dict[str, Any]
+    streams: streams.Streams
+    config: tuple[dict[str, Any], Any]
+
+    @staticmethod
+    def of(engine: DynatrainEngine) -> Old:
+        engine.settle_parameters()
+        buffers, scalars = engine.state_buffers()
+        shared, rest = shared_carry(engine, scalars), copy.deepcopy(rest_carry(engine))
+        return Old(buffers, scalars, shared, rest, streams.capture(), engine.present_config)
+
+
+class Restoration:
+    """The transaction on one member."""
+
+    def __init__(
+        self, engine: DynatrainEngine, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False
+    ) -> None:
+        self.engine, self.goal, self.path, self.old = engine, goal, path, old
+        self.trust_pickle = trust_pickle
+        self.control = engine.control
+        self.rank = goal.members.index(engine.control.member)
+        self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
+        self.buffers: Buffers = {}
+        self.shared: dict[str, Any] = {}
+        self.rest: dict[str, Any] = {}
+        self.streams: streams.Streams = {}
+        self.types: dict[str, torch.dtype] = {}
+        self.kinds: tuple[str, ...] = ()
+        self.digest = ""
+        self.is_detached = self.is_attached = False
+
+    def run(self) -> Restored:
+        """Everything or nothing, on all members alike."""
+        interrupt: BaseException | None = None
+        client_state: dict[str, Any] = {}
+        try:
+            present = None if self.old is None else self.old.shared
+            source = opened(self.path, self.engine, present, self.trust_pickle)
+            with Reader(self.path, source.manifest, self.engine.settings.memory_budget_bytes) as reader:
+                self._read(source, reader)
+                self._verify_tensors(source, reader)
+            client_state = source.client_state
+            self._swap()
+            self._verify_carry()
+            wish: dict[str, Any] = {"commit": True}
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
+            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            damaged = isinstance(error, CheckpointDamaged)
+            wish = {"commit": False, "reason": f"member {self.control.member}: {reason}", "damaged": damaged}
+        decision = self.control.decide(self.goal.record, wish)
+        if decision["commit"]:
+            self._commit()
+            return Restored(self.path, int(self.engine.global_steps), client_state, self.kinds, self.digest)
+        self._roll_back()
+        if interrupt is not None:
+            raise interrupt
+        what = "" if self.old is None else "load_universal: "
+        end = "" if self.old is None else "; training goes on as before it"
+        raise _error(decision)(f"{what}{self.path}: {decision['reason']}{end}")
+
+    def _stop(self) -> None:
+        """While waiting: leave as soon as somebody has given up."""
+        decision = self.control.read(self.goal.record)
+        if decision is not None and not decision["commit"]:
+            raise _error(decision)(decision["reason"])
+
+    def _gather(self, what: str, mine: Any) -> dict[int, Any]:
+        key = f"{self.goal.key}/{what}"
+        self.control.post(f"{key}/{self.control.member}", mine)
+        return gather_living(self.control, key, self.goal.members, "loading a checkpoint", self._stop)
+
+    # ---- new buffers -------------------------------------------------------------------------------------------------
+
+    def _read(self, source: Source, reader: Reader) -> None:
+        """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
+        engine, layout, vps = self.engine, self.goal.layout, self.vps
+        numbers = self._numbers(source)
+        self.types = self._types(source)
+        local = vps.local(layout, self.rank)
+        if self.old is not None:
+            needs = engine.room_for(layout, self.goal.members)
+            feasible.check_memory(self.control.member, needs, engine.candidates.nodes)
+        self.buffers = provide(local, self.types, set(), {}, zeros)
+        reader.fill(vps, layout, self.rank, self.buffers)
+        try:
+            self.shared = source.shared(numbers)
+            if len(self.shared["groups"]) != len(engine.basic_optimizer.param_groups):
+                raise CheckpointError(
+                    f"it has {len(self.shared['groups'])} optimizer groups, and there are "
+                    f"{len(engine.basic_optimizer.param_groups)} here"
+                )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
+        self.rest = source.rest(reader, layout, self.rank)
+        self.streams = source.streams(layout, self.rank)
+
+    def _numbers(self, source: Source) -> dict[int, int]:
+        """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
+        here = {tensor.name: (number, tensor) for number, tensor in enumerate(self.vps.tensors)}
+        found = {}
+        for number, tensor in enumerate(source.tensors):
+            mine = here.pop(tensor.name, None)
+            if mine is None:
+                raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
+            if mine[1] != tensor:
+                raise CheckpointError(
+                    f"it has {tensor}, and this training has {mine[1]}: build the same model and groups"
+                )
+            found[number] = mine[0]
+        if here:
+            raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
+        return found
+
+    def _types(self, source: Source) -> dict[str, torch.dtype]:
+        """Element types of the kinds that there will be; CheckpointError for those of another optimizer."""
+        types = self.engine.types_in(self.goal.layout)
+        there = [kind for kind in source.kinds if kind not in ALWAYS]
+        here = [kind for kind in types if kind not in ALWAYS]
+        if there and set(there) != set(here):
+            raise CheckpointError(
+                f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
+                "use the same optimizer"
+            )
+        types = {kind: dtype for kind, dtype in types.items() if kind in ALWAYS or kind in there}
+        for row in source.manifest:
+            if row.kind in types and row.kind != WEIGHT and row.dtype != name_of(types[row.kind]):
+                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(types[row.kind])} here")
+        return types
+
+    # ---- proofs ------------------------------------------------------------------------------------------------------
+
+    def _verify_tensors(self, source: Source, reader: Reader) -> None:
+        """CheckpointDamaged, naming tensor, kind and place, unless all members together have what was saved."""
+        layout, members = self.goal.layout, self.goal.members
+        kinds = tuple(kind for kind in self.types if kind in source.kinds)
+        mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
+        records = self._gather("digests", mine.to_json())
+        whole = whole_digests(self.vps, layout, members, records, "loaded")
+        there, place = source.digests(reader, self.rank, len(members), self._gather), self.rank
+        wrong = []
+        for kind in whole:
+            for number, tensor in enumerate(self.vps.tensors):
+                rows = source.manifest.rows.get((tensor.name, kind))
+                if rows is None or rows[0].dtype != name_of(self.types[kind]):
+                    continue
+                if not tensor.trainable and kind != WEIGHT:
+                    continue  # it has a master there, of which its weight was cast
+                if int(whole[kind][number]) != there[tensor.name, kind]:
+                    wrong.append((tensor.name, kind))
+        if not wrong:
+            self.kinds, self.digest = tuple(source.kinds), state_digest(whole)
+            return
+        damaged = damaged_rows(source, reader, wrong, place, len(members))
+        found = [each for member in self._gather("damaged", damaged).values() for each in member]
+        if found:
+            raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
+        name, kind = wrong[0]
+        raise CheckpointDamaged(f"{kind} of {name!r} is not what was saved, though each part of it is")
+
+    def _verify_carry(self) -> None:
+        """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
+        engine = self.engine
+        held, scalars = engine.state_buffers()
+        check_census(engine, self.vps, self.rank, held, "after loading")
+        shared = shared_carry(engine, scalars)
+        lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
+        if lost:
+            raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
+        if streams.capture() != self.streams:
+            raise CheckpointError("the random streams are not those that were put in")
+        prints = self._gather("taken", fingerprint(shared))
+        for member, other in prints.items():
+            if other != prints[self.goal.members[0]]:
+                raise CheckpointError(f"the carry of member {member} is not that of member {self.goal.members[0]}")
+
+    # ---- the engine --------------------------------------------------------------------------------------------------
+
+    def _swap(self) -> None:
+        engine, goal = self.engine, self.goal
+        if self.old is not None:
+            self.is_detached = True
+            engine.detach()
+        else:
+            install(goal.world)
+        engine.take_shape(self.vps, goal.layout, self.rank)
+        self.is_attached = True
+        engine.attach(goal.layout, goal.world, engine.config_for(goal.layout), self.buffers, scalars_of(self.shared))
+        self._take(self.shared, self.rest, self.streams)
+
+    def _take(self, shared: dict[str, Any], rest: dict[str, Any], own: streams.Streams) -> None:
+        """The carry; what is for a loader or an object that is not there yet waits for it."""
+        engine = self.engine
+        engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
+        objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
+        take_over(engine, shared, {**rest, "objects": objects})
+        streams.restore(own)
+
+    def _commit(self) -> None:
+        engine = self.engine
+        if self.goal.enter is not None:
+            self.goal.enter()
+        elif self.old is None:
+            goal = self.goal
+            engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
+            engine.begin_anew(goal.world.generation)
+        else:
+            self.control.bury(_release(self.old.buffers))
+        engine.forget_steps()
+        if engine.compilations.count:
+            engine.compilations.forget()
+
+    def _roll_back(self) -> None:
+        """As if nobody had asked, or, without an old state, as an idle member."""
+        engine, old, goal = self.engine, self.old, self.goal
+        if self.is_attached:
+            engine.detach()
+        if old is None:
+            engine.leave_world()
+        elif self.is_detached:
+            engine.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
+            self._take(old.shared, old.rest, old.streams)
+        self.buffers = {}
+
+
+def _error(decision: dict[str, Any]) -> type[CheckpointError]:
+    return CheckpointDamaged if decision.get("damaged") else CheckpointError
+
+
+def _release(buffers: Buffers) -> threading.Thread:
+    """Give memory back in a thread: unmapping takes its time."""
+    old = dict(buffers)
+    buffers.clear()
+    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
+    del old
+    thread.start()
+    return thread
