@@ -70,19 +70,8 @@ class Several(Script):
                 return True
         return True
 
-    def batches(self) -> bool:
-        """One pass with a pipeline as the first engine."""
-        feed = iter(self.loader)
-        while not self.is_through():
-            try:
-                loss = self.engine.train_batch(feed).item()
-            except StopIteration:
-                return False
-            step = int(self.engine.global_steps) - 1
-            self.say(event="step", step=step, parts=[(loss, [step])] if self.engine.rank == 0 else [])
-            self.all_beside({})
-            time.sleep(STEP_SECONDS)
-        return True
+    def train_others(self) -> None:
+        self.all_beside({})
 
     def all_beside(self, dealt: dict[str, Any]) -> list[bool]:
         """A micro-batch of each other engine; whether it was the last one of a step. dealt: those it has already."""

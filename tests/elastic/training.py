@@ -148,8 +148,12 @@ class Script:
                 return False
             step = int(self.engine.global_steps) - 1
             self.say(event="step", step=step, parts=[(loss, [step])] if self.engine.rank == 0 else [])
+            self.train_others()
             time.sleep(STEP_SECONDS)
         return True
+
+    def train_others(self) -> None:
+        """After a step of a pipeline: what else there is to train."""
 
     def is_through(self) -> bool:
         """Whether all working members have seen the end; they agree on it."""

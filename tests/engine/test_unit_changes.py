@@ -75,3 +75,17 @@ def test_a_void_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     loader.at += 1
     window.void(has_dealt=True)
     assert loader.at == 15
+
+
+@pytest.mark.parametrize("is_part_of_a_change", [False, True])
+def test_a_part_of_a_change_waits_for_the_first_engine(changes: Changes, is_part_of_a_change: bool) -> None:
+    """At its own boundary another engine begins what its user asked for, and nothing else."""
+    begun = list[str]()
+    engine = changes.engines[1]
+    vars(changes.engines[0])["has_stood"] = True
+    vars(engine)["_switcher"] = SimpleNamespace(is_due=lambda: True, transact=begun.append)
+    vars(engine).update(idle=False, job=SimpleNamespace(number=2))
+    vars(changes).update(forming=SimpleNamespace(see_failure=lambda: None), elastic=SimpleNamespace(is_torn=False))
+    vars(changes)["change"] = SimpleNamespace(proposals=("its part",) if is_part_of_a_change else ())
+    changes._stand_beside(engine, "train", window_is_open=False)
+    assert begun == ([] if is_part_of_a_change else ["train"])
