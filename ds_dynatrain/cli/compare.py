@@ -27,8 +27,12 @@ def measure(
     repeats: int,
     limit_seconds: float,
     scratch: Path | None,
+    folder: Path,
 ) -> Comparison:
-    """Measure, with a line on the terminal for each way. ConfigError for a size, change or way that there is not."""
+    """Measure, with a line on the terminal for each way, and what was measured so far as JSON in the folder.
+
+    ConfigError for a size, change or way that there is not.
+    """
     check_drawing()
     unknown = [size for size in sizes if size not in SHAPES]
     if unknown:
@@ -46,6 +50,7 @@ def measure(
             repeats=repeats,
             limit_seconds=limit_seconds,
             scratch=scratch,
+            keep=lambda found: _keep(found, folder),
             say=lambda line: console.print(line, markup=False),
         )
     finally:
@@ -73,6 +78,11 @@ def write(found: Comparison, folder: Path) -> None:
         files[PICTURE] = '<?xml version="1.0" encoding="utf-8"?>\n' + charts.phases(found, *largest, "picture")
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _keep(found: Comparison, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JSON).write_text(found.to_json(), encoding="utf-8")
 
 
 def check_drawing() -> None:

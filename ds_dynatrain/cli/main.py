@@ -152,7 +152,7 @@ def compare(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="live, live-ring, live-gloo, here, restart, deepspeed, dcp; again for more. Without it: all."
+            help="live, live-ring, live-gloo, lean, here, restart, deepspeed, dcp; again for more. Without it: all."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
@@ -167,7 +167,8 @@ def compare(
 ) -> None:
     """Measure one change done live, by our checkpoint, by DeepSpeed's universal one and by torch's, in real processes.
 
-    Takes about a quarter of an hour on two quiet cores. Needs DeepSpeed, and matplotlib for the page.
+    Takes about forty minutes on two quiet cores, most of it for 125M. Needs DeepSpeed, and matplotlib for the page.
+    What is measured is in compare.json after every way; --from draws it if the rest is never measured.
 
     Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
     """
@@ -176,7 +177,7 @@ def compare(
 
     try:
         if figures is None:
-            found = yardstick.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch)
+            found = yardstick.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch, out)
         else:
             found = yardstick.read(figures)
         yardstick.write(found, out)

@@ -6,6 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ds_dynatrain.yardstick.launch import LaunchError, convert, launch
 from ds_dynatrain.yardstick.results import Comparison, Measure
 
 Say = Callable[[str], None]
+Keep = Callable[[Comparison], None]
 
 
 def compare(
@@ -27,15 +29,15 @@ def compare(
     limit_seconds: float = 300.0,
     scratch: Path | None = None,
     say: Say = lambda line: None,
+    keep: Keep = lambda found: None,
 ) -> Comparison:
     """Measure. A way that fails is a measure with the reason; whatever else goes wrong is raised.
 
     limit_seconds: of one launch. scratch: where checkpoints are written, on the disk to measure; a temporary folder by
-    default. say: called with a line before and after each way.
+    default. say: called with a line before and after each way. keep: with all that was measured, after each way.
     """
     found: list[Measure] = []
-    where = machine()
-    task = Task("", "", "", changes[0], "")
+    comparison = Comparison(machine(), command, Task("", "", "", changes[0], "").before, ())
     for size in sizes:
         for change in changes:
             for way in [way for _ in range(repeats) for way in ways]:
@@ -43,7 +45,9 @@ def compare(
                 with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
                     found.append(_one(way, size, change, Path(folder), limit_seconds))
                 say(_line(found[-1]))
-    return Comparison(where, command, task.before, tuple(found))
+                comparison = replace(comparison, measures=tuple(found))
+                keep(comparison)
+    return comparison
 
 
 def machine() -> str:

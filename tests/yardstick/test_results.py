@@ -15,6 +15,7 @@ from ds_dynatrain.cli import compare as command
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.yardstick import charts, markdown
+from ds_dynatrain.yardstick import comparison as measuring
 from ds_dynatrain.yardstick.job import BATCH, SHAPES, WAYS, Change, Side, Task
 from ds_dynatrain.yardstick.page import page
 from ds_dynatrain.yardstick.results import PHASES, Comparison, Measure, ratios
@@ -127,6 +128,22 @@ def test_tables_have_all_ways_and_phases() -> None:
     assert "not possible" in text
     assert "80 ×" in text  # how much longer than live
     assert "8.0M parameters" in markdown.short(comparison())
+
+
+def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measures = iter(comparison().measures[:2])
+    monkeypatch.setattr(measuring, "_one", lambda *_: next(measures))
+    change = Change(Side(2, 1), Side(4, 1))
+    with pytest.raises(StopIteration):  # the third is never measured
+        command.measure(["8M"], ["data=2,zero_stage=1:data=4,zero_stage=1"], [], 1, 1.0, None, tmp_path)
+    kept = Comparison.from_json((tmp_path / command.JSON).read_text())
+    assert [each.way for each in kept.measures] == ["live", "deepspeed"] and kept.measures[0].change == str(change)
+
+
+def test_the_help_names_all_ways() -> None:
+    said = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    for way in WAYS:
+        assert f"{way.name}," in said or f"{way.name};" in said, way.name
 
 
 @pytest.mark.parametrize("text", ["", "data=2", "data=2,zero_stage=1", "data=5,zero_stage=1:data=2,zero_stage=1"])
