@@ -1,5 +1,5 @@
 # Every target makes what it needs first: .venv with the versions of constraints.txt and the package in editable form.
-# The stamp is older than pyproject.toml or constraints.txt only when one of them has changed, so a second run starts at once.
+# The stamp is older than what it depends on only when one of those files has changed, so a second run starts at once.
 
 PYTHON   ?= python3
 ARGS     ?=
@@ -38,7 +38,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv and install the package and its tools into it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt ds_dynatrain/transfer/weigh.c
 	@echo "Installing into $(VENV): minutes the first time, and nothing outside this folder."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'

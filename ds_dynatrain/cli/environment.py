@@ -57,7 +57,7 @@ class Environment:
 
 def examine_environment() -> Environment:
     """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
-    checks = (*_versions(), *_deepspeed(), _compiler(), *_broken_off())
+    checks = (*_versions(), *_deepspeed(), _compiler(), *_digests(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
 
@@ -126,6 +126,19 @@ def _compiler() -> Check:
         return Check("C++ compiler", found, None, "DeepSpeed compiles operators with it at first use: CPU Adam, Lion")
     lacking = " and ".join(what for what, there in ((wanted, found), ("ninja", ninja)) if not there)
     return Check("C++ compiler", f"no {lacking}", None, "works without, except for DeepSpeed's own CPU optimizers")
+
+
+def _digests() -> Iterator[Check]:
+    """Which of the two sums this installation has."""
+    if _version("torch") is None:
+        return
+    from ds_dynatrain.transfer import is_compiled
+
+    if is_compiled():
+        yield Check("digests", "compiled", True, "by the C compiler that was there at installation")
+    else:
+        note = "right, and a third as fast: install again where a C compiler is"
+        yield Check("digests", "in numpy", None, note)
 
 
 def _broken_off() -> Iterator[Check]:

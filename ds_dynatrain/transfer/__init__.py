@@ -11,6 +11,7 @@ from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
+from ds_dynatrain.transfer.weighing import is_compiled
 
 __all__ = [
     "Buffers",
@@ -26,5 +27,6 @@ __all__ = [
     "digest_on_device",
     "digest_pieces",
     "execute",
+    "is_compiled",
     "prefault",
 ]

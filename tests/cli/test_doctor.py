@@ -73,7 +73,7 @@ def test_help_needs_no_torch() -> None:
 def test_this_machine() -> None:
     result = doctor()
     assert result.exit_code == 0, result.output
-    for words in ("ds_dynatrain", "DeepSpeed", "torch", "Python", "names", "accelerator", "C++ compiler"):
+    for words in ("ds_dynatrain", "DeepSpeed", "torch", "Python", "names", "accelerator", "C++ compiler", "digests"):
         assert words in result.stdout
     assert "a job would start" in result.stdout
 

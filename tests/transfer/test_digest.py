@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Piece, Pieces
 from ds_dynatrain.transfer import digest, digest_on_device, digest_pieces
-from ds_dynatrain.transfer.digest import _FACTOR_SEED, _HIGH_SEED, _LOW_SEED, BLOCK_UNITS
+from ds_dynatrain.transfer.weighing import BLOCK_UNITS, FACTOR_SEED, HIGH_SEED, LOW_SEED
 
 MASK = (1 << 64) - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -31,9 +31,9 @@ def word_weight(word: int) -> int:
     """Weight of a 32-bit word, in Python's own integers."""
     unit, is_high = divmod(word, 2)
     block, at = divmod(unit, BLOCK_UNITS)
-    low = splitmix(at, _LOW_SEED) | 1
-    inner = (splitmix(at, _HIGH_SEED) | 1) + (low << 32) if is_high else low
-    return inner * (splitmix(block, _FACTOR_SEED) | 1) & MASK
+    low = splitmix(at, LOW_SEED) | 1
+    inner = (splitmix(at, HIGH_SEED) | 1) + (low << 32) if is_high else low
+    return inner * (splitmix(block, FACTOR_SEED) | 1) & MASK
 
 
 def naive(values: torch.Tensor, start: int) -> int:
