@@ -3,7 +3,7 @@
 python tools/chaos.py                              # 200 events, about ten minutes
 python tools/chaos.py --events 15 --seed 3 --busy 0
 python tools/chaos.py --write docs/figures.md
-python tools/chaos.py --script tests/elastic/pairs.py --steps step beside --busy 0    # two engines; see there for --set
+python tools/chaos.py --script tests/elastic/several.py --steps step beside --busy 0  # two engines; see there for --set
 
 Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
 stopped; sometimes two of it at once. Every few events the job has to come to rest: all nodes train, nobody is left

@@ -26,7 +26,7 @@ def test_random_events_with_two_engines(tmp_path: Path) -> None:
     """DeepSpeed's loop, engines in stages 1 and 3: the steps of each are judged."""
     given = json.dumps(settings(1, fallback={"path": str(tmp_path / "fallback"), "every_steps": 5}))
     variables = [f"SETTINGS={given}", "BESIDE=3", "STEP_SECONDS=0.2", "DS_ACCELERATOR=cpu", f"PYTHONPATH={ROOT}"]
-    command = [sys.executable, "tools/chaos.py", "--events=15", "--busy=0", "--script=tests/elastic/pairs.py"]
+    command = [sys.executable, "tools/chaos.py", "--events=15", "--busy=0", "--script=tests/elastic/several.py"]
     command += ["--steps", "step", "beside", "--set", *variables]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"

@@ -23,7 +23,7 @@ from tests.elastic.runs import (
     worker,
 )
 
-SCRIPT = ROOT / "tests" / "elastic" / "pairs.py"
+SCRIPT = ROOT / "tests" / "elastic" / "several.py"
 
 
 def check_both(job: Job, static: Static, kills: int = 0, events: Sequence[str] = ("step", "beside")) -> None:
@@ -50,7 +50,7 @@ def pair(train: Callable[..., Job]) -> Callable[..., Job]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("style", ["in turn", "zip"])
+@pytest.mark.parametrize("style", ["in turn", "zip", "smaller", "boundaries"])
 def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static, style: str) -> None:
     """Stages 1 and 3; the steps of both engines go on."""
     job = pair(style=style)
@@ -61,9 +61,10 @@ def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static, style: s
 
 
 @pytest.mark.full
-def test_a_node_is_killed_without_zero(pair: Callable[..., Job], static: Static) -> None:
+@pytest.mark.parametrize("style", ["in turn", "smaller", "boundaries"])
+def test_a_node_is_killed_without_zero(pair: Callable[..., Job], static: Static, style: str) -> None:
     """Both engines have all of their state in each process: the others go on with what they hold."""
-    job = pair("a", "b", "c", stage=0, beside=0)
+    job = pair("a", "b", "c", stage=0, beside=0, style=style)
     joined = job.settled(3)
     job.kill(node_of(job, joined, 1))
     left = job.settled(2, joined.generation)
@@ -72,13 +73,21 @@ def test_a_node_is_killed_without_zero(pair: Callable[..., Job], static: Static)
     check_both(job, static, kills=1)
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 1), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "stages, style",
+    [
+        ((1, 3), "in turn"),
+        pytest.param((0, 1), "in turn", marks=pytest.mark.full),
+        pytest.param((1, 3), "smaller", marks=pytest.mark.full),
+        pytest.param((1, 3), "boundaries", marks=pytest.mark.full),
+    ],
+)
 def test_a_node_is_killed_with_zero(
-    pair: Callable[..., Job], static: Static, tmp_path: Path, stages: tuple[int, int]
+    pair: Callable[..., Job], static: Static, tmp_path: Path, stages: tuple[int, int], style: str
 ) -> None:
     """What one engine has lost takes both back to one moment, also where the other one has everything."""
     fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
-    job = pair("a", "b", "c", stage=stages[0], beside=stages[1], block={"fallback": fallback})
+    job = pair("a", "b", "c", stage=stages[0], beside=stages[1], style=style, block={"fallback": fallback})
     joined = job.settled(3)
     steps_on(job)
     job.wait(lambda: len(job.rows("beside")) > 15, "a checkpoint")

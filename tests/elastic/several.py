@@ -2,7 +2,8 @@
 
 Each of the others trains the small GPT on the same data, in one of the stages `$BESIDE`, so that its history is that of
 a static run; its steps are the events "beside", of a third engine "beside 3". `$STYLE` names another loop: "zip" asks
-all engines for a batch before it trains one, others are refused.
+all engines for a batch before it trains one; in "smaller" the others' micro-batches are, so they accumulate more of
+them; "boundaries" has no loader; "switches" switches the second engine by itself; the rest are refused or ended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 
 import ds_dynatrain
@@ -32,6 +34,8 @@ def beside(name: str, stage: int) -> dict[str, Any]:
     settings, block = dict(SETTINGS), dict(SETTINGS["dynatrain"])
     settings.pop("expert_parallel", None)
     block.pop("layout", None)
+    if STYLE == "smaller":
+        settings["train_micro_batch_size_per_gpu"] = 2
     if "fallback" in block:
         block["fallback"] = {**block["fallback"], "path": f"{block['fallback']['path']}-{name}"}
     return {**settings, "zero_optimization": {"stage": stage}, "dynatrain": block}
@@ -46,9 +50,11 @@ def endless(loader: Any) -> Iterator[Any]:
 class Several(Script):
     def __init__(self) -> None:
         super().__init__()
+        self.data = Numbered()
         names = ["beside", *(f"beside {number}" for number in range(3, 2 + len(BESIDE)))]
         self.others = {name: self.another(name, stage) for name, stage in zip(names, BESIDE, strict=True)}
-        self.feeds = {name: endless(other.loader(Numbered(), num_workers=0)) for name, other in self.others.items()}
+        self.loaders = {name: other.loader(Numbered(), num_workers=0) for name, other in self.others.items()}
+        self.feeds = {name: endless(loader) for name, loader in self.loaders.items()}
         self.parts: dict[str, list[Any]] = {name: [] for name in ("step", *names)}
 
     def another(self, name: str, stage: int) -> Any:
@@ -61,6 +67,8 @@ class Several(Script):
     def epoch(self) -> bool:
         if STYLE == "other first":
             next(self.feeds["beside"])
+        if STYLE == "boundaries":
+            return self.without_loaders()
         for batch in endless(self.loader):
             dealt = {name: next(feed) for name, feed in self.feeds.items()} if STYLE == "zip" else {}
             made = self.one("step", self.engine, batch)
@@ -69,6 +77,23 @@ class Several(Script):
             if made and self.is_through():
                 return True
         return True
+
+    def without_loaders(self) -> bool:
+        """A whole global batch of each engine in turn, by their counts of steps."""
+        while True:
+            made = []
+            for name, engine in {"step": self.engine, **self.others}.items():
+                engine.boundary()
+                order, step = self.loaders.get(name, self.loader).order, int(engine.global_steps)
+                numbers = order.batch(step // order.steps, step % order.steps)
+                for slot in engine.batch.deal(engine.global_batch_size).rank(engine.data_rank):
+                    mine = [int(numbers[position]) for position in slot.positions]
+                    rows = [torch.stack(each) for each in zip(*(self.data[i][:2] for i in mine), strict=True)]
+                    ended = self.one(name, engine, (*rows, torch.tensor(mine)))
+                made.append(ended)
+            time.sleep(STEP_SECONDS)
+            if made[0] and self.is_through():
+                return True
 
     def train_others(self) -> None:
         self.all_beside({})
