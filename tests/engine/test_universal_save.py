@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints.restore import restore
+from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
@@ -56,8 +58,26 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
     return None, []
 
 
-def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: Path) -> Any:
-    """As after a failure: in the middle of a step, into a new world of members that worked, and others that did not."""
+@contextmanager
+def record_that_breaks(board: Control) -> Iterator[None]:
+    """A notice board whose store dies before the decision is there."""
+    decide = board.decide
+
+    def dies(key: str, value: Any) -> Any:
+        if key.endswith("record"):
+            raise RuntimeError("Broken pipe")
+        return decide(key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "decide", dies)
+        yield
+
+
+def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: Path, breaks: bool = False) -> Any:
+    """As after a failure: in the middle of a step, into a new world of members that worked, and others that did not.
+
+    breaks: there is an attempt before, whose store dies when all is loaded.
+    """
     subject = find()
     with axis_walks.started(subject, dtype, at) as made:
         engine, batches = made.engine, iter(made.loader)
@@ -70,6 +90,12 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
         mine = engine.control.member
         if mine in members:
             ties, seconds = engine.vps.ties(target), engine.control.timeout_seconds
+            if breaks:
+                world = build_world(engine.control.store, 8, mine, members, members, seconds, target, ties)
+                with record_that_breaks(engine.control), pytest.raises(RuntimeError, match="Broken pipe"):
+                    restore(engine, target, members, world, folder, lambda tag: tag == "older")
+                assert engine.idle and engine.optimizer is engine.basic_optimizer
+                engine.control.bury(drop(world))
             world = build_world(engine.control.store, 9, mine, members, members, seconds, target, ties)
             found = restore(engine, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
@@ -133,13 +159,14 @@ def test_more_round_trips(pool: RankPool, tmp_path: Path, kind: str, source: str
     round_trip(pool, kind, source, target, tmp_path, dtype)
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["at once", "after one whose store died"])
 @pytest.mark.parametrize(("at", "target"), [("d3z1", "d3z3")])
-def test_restore_in_a_new_world(pool: RankPool, tmp_path: Path, at: str, target: str) -> None:
+def test_restore_in_a_new_world(pool: RankPool, tmp_path: Path, at: str, target: str, breaks: bool) -> None:
     same = {"find": SUBJECTS["module"], "dtype": "bf16", "folder": tmp_path}
     saved = pool.run(saving_case, at=layout(at), target=layout(target), **same)
     shutil.copytree(tmp_path / f"step{STEPS}", tmp_path / "older")
     damage(tmp_path / f"step{STEPS}")
-    loaded = pool.run(restoring_case, at=layout(at), target=layout(target), **same)
+    loaded = pool.run(restoring_case, at=layout(at), target=layout(target), breaks=breaks, **same)
     compare(saved, loaded, layout(target))
 
 

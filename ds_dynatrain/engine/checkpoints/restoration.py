@@ -125,7 +125,12 @@ class Restoration:
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             damaged = isinstance(error, CheckpointDamaged)
             wish = {"commit": False, "reason": f"member {self.control.member}: {reason}", "damaged": damaged}
-        decision = self.control.decide(self.goal.record, wish)
+        try:
+            decision = self.control.decide(self.goal.record, wish)
+        except BaseException:
+            if self.old is None:  # the store has gone with its host: be idle, so that a next generation can restore
+                self._roll_back()
+            raise
         if decision["commit"]:
             self._commit()
             return Restored(self.path, int(self.engine.global_steps), client_state, self.kinds, self.digest)
