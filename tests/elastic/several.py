@@ -56,6 +56,7 @@ class Several(Script):
         self.loaders = {name: other.loader(Numbered(), num_workers=0) for name, other in self.others.items()}
         self.feeds = {name: endless(loader) for name, loader in self.loaders.items()}
         self.parts: dict[str, list[Any]] = {name: [] for name in ("step", *names)}
+        self.stood: dict[str, int] = {}
 
     def another(self, name: str, stage: int) -> Any:
         model = small_gpt(width=WIDTH)
@@ -121,11 +122,14 @@ class Several(Script):
     def one(self, name: str, engine: Any, batch: Any) -> bool:
         """A micro-batch of an engine; whether it was the last one of a step."""
         parts, step, micro_steps = self.parts[name], int(engine.global_steps), int(engine.micro_steps)
+        if micro_steps != self.stood.get(name, micro_steps):  # it was taken back, in the middle of a step
+            parts.clear()
         counts = engine.layout.coordinate(engine.rank)["tensor"] == 0 and not engine.slot_is_borrowed
         loss = engine(*batch[:2])
         parts.append((loss.item(), batch[2].tolist() if counts else []))
         engine.backward(loss)
         engine.step()
+        self.stood[name] = int(engine.micro_steps)
         if engine.micro_steps != micro_steps + 1:  # the global batch is void
             parts.clear()
         if engine.micro_steps != micro_steps + 1 or engine.global_steps == step:

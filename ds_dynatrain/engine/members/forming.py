@@ -171,13 +171,14 @@ class Forming:
     def _be_left_out(self, change: Change) -> None:
         """The coordinator had not heard yet that this member got a share; the others go on without it.
 
-        ElasticError if they have none themselves.
+        ElasticError if they have none themselves: nobody would ever tell a newcomer what to do.
         """
-        if all(engine.idle for engine in self.engines) or not self.elastic.is_torn:
+        world, is_idle = change.world, all(engine.idle for engine in self.engines)
+        if not is_idle and not self.elastic.is_torn:
             return
-        if not change.world.survivors:
+        if not world.survivors and not (is_idle and world.leaving):
             raise ElasticError(
-                f"generation {change.world.generation}: {change.world.reason}; nobody is known to hold the state "
+                f"generation {world.generation}: {world.reason}; nobody is known to hold the state "
                 "of the job: start it again, from a checkpoint"
             )
         for engine in self.engines:
