@@ -137,7 +137,7 @@ def _digests() -> Iterator[Check]:
     if is_compiled():
         yield Check("digests", "compiled", True, "by the C compiler that was there at installation")
     else:
-        note = "right, and a third as fast: install again where a C compiler is"
+        note = "right, but slower: install again where a C compiler is"
         yield Check("digests", "in numpy", None, note)
 
 

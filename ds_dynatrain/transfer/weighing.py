@@ -1,5 +1,5 @@
 """The weights of a digest, and its sum over runs of bytes on the CPU: compiled (`weigh.c`) where that was built, else
-numpy's. Both give the same number; the compiled one is three to five times as fast (`tools/bench_digest.py`).
+numpy's. Both give the same number; the compiled one is two to five times as fast (`tools/bench_digest.py`).
 """
 
 from __future__ import annotations

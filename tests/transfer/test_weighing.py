@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, Bytes, Compiled, InNumpy, Runs, Summer, is_compiled, summer
 
 MASK = (1 << 64) - 1
+CAN_COMPILE = shutil.which("cc") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 needs_compiled = pytest.mark.skipif(not is_compiled(), reason="the package was installed without a C compiler")
 SUMMERS = [InNumpy(), pytest.param(Compiled(), marks=needs_compiled)]
 
@@ -20,7 +23,7 @@ def bytes_of(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+@pytest.mark.skipif(not CAN_COMPILE, reason="no C compiler here, or not what Python has for it")
 def test_it_is_compiled_where_a_compiler_is() -> None:
     assert is_compiled()
     assert isinstance(summer(), Compiled)
