@@ -169,9 +169,9 @@ class Forming:
         return True
 
     def _be_left_out(self, change: Change) -> None:
-        """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard yet that it got a share.
+        """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
 
-        The others go on without that. ElasticError if none of them holds anything: nobody would ever tell it what to do.
+        The others go on without that. ElasticError if none of them holds anything: nobody would tell it what to do.
         """
         world, is_idle = change.world, all(engine.idle for engine in self.engines)
         if not is_idle and not self.elastic.is_torn:
