@@ -25,26 +25,16 @@ import torch
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Pieces, interval
+from ds_dynatrain.transfer.device_digest import Runs as DeviceRuns
+from ds_dynatrain.transfer.device_digest import by_arithmetic, has_kernel
+from ds_dynatrain.transfer.device_digest import digests as device_digests
 from ds_dynatrain.transfer.series import series
-from ds_dynatrain.transfer.weighing import (
-    BLOCK_BYTES,
-    BLOCK_UNITS,
-    SPREAD_BYTES,
-    UNIT_BYTES,
-    Bytes,
-    Runs,
-    UInt64s,
-    factors,
-    summer,
-    tables,
-)
+from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, Runs, UInt64s, summer
 
 Int64s = npt.NDArray[np.int64]
 
 SPARSEST = 8
 """Runs are spread out if they are at least one part in so many of what they span."""
-DEVICE_BLOCKS = 256
-"""Blocks weighed at once on an accelerator (32 MiB of values, about three times that in temporaries)."""
 
 _MASK = (1 << 64) - 1
 
@@ -71,46 +61,55 @@ def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], base
     tensors. TransferError if a run leaves its buffer or the line.
     """
     data = [_values_of(buffers, name) for name in pieces.buffers]
-    sizes = [buffer.element_size() for buffer in data]
-    flat = [_bytes(buffer) if buffer.device.type == "cpu" else None for buffer in data]
     _check_inside(pieces, data, bases)
-    sums, found = [0] * (len(bases) - 1), summer()
     columns = _cut_at_tensors(pieces, bases)
+    sums = np.zeros(len(bases) - 1, dtype=np.uint64)
+    for device in {buffer.device for buffer in data}:
+        there = np.array([buffer.device == device for buffer in data])
+        mine = tuple(column[there[columns[3]]] for column in columns)
+        sums += _on_host(mine, data, len(sums)) if device.type == "cpu" else _on_device(mine, data, len(sums), device)
+    return sums
+
+
+Columns = tuple[Int64s, ...]
+"""Runs, each within a tensor: (tensor, flat index, length, buffer, offset), in elements."""
+
+
+def _on_host(columns: Columns, data: list[torch.Tensor], tensors: int) -> UInt64s:
+    sums, found = [0] * tensors, summer()
     for row, number in zip(*_series(columns), strict=True):
         index, begin, count, source, at = (int(column[row]) for column in columns)
-        values, size = flat[source], sizes[source]
-        if values is None:
-            for each in range(row, row + number):
-                begin, at = int(columns[1][each]), int(columns[4][each])
-                sums[index] += digest_on_device(data[source][at : at + count], begin)
-            continue
+        size = data[source].element_size()
         step = stride = 0
         if number > 1:
             step, stride = int(columns[1][row + 1]) - begin, int(columns[4][row + 1]) - at
         runs = Runs(at * size, stride * size, int(number), count * size, begin * size, step * size)
-        sums[index] += found.sum(values, runs)
+        sums[index] += found.sum(_bytes(data[source]), runs)
     return np.array([value & _MASK for value in sums], dtype=np.uint64)
 
 
+def _on_device(columns: Columns, data: list[torch.Tensor], tensors: int, device: torch.device) -> UInt64s:
+    tensor, begin, count, source, at = columns
+    if not has_kernel(device):
+        sums = [0] * tensors
+        for index, first, number, buffer, offset in zip(*(column.tolist() for column in columns), strict=True):
+            sums[index] += digest_on_device(data[buffer][offset : offset + number], first)
+        return np.array([value & _MASK for value in sums], dtype=np.uint64)
+    size = np.array([values.element_size() for values in data])[source]
+    base = np.array([values.data_ptr() for values in data])[source]
+    return device_digests(DeviceRuns(base + at * size, begin * size, count * size, tensor), tensors, device)
+
+
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
-    """The number that `digest` gives, from torch's int64 arithmetic on the device of the values (for accelerators)."""
+    """The number that `digest` gives, computed on the device of the values."""
     _check(values)
     if values.numel() == 0:
         return 0
-    data = values.detach().view(torch.uint8)
-    low, high = (torch.from_numpy(table.view(np.int64).copy()).to(data.device) for table in tables())
-    begin = start * values.element_size()
-    end, total, step = begin + data.numel(), 0, DEVICE_BLOCKS * BLOCK_BYTES
-    for span in range(begin // BLOCK_BYTES * BLOCK_BYTES, end, step):
-        from_byte, to_byte = max(begin, span), min(end, span + step)
-        blocks = (to_byte - span + BLOCK_BYTES - 1) // BLOCK_BYTES
-        padded = torch.zeros(blocks * BLOCK_BYTES, dtype=torch.uint8, device=data.device)
-        padded[from_byte - span : to_byte - span] = data[from_byte - begin : to_byte - begin]
-        units = padded.view(torch.int64).view(blocks, BLOCK_UNITS)
-        rows = (units * low).sum(1) + (((units >> 32) & 0xFFFFFFFF) * high).sum(1)
-        factor = torch.from_numpy(factors(span // BLOCK_BYTES, blocks).view(np.int64)).to(data.device)
-        total += int((rows * factor).sum().item())
-    return total & _MASK
+    size, data = values.element_size(), values.detach().view(torch.uint8)
+    if not has_kernel(values.device):
+        return by_arithmetic(data, start * size)
+    run = (data.data_ptr(), start * size, data.numel(), 0)
+    return int(device_digests(DeviceRuns(*(np.array([value]) for value in run)), 1, values.device)[0])
 
 
 def _check(values: torch.Tensor) -> None:
@@ -147,7 +146,7 @@ def _check_inside(pieces: Pieces, data: list[torch.Tensor], bases: Int64s) -> No
         )
 
 
-def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s]:
+def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Columns:
     """The pieces cut where a tensor ends: (tensor, flat index, length, buffer, offset) of each part."""
     filled = np.flatnonzero(np.diff(bases))
     row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
@@ -155,7 +154,7 @@ def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> tuple[Int64s, Int64s, Int6
     return tensor, start - bases[tensor], stop - start, part.buffer, part.offset
 
 
-def _series(columns: tuple[Int64s, Int64s, Int64s, Int64s, Int64s]) -> tuple[Int64s, Int64s]:
+def _series(columns: Columns) -> tuple[Int64s, Int64s]:
     """(first row, number of rows) of runs that can be weighed together, where spreading them out is no waste."""
     tensor, begin, count, source, at = columns
     longest = int(count.max(initial=0)) + 1

@@ -1,0 +1,95 @@
+"""What a machine with a card can say of this package in minutes: each step writes its JSON at once.
+
+python tools/gpu_check.py --out DIR [--minutes 25] [--only digest nccl]
+python tools/gpu_check.py --carry FOLDER
+
+A step runs in a process of its own, so that one that hangs or crashes costs itself alone; when the minutes are up the
+rest is left out. Where there is no device it says so and exits 0. `--carry` makes a folder of the wheels that a machine
+without an index lacks (Python 3.12, x86-64): install them there with
+`pip install --no-index --no-deps --target SITE FOLDER/*.whl` and put SITE on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_steps
+from figures import table
+
+LIMIT_SECONDS = 300
+"""Of one step."""
+CARRIED = {
+    "deepspeed==0.19.8": "wheel",
+    "hjson==3.1.0": "wheel",
+    "pydantic==2.14.3": "download",
+    "pydantic_core==2.50.4": "download",
+    "annotated-types==0.8.0": "download",
+    "typing-inspection==0.4.5": "download",
+}
+"""What the package needs and images for training commonly lack; "wheel": there is source alone, which is built here."""
+FOREIGN = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", "--platform=manylinux_2_17_x86_64"]
+
+
+def carry(folder: Path) -> None:
+    """Make the folder of wheels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, way in CARRIED.items():
+        where = ["-w", str(folder)] if way == "wheel" else ["-d", str(folder), *FOREIGN]
+        subprocess.run([sys.executable, "-m", "pip", way, "--quiet", "--no-deps", *where, name], check=True)
+    size = sum(each.stat().st_size for each in folder.iterdir())
+    print(f"{len(CARRIED)} wheels in {folder}, {size / 2**20:.1f} MiB")
+
+
+def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
+    """One step, in a process of its own: what it found, or why it found nothing."""
+    path, begin = out / f"{name}.json", time.monotonic()
+    command = [sys.executable, gpu_steps.__file__, name, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        error = "" if done.returncode == 0 else f"exit {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"
+    except subprocess.TimeoutExpired:
+        error = f"not done in {seconds:.0f} s"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found |= {"error": error} if error else {}
+    found["seconds"] = round(time.monotonic() - begin, 1)
+    path.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The values of a step in one cell."""
+    return "; ".join(f"{name}: {value}" for name, value in found.items() if name != "seconds")
+
+
+def main() -> None:
+    """Run the steps and print what they found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_check"))
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--only", nargs="+", choices=list(gpu_steps.STEPS), default=list(gpu_steps.STEPS))
+    parser.add_argument("--carry", type=Path, help="make a folder of wheels, and nothing else")
+    args = parser.parse_args()
+    if args.carry is not None:
+        return carry(args.carry)
+    if not gpu_steps.has_device():
+        return print("no accelerator that torch can use here: nothing was checked")
+    args.out.mkdir(parents=True, exist_ok=True)
+    end, rows = time.monotonic() + 60 * args.minutes, []
+    for name in args.only:
+        left = end - time.monotonic()
+        found = run(name, args.out, min(LIMIT_SECONDS, left)) if left > 0 else {"error": "left out: time was up"}
+        rows.append([name, found.get("seconds", "–"), shown(found)])
+        print(f"{name}: {rows[-1][2]}", flush=True)
+    text = table(("step", "seconds", "found"), rows)
+    (args.out / "gpu_check.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
