@@ -41,6 +41,20 @@ class SwitchFailed(DynatrainError):  # noqa: N818
     """A switch failed before its commit and is rolled back; the cause is chained."""
 
 
+class OutcomeUnknown(DynatrainError, RuntimeError):  # noqa: N818
+    """The record that decides could not be read: other members may have committed, so this one must not train on.
+
+    Its state is that from before the call. End the process; where members come and go, another one takes its place.
+    """
+
+    def __init__(self, what: str, seconds: float, reason: str) -> None:
+        super().__init__(
+            f"{what}: the record of its outcome could not be read for {seconds:g} s ({reason}). Other members may have "
+            "committed, so this one trains no further: end this process, and start the job again from a checkpoint if "
+            "all of its processes have ended"
+        )
+
+
 class CensusError(SwitchFailed):
     """The live buffers of DeepSpeed are not where the layout says; names the tensor, state kind and numbers."""
 

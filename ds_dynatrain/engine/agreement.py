@@ -7,12 +7,13 @@ judgement itself is written once (`decide`), so that a member that was late read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.errors import MemberMissing, SwitchRefused
+from ds_dynatrain.engine.session import Request, Session
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 
 
@@ -67,10 +68,6 @@ class Wish:
     step: int
     refusal: tuple[str, str] | None = None
 
-    def differs_from(self, other: Wish) -> bool:
-        """Whether two members wish for different things."""
-        return (self.layout, self.at, self.step) != (other.layout, other.at, other.step)
-
 
 def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], proposal: Proposal) -> Proposal:
     """`proposal` if every working member's wish is the same and none refuses; the same answer on all of them.
@@ -78,38 +75,17 @@ def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], pr
     place: where in the training it is asked. SwitchRefused: a member refuses, wishes differ, or a member did not
     ask within the time-out.
     """
-    key = f"wish/{place}"
-    control.post(f"{key}/{control.member}", asdict(wish))
-    try:
-        records = control.gather(key, working, f"switch to {proposal.layout}: every working member has to ask for it")
-    except MemberMissing as missing:
-        refusal = [str(missing), "call engine.switch on every working member, at the same step"]
-        verdict = control.decide(f"{key}/verdict", {"refusal": refusal})
-    else:
-        verdict = control.decide(f"{key}/verdict", _judge(records, proposal))
-    if "refusal" in verdict:
-        raise SwitchRefused(*verdict["refusal"])
-    agreed = Proposal.from_json(verdict["proposal"])
+    session = Session(control, f"wish/{place}", working, f"switch to {proposal.layout}")
+    asked = {name: value for name, value in asdict(wish).items() if name != "refusal"}
+    verdict = session.agree(Request(asked, wish.refusal), proposal.to_json(), SwitchRefused, _differ)
+    agreed = Proposal.from_json(verdict)
     control.decide(f"proposal/{agreed.generation}", agreed.to_json())
     return agreed
 
 
-def _judge(records: dict[int, Any], proposal: Proposal) -> dict[str, Any]:
-    wishes = {member: Wish(**record) for member, record in records.items()}
-    for member, wish in sorted(wishes.items()):
-        if wish.refusal is not None:
-            return {"refusal": [f"member {member}: {wish.refusal[0]}", wish.refusal[1]]}
-    first, *others = sorted(wishes)
-    for member in others:
-        if wishes[member].differs_from(wishes[first]):
-            return {
-                "refusal": [
-                    f"members wish for different switches: member {first} for {_words(wishes[first])}, member {member} "
-                    f"for {_words(wishes[member])}",
-                    "make the decision depend on engine.global_steps and on values that are equal on all ranks",
-                ]
-            }
-    return {"proposal": proposal.to_json()}
+def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
+    first, second = (_words(Wish(**asked[member])) for member in (one, other))
+    return f"members wish for different switches: member {one} for {first}, member {other} for {second}"
 
 
 def _words(wish: Wish) -> str:

@@ -10,11 +10,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ds_dynatrain.errors import MemberMissing
+from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
 
 SHORTEST_POLL_SECONDS = 0.0003
 POLL_SECONDS = 0.0015
@@ -24,6 +27,8 @@ PATIENT_AFTER_SECONDS = 0.1
 """A pause is short: poll fast at first. Soon spare the store, and the cores that those who are waited for work on."""
 STOP_SECONDS = 0.005
 """Between two looks for a reason to give up."""
+AGAIN_SECONDS = 0.1
+"""Between two attempts to reach the store for a decision."""
 
 
 class Control:
@@ -45,6 +50,8 @@ class Control:
         self.timeout_seconds = timeout_seconds
         self.watch = watch
         """Raises once nobody should wait on this board any longer: membership knows who is dead."""
+        self.lost: OutcomeUnknown | None = None
+        """Why this member does not know what was decided; it must not train on."""
 
     @property
     def store(self) -> Store:
@@ -68,8 +75,37 @@ class Control:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def decide(self, key: str, value: Any) -> Any:
-        """Post `value` unless somebody was first; the value that counts, the same for all."""
-        return json.loads(self._store.compare_set(key, "", json.dumps(value)))
+        """Post `value` unless somebody was first; the value that counts, the same for all.
+
+        One cut connection is not the end of the store: it is asked again, over new ones, for the time-out (what is
+        written once can be asked for twice). Only a fixed launch's store can be: that of a job whose members come and
+        go may be another one by then, in which nothing was written yet. torch's DistError if there is no answer.
+        """
+        text, begin = json.dumps(value), time.monotonic()
+        while True:
+            try:
+                return json.loads(self._store.compare_set(key, "", text))
+            except td.DistError:
+                if self.watch is not None or time.monotonic() - begin > self.timeout_seconds:
+                    raise
+            time.sleep(AGAIN_SECONDS)
+            with suppress(td.DistError):
+                self._connect_anew()
+
+    def raise_if_lost(self) -> None:
+        """OutcomeUnknown where what was decided is not known here."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _connect_anew(self) -> None:
+        """Another connection in place of one that is cut; DistError if there is none within the time-out."""
+        patience = self._base.timeout
+        self._base.set_timeout(timedelta(seconds=self.timeout_seconds))
+        try:
+            self._base = self._base.clone()
+        finally:
+            self._base.set_timeout(patience)
+        self._store = PrefixStore(self._prefix, self._base)
 
     def count(self, key: str) -> int:
         """Number of this call among all members' calls for `key`, from 1."""

@@ -12,18 +12,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as td
-
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints import restore
-from ds_dynatrain.engine.checkpoints.accord import gather_living
 from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.errors import CheckpointError, SwitchFailed
+from ds_dynatrain.engine.session import Session, gather_living
+from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
@@ -36,13 +34,21 @@ class LeanTransaction(Meeting):
         super().__init__(engine, preparation, place)
         self.key = f"lean/{self.proposal.generation}"
         self.record = f"record/{self.proposal.generation}"
+        self.session = Session(
+            self.control,
+            self.key,
+            self.proposal.union,
+            f"switch to {self.proposal.layout}",
+            is_patient=True,
+            stop=preparation.stop,
+        )
         self.interrupt: BaseException | None = None
 
     def run(self) -> Outcome:
         """Take part in the switch; returns on every member with the same `committed`.
 
         CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing, and the
-        checkpoint that it names has the state.
+        checkpoint that it names has the state. OutcomeUnknown where it cannot be read whether others have let go.
         """
         path = self._save()
         if path is None:
@@ -70,31 +76,23 @@ class LeanTransaction(Meeting):
     def _save(self) -> str | None:
         """Where the checkpoint is, or None if training goes on as it is."""
         try:
-            with self.phase("meet"):
-                self.meet(self._stop)
-            with self.phase("save"):
-                path = self._written()
-            with self.phase("verify"):
-                self._read_back(path)
-            wish = {"goes": True, "reason": ""}
-        except BaseException as error:
-            self.interrupt = None if isinstance(error, Exception) else error
-            wish = {"goes": False, "reason": f"member {self.control.member}: {type(error).__name__}: {error}"}
-        try:
-            decision = self.control.decide(self.key, wish)
-            if not decision["goes"]:
-                self.control.decide(self.record, {"commit": False, "reason": decision["reason"]})
-        except td.DistError as error:  # nobody can have gone on: that takes the notice board
-            decision = {"goes": False, "reason": f"{wish['reason'] or 'the notice board is gone'} ({error})"}
-        self.outcome.reason = decision["reason"]
-        return self._path() if decision["goes"] else None
+            decision = self.session.vote(self._save_soundly)
+        except OutcomeUnknown:
+            self.preparation.abandon()
+            raise
+        self.interrupt, self.outcome.reason = decision.interrupt, decision.reason
+        if decision.commit:
+            return self._path()
+        self.control.decide(self.record, {"commit": False, "reason": decision.reason})
+        return None
 
-    def _stop(self) -> None:
-        """While waiting for others: leave as soon as one of them has given up."""
-        self.preparation.stop()
-        decision = self.control.read(self.key)
-        if decision is not None and not decision["goes"]:
-            raise SwitchFailed(decision["reason"])
+    def _save_soundly(self) -> None:
+        with self.phase("meet"):
+            self.meet(self.session.stop)
+        with self.phase("save"):
+            path = self._written()
+        with self.phase("verify"):
+            self._read_back(path)
 
     def _written(self) -> str:
         """Save; the folder, known to all members of either world."""
@@ -114,7 +112,7 @@ class LeanTransaction(Meeting):
 
     def _path(self) -> str:
         first = self.proposal.source_members[0]
-        found = gather_living(self.control, f"{self.key}/path", (first,), "saving a checkpoint", self._stop)
+        found = gather_living(self.control, f"{self.key}/path", (first,), "saving a checkpoint", self.session.stop)
         return str(found[first])
 
     def _read_back(self, path: str) -> None:
@@ -126,7 +124,7 @@ class LeanTransaction(Meeting):
             with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
                 damaged = [str(row) for row in rows if not reader.is_sound(row)]
             self.control.post(f"{self.key}/damaged/{mine}", damaged)
-        answers = gather_living(self.control, f"{self.key}/damaged", members, "reading it back", self._stop)
+        answers = gather_living(self.control, f"{self.key}/damaged", members, "reading it back", self.session.stop)
         found = [each for answer in answers.values() for each in answer]
         if found:
             raise CheckpointError(f"{path}: {found[0]}: not what was written ({len(found)} such places)")
@@ -142,6 +140,8 @@ class LeanTransaction(Meeting):
             sides = proposal.layout, proposal.members, world
             try:
                 found = restore.take_back(engine, *sides, path, self.record, lambda: engine.enter(proposal, world))
+            except OutcomeUnknown:  # others may be over there
+                raise
             except BaseException as error:
                 self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
                 over["failed"] = str(error) or type(error).__name__

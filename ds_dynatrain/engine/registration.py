@@ -28,8 +28,9 @@ from ds_dynatrain.engine.carry import put_back, settle_counters, shared_carry
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import side_digests, whole_digests
 from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.session import Request, Session
 from ds_dynatrain.engine.space import space_of
-from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
+from ds_dynatrain.errors import CertificateError, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import MASTER, WEIGHT, VirtualParameterSpace
 from ds_dynatrain.transfer import digest
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 STAYS = ("counters", "windows", "epoch", "scaling", "loaders")
 """Parts of the carry that a registration leaves as they are."""
-ASK_ALL = "call engine.register_parameters on every working member, at the same step and with the same groups"
 
 
 def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
@@ -48,7 +48,8 @@ def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, 
     in words.
     """
     key = f"register/{place}"
-    refusal, asked = None, None
+    refusal: tuple[str, str] | None = None
+    asked = None
     try:
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
@@ -57,12 +58,18 @@ def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, 
         if asked is not None:
             lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
     except SwitchRefused as refused:
-        refusal = [refused.reason, refused.way_out]
-    _agree(engine, key, {"refusal": refusal, "asked": None if asked is None else asked.to_json()})
+        refusal = refused.reason, refused.way_out
+    session = Session(engine.control, key, engine.members, "register_parameters")
+    request = Request({"groups": None if asked is None else asked.to_json()}, refusal)
+    session.agree(request, None, SwitchRefused, _differ)
     if asked is None:
         return False
-    _Registration(engine, asked, key).run()
+    _Registration(engine, asked, session).run()
     return True
+
+
+def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
+    return f"members {one} and {other} register different parameters or groups"
 
 
 def catch_up(engine: DynatrainEngine) -> None:
@@ -89,32 +96,6 @@ def _has_begun(engine: DynatrainEngine) -> bool:
     optimizer = engine.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
     return stepped or any(bool(state) for state in optimizer.state.values())
-
-
-def _agree(engine: DynatrainEngine, key: str, record: dict[str, Any]) -> None:
-    """SwitchRefused, on all members alike, if one refuses or they ask for different things."""
-    control = engine.control
-    control.post(f"{key}/{control.member}", record)
-    verdict: list[str] | None
-    try:
-        records = control.gather(key, engine.members, "register_parameters: every working member has to call it")
-    except MemberMissing as missing:
-        verdict = control.decide(f"{key}/verdict", [str(missing), ASK_ALL])
-    else:
-        verdict = control.decide(f"{key}/verdict", _judged(records))
-    if verdict is not None:
-        raise SwitchRefused(*verdict)
-
-
-def _judged(records: Mapping[int, dict[str, Any]]) -> list[str] | None:
-    for member, record in sorted(records.items()):
-        if record["refusal"] is not None:
-            return [f"member {member}: {record['refusal'][0]}", record["refusal"][1]]
-    first = min(records)
-    for member, record in sorted(records.items()):
-        if record != records[first]:
-            return [f"members {first} and {member} register different parameters or groups", ASK_ALL]
-    return None
 
 
 def _model_after(engine: DynatrainEngine, asked: Regrouping) -> ModelMap:
@@ -152,8 +133,8 @@ class _Old:
 class _Registration:
     """The transaction on one working member."""
 
-    def __init__(self, engine: DynatrainEngine, asked: Regrouping, key: str) -> None:
-        self.engine, self.asked, self.key = engine, asked, key
+    def __init__(self, engine: DynatrainEngine, asked: Regrouping, session: Session) -> None:
+        self.engine, self.asked, self.session = engine, asked, session
         self.control, self.layout = engine.control, engine.layout
         if engine.world is None:
             raise RuntimeError("an idle member has nothing to register")
@@ -167,31 +148,25 @@ class _Registration:
         self.kinds: tuple[str, ...] = ()
         self.begun = _has_begun(engine)
         self.new_kinds: tuple[str, ...] = ()
-        self.is_detached = self.has_reported = False
+        self.is_detached = False
 
     def run(self) -> None:
         """Everything or nothing, on all members alike; SwitchFailed if it is nothing."""
-        interrupt: BaseException | None = None
         try:
-            self._report(self._carry_out())
-            self._verify()
-            wish = {"commit": True, "reason": ""}
-        except BaseException as error:
-            interrupt = None if isinstance(error, Exception) else error
-            wish = {"commit": False, "reason": f"{type(error).__name__}: {error}"}
-            self._report({"failed": f"member {self.control.member}: {wish['reason']}"})
-        decision = self.control.decide(f"{self.key}/record", wish)
-        if decision["commit"]:
+            decision = self.session.vote(lambda: self._verify(self._carry_out()))
+        except OutcomeUnknown:
+            self._roll_back()
+            raise
+        if decision.commit:
             self.engine.registered.append(self.asked.to_json())
             self.control.decide(f"registration/{len(self.engine.registered)}", self.asked.to_json())
         else:
             self._roll_back()
         if self.is_detached and self.engine.compilations.count:
             self.engine.compilations.forget()
-        if interrupt is not None:
-            raise interrupt
-        if not decision["commit"]:
-            raise SwitchFailed(f"register_parameters: {decision['reason']}; the engine goes on as before it")
+        decision.raise_interrupt()
+        if not decision.commit:
+            raise SwitchFailed(f"register_parameters: {decision.reason}; the engine goes on as before it")
 
     def _carry_out(self) -> dict[str, Any]:
         """Rebuild; what this member reports of both sides."""
@@ -228,9 +203,7 @@ class _Registration:
 
     def _kinds_held(self) -> tuple[str, ...]:
         """The kinds that some member holds now."""
-        key, mine = f"{self.key}/kinds", sorted({kind for kind, _ in self.old.buffers})
-        self.control.post(f"{key}/{self.control.member}", mine)
-        held = self.control.gather(key, self.engine.members, "registering", stop=self._stop)
+        held = self.session.all("kinds", sorted({kind for kind, _ in self.old.buffers}))
         return tuple(kind for kind in self.old.vps.present_kinds() if any(kind in kinds for kinds in held.values()))
 
     def _kinds_of(self, vps: VirtualParameterSpace) -> tuple[str, ...]:
@@ -311,17 +284,9 @@ class _Registration:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _report(self, record: dict[str, Any]) -> None:
-        if not self.has_reported:
-            self.has_reported = True
-            self.control.post(f"{self.key}/report/{self.control.member}", record)
-
-    def _verify(self) -> None:
+    def _verify(self, mine: dict[str, Any]) -> None:
         """CertificateError unless every tensor has the digests that it had, per state kind, on all members."""
-        reports = self.control.gather(f"{self.key}/report", self.engine.members, "registering", stop=self._stop)
-        failed = [report["failed"] for report in reports.values() if "failed" in report]
-        if failed:
-            raise SwitchFailed(failed[0])
+        reports = self.session.all("report", mine)
         if len({report["carry"] for report in reports.values()}) != 1:
             raise CertificateError("hyper-parameters, counts or the scheduler differ between members")
         new, old = self.engine.vps, self.old.vps
@@ -344,11 +309,6 @@ class _Registration:
         """The digest of a new master, which is its weight in the master's type."""
         shares = [int(report["expected"].get(name, 0)) for report in reports.values()]
         return shares[0] if self.engine.vps.is_replicated(self.layout, MASTER) else sum(shares) % (1 << 64)
-
-    def _stop(self) -> None:
-        record = self.control.read(f"{self.key}/record")
-        if record is not None and not record["commit"]:
-            raise SwitchFailed(record["reason"])
 
     def _roll_back(self) -> None:
         """The old optimizer over the old memory; what requires a gradient is what was registered."""

@@ -180,6 +180,7 @@ class Switcher(Attempts):
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         self.engine._has_stood = True
+        self.control.raise_if_lost()
         self.engine.saver.look()
         if self.changes is not None:
             self.changes.stand(self.engine, place, window_is_open)

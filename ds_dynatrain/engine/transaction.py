@@ -38,7 +38,7 @@ from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.replicas import Settlement, settle
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.errors import CensusError, CertificateError, SwitchFailed
+from ds_dynatrain.errors import CensusError, CertificateError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
@@ -129,9 +129,13 @@ class Transaction(Meeting):
                 self._report({"failed": f"member {self.control.member}: {reason}"})
             board, key = self.record
             record: dict[str, Any] = board.decide(key, {"commit": wish, "reason": reason})
-        except td.DistError as error:  # others may have read a commit: whoever can tell has to find out
+        except td.DistError as error:  # others may have read a commit
+            reason = f"{reason or 'the notice board is gone'} ({error})"
             self.outcome.is_uncertain = True
-            return {"commit": False, "reason": f"{reason or 'the notice board is gone'} ({error})"}
+            if board.watch is None:  # where members come and go, whoever can tell finds out
+                board.lost = OutcomeUnknown(f"switch to {self.proposal.layout}", board.timeout_seconds, reason)
+                self.interrupt = self.interrupt or board.lost
+            return {"commit": False, "reason": reason}
         return record
 
     def _stop_if_decided(self) -> None:

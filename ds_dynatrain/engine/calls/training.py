@@ -21,6 +21,7 @@ class TrainingCalls(EngineCore):
 
         Where members come and go: if the world is torn in it, it is formed anew, and what is returned trains nothing.
         """
+        self.control.raise_if_lost()
         if self.is_void:
             return self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
         needed_peers = needs_peers(self.layout)

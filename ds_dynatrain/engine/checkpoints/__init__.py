@@ -10,5 +10,5 @@
 | `rests` | what belongs to single ranks |
 | `resume` | what a job goes on from when it starts |
 | `fallback` | saves that the engine makes by itself |
-| `accord` | one answer for all members to a call that each of them makes |
+| `asking` | what stands in the way of a save or a load, and that all ask for the same |
 """

@@ -14,8 +14,8 @@ from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
-from ds_dynatrain.engine.checkpoints.accord import gather_living
 from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 if TYPE_CHECKING:
@@ -70,19 +70,14 @@ def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
     notice board. CheckpointError, on all members alike, if the folders cannot be read or written.
     """
     engine = engines[0]
-    control, first = engine.control, engine.members[0]
-    if control.member == first:
-        try:
-            folders = [_folder_of(one) for one in engines]
-            _forget_old(folders, keep)
-            said = {"tag": free_in_all(folders, f"step{int(engine.global_steps)}")}
-        except (OSError, CheckpointError) as error:  # the others wait for an answer
-            said = {"failed": f"member {first}: {error}"}
-        control.post(f"{key}/tag/{first}", said)
-    said = gather_living(control, f"{key}/tag", (first,), "naming a checkpoint")[first]
-    if "failed" in said:
-        raise CheckpointError(said["failed"])
-    return str(said["tag"])
+
+    def chosen() -> str:
+        folders = [_folder_of(one) for one in engines]
+        _forget_old(folders, keep)
+        return free_in_all(folders, f"step{int(engine.global_steps)}")
+
+    session = Session(engine.control, key, engine.members, "naming a checkpoint", is_patient=True)
+    return session.first("tag", chosen, "naming a checkpoint")
 
 
 def joint_tags(folders: Sequence[Path]) -> list[str]:

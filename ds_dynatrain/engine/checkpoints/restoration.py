@@ -20,11 +20,12 @@ from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_digests
-from ds_dynatrain.engine.checkpoints.accord import gather_living
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
+from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.engine.session import Session
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class Goal:
     record: str
     enter: Callable[[], None] | None = None
 
+    def session(self, board: Control) -> Session:
+        """What its members do together."""
+        return Session(board, self.key, self.members, "loading a checkpoint", record=self.record, is_patient=True)
+
 
 @dataclass
 class Old:
@@ -95,6 +100,8 @@ class Restoration:
         self.engine, self.goal, self.path, self.old = engine, goal, path, old
         self.trust_pickle = trust_pickle
         self.control = engine.control
+        self.session = goal.session(engine.control)
+        self.client_state: dict[str, Any] = {}
         self.rank = goal.members.index(engine.control.member)
         self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
         self.buffers: Buffers = {}
@@ -108,49 +115,31 @@ class Restoration:
 
     def run(self) -> Restored:
         """Everything or nothing, on all members alike."""
-        interrupt: BaseException | None = None
-        client_state: dict[str, Any] = {}
         try:
-            present = None if self.old is None else self.old.shared
-            source = opened(self.path, self.engine, present, self.trust_pickle)
-            with Reader(self.path, source.manifest, self.engine.settings.memory_budget_bytes) as reader:
-                self._read(source, reader)
-                self._verify_tensors(source, reader)
-            client_state = source.client_state
-            self._swap()
-            self._verify_carry()
-            wish: dict[str, Any] = {"commit": True}
-        except BaseException as error:
-            interrupt = None if isinstance(error, Exception) else error
-            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            damaged = isinstance(error, CheckpointDamaged)
-            wish = {"commit": False, "reason": f"member {self.control.member}: {reason}", "damaged": damaged}
-        try:
-            decision = self.control.decide(self.goal.record, wish)
-        except BaseException:
-            if self.old is None:  # the store has gone with its host: be idle, so that a next generation can restore
-                self._roll_back()
+            decision = self.session.vote(self._carry_out)
+        except OutcomeUnknown:
+            self._roll_back()
+            if self.old is None:  # it holds nothing that could be wrong: a next generation can restore
+                self.control.lost = None
             raise
-        if decision["commit"]:
+        if decision.commit:
             self._commit()
-            return Restored(self.path, int(self.engine.global_steps), client_state, self.kinds, self.digest)
+            return Restored(self.path, int(self.engine.global_steps), self.client_state, self.kinds, self.digest)
         self._roll_back()
-        if interrupt is not None:
-            raise interrupt
+        decision.raise_interrupt()
         what = "" if self.old is None else "load_universal: "
         end = "" if self.old is None else "; training goes on as before it"
-        raise _error(decision)(f"{what}{self.path}: {decision['reason']}{end}")
+        raise decision.checkpoint_error(f"{what}{self.path}: {decision.reason}{end}")
 
-    def _stop(self) -> None:
-        """While waiting: leave as soon as somebody has given up."""
-        decision = self.control.read(self.goal.record)
-        if decision is not None and not decision["commit"]:
-            raise _error(decision)(decision["reason"])
-
-    def _gather(self, what: str, mine: Any) -> dict[int, Any]:
-        key = f"{self.goal.key}/{what}"
-        self.control.post(f"{key}/{self.control.member}", mine)
-        return gather_living(self.control, key, self.goal.members, "loading a checkpoint", self._stop)
+    def _carry_out(self) -> None:
+        present = None if self.old is None else self.old.shared
+        source = opened(self.path, self.engine, present, self.trust_pickle)
+        with Reader(self.path, source.manifest, self.engine.settings.memory_budget_bytes) as reader:
+            self._read(source, reader)
+            self._verify_tensors(source, reader)
+        self.client_state = source.client_state
+        self._swap()
+        self._verify_carry()
 
     # ---- new buffers -------------------------------------------------------------------------------------------------
 
@@ -217,9 +206,9 @@ class Restoration:
         layout, members = self.goal.layout, self.goal.members
         kinds = tuple(kind for kind in self.types if kind in source.kinds)
         mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
-        records = self._gather("digests", mine.to_json())
+        records = self.session.all("digests", mine.to_json())
         whole = whole_digests(self.vps, layout, members, records, "loaded")
-        there, place = source.digests(reader, self.rank, len(members), self._gather), self.rank
+        there, place = source.digests(reader, self.rank, len(members), self.session.all), self.rank
         wrong = []
         for kind in whole:
             for number, tensor in enumerate(self.vps.tensors):
@@ -234,7 +223,7 @@ class Restoration:
             self.kinds, self.digest = tuple(source.kinds), state_digest(whole)
             return
         damaged = damaged_rows(source, reader, wrong, place, len(members))
-        found = [each for member in self._gather("damaged", damaged).values() for each in member]
+        found = [each for member in self.session.all("damaged", damaged).values() for each in member]
         if found:
             raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
         name, kind = wrong[0]
@@ -251,7 +240,7 @@ class Restoration:
             raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
         if streams.capture() != self.streams:
             raise CheckpointError("the random streams are not those that were put in")
-        prints = self._gather("taken", fingerprint(shared))
+        prints = self.session.all("taken", fingerprint(shared))
         for member, other in prints.items():
             if other != prints[self.goal.members[0]]:
                 raise CheckpointError(f"the carry of member {member} is not that of member {self.goal.members[0]}")
@@ -303,10 +292,6 @@ class Restoration:
             engine.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
             self._take(old.shared, old.rest, old.streams)
         self.buffers = {}
-
-
-def _error(decision: dict[str, Any]) -> type[CheckpointError]:
-    return CheckpointDamaged if decision.get("damaged") else CheckpointError
 
 
 def _release(buffers: Buffers) -> threading.Thread:

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
+from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.engine.session import Decision, Request, Session
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
@@ -42,8 +42,11 @@ def load(
     place, is_open: as for `registration.register`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
-    asked = {"folder": str(where), "tag": tag, "step": int(engine.global_steps)}
-    agree(control, f"load/{place}", members, "load_universal", {"refusal": _refusal(engine, is_open, tag), **asked})
+    request = Request(
+        {"folder": str(where), "tag": tag, "step": int(engine.global_steps)},
+        refusal_of(engine, is_open and f"{is_open}: load after engine.step(), with no switch pending", tag),
+    )
+    ask(Session(control, f"load/{place}", members, "load_universal"), request)
     same = (engine.layout, members, engine.layout, members, None, int(engine.global_steps))
     control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
     if engine.world is None:
@@ -123,22 +126,6 @@ def let_go(engine: DynatrainEngine) -> None:
         engine.world = None
 
 
-def _refusal(engine: DynatrainEngine, is_open: str, tag: str | None) -> str:
-    """Why this member cannot load now; nothing if it can."""
-    try:
-        if is_open:
-            return f"{is_open}: load after engine.step(), with no switch pending"
-        if tag is not None:
-            folder.check_tag(tag)
-        refuse_at_boundary(engine)
-        refuse_changes(engine)
-    except SwitchRefused as refused:
-        return f"{refused.reason}; {refused.way_out}"
-    except DynatrainError as error:
-        return str(error)
-    return ""
-
-
 def _named(where: Path, tag: str | None) -> Path:
     """The checkpoint of a tag, or the latest; CheckpointError where there is none, of ours or of DeepSpeed's."""
     path = where / (folder.latest(where) if tag is None else tag)
@@ -156,15 +143,9 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
 
 def _chosen(engine: DynatrainEngine, goal: Goal, find: Callable[[], Path]) -> Path:
     """The checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
-    control, first = engine.control, goal.members[0]
-    if control.member == first:
-        try:
-            said = {"path": str(find())}
-        except Exception as error:  # the others wait for an answer, whatever it is
-            said = {"failed": str(error)}
-            control.decide(goal.record, {"commit": False, "reason": str(error)})
-        control.post(f"{goal.key}/chosen/{first}", said)
-    said = gather_living(control, f"{goal.key}/chosen", (first,), "choosing a checkpoint")[first]
-    if "failed" in said:
-        raise CheckpointError(f"{said['failed']}")
-    return Path(said["path"])
+    session = goal.session(engine.control)
+    try:
+        return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))
+    except CheckpointError as error:
+        session.decide(Decision(False, str(error)))
+        raise

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
-from ds_dynatrain.engine.checkpoints.accord import gather_living
 from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.session import Session
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
-
-KEY = "resume"
 
 
 def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
@@ -26,15 +24,14 @@ def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
     """
     if engine.idle or (engine.job.elastic is not None and engine.job.elastic.is_newcomer):
         return None
-    path, first = Path(settings.path).absolute(), engine.members[0]
-    if engine.control.member == first:
-        engine.control.post(f"{KEY}/{first}", _tag(path, settings.tag))
-    tag = gather_living(engine.control, KEY, (first,), "looking for a checkpoint to go on from")[first]
+    path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
+    session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
+    tag = session.first("tag", lambda: _tag(path, settings.tag), doing)
     if not tag:
         if engine.rank == 0:
             logger.info("resume: %s names no checkpoint; training begins", path)
         return None
-    found = engine.load_universal(path, str(tag), trust_pickle=settings.trust_pickle)
+    found = engine.load_universal(path, tag, trust_pickle=settings.trust_pickle)
     if engine.rank == 0:
         logger.info("resume: step %d of %s", found.step, found.path)
     return found

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.engine.certificate import drifts
-from ds_dynatrain.engine.checkpoints.accord import agree, gather_living
+from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.errors import CertificateError, CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.engine.session import Request, Session
+from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
@@ -137,16 +136,11 @@ class _Saving:
     def __init__(
         self, engine: DynatrainEngine, control: Control, path: Path, tag: str | None, key: str, keep: int | None
     ) -> None:
-        self.engine, self.control, self.path, self.tag, self.key, self.keep = engine, control, path, tag, key, keep
-        self.members = engine.members
-        self.first = self.members[0]
+        self.engine, self.control, self.path, self.tag, self.keep = engine, control, path, tag, keep
+        self.members, self.first = engine.members, engine.members[0]
+        self.session = Session(control, key, self.members, "save_universal", is_patient=True)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
-        self.has_reported = False
-
-    @property
-    def _leads(self) -> bool:
-        return bool(self.control.member == self.first)
 
     # ---- while training stands still ---------------------------------------------------------------------------------
 
@@ -155,98 +149,55 @@ class _Saving:
 
         What fails after that is kept for `carry_out`, where all learn of it.
         """
+        in_the_way = is_open and f"{is_open}: save after engine.step(), with no switch pending"
         asked = {"folder": str(self.path), "tag": self.tag, "step": int(self.engine.global_steps)}
-        agree(self.control, self.key, self.members, "save_universal", {"refusal": self._refusal(is_open), **asked})
+        request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
+        ask(self.session, request)
         try:
-            self.snapshot = Snapshot.take(self.engine, self._exchange, memory)
+            self.snapshot = Snapshot.take(self.engine, lambda mine: self.session.all("carry", mine), memory)
         except BaseException as error:
             self.error = error
-            self.control.post(f"{self.key}/carry/{self.control.member}", {"failed": self._words(error)})
-
-    def _refusal(self, is_open: str) -> str:
-        try:
-            if is_open:
-                return f"{is_open}: save after engine.step(), with no switch pending"
-            if self.tag is not None:
-                folder.check_tag(self.tag)
-            refuse_at_boundary(self.engine)
-            refuse_changes(self.engine)
-        except SwitchRefused as refused:
-            return f"{refused.reason}; {refused.way_out}"
-        except DynatrainError as error:
-            return str(error)
-        return ""
-
-    def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        self.control.post(f"{self.key}/carry/{self.control.member}", mine)
-        found = self._gather("carry", self.members)
-        failed = [each["failed"] for each in found.values() if "failed" in each]
-        if failed:
-            raise CheckpointError(failed[0])
-        return found
+            self.session.give_up(error)
 
     # ---- beside it ---------------------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
         """Write; the folder of the checkpoint, or CheckpointError, on all members."""
-        interrupt: BaseException | None = None
-        with ExitStack() as stack:
-            try:
-                if self.error is not None or self.snapshot is None:
-                    raise self.error or CheckpointError("nothing was taken")
-                hidden = self._open(self.snapshot, stack)
-                self._report(self._write(self.snapshot, hidden))
-                if self._leads:
-                    self._say({"saved": str(self._finish(self.snapshot, hidden))})
-            except BaseException as error:
-                interrupt = None if isinstance(error, Exception) else error
-                self._report({"failed": self._words(error)})
-                if self._leads:
-                    self._say({"failed": self._words(error)})
-        self.snapshot = None
-        if interrupt is not None:
-            raise interrupt
-        outcome = gather_living(self.control, f"{self.key}/record", (self.first,), "saving a checkpoint")[self.first]
-        if "failed" in outcome:
-            raise CheckpointError(f"save_universal: {outcome['failed']}; nothing was saved, and training can go on")
-        return Path(outcome["saved"])
+        try:
+            with ExitStack() as stack:
+                snapshot, hidden = self._written(stack)
+                return Path(
+                    self.session.first("saved", lambda: str(self._finish(snapshot, hidden)), "saving a checkpoint")
+                )
+        except CheckpointError as error:
+            raise CheckpointError(f"save_universal: {error}; nothing was saved, and training can go on") from error
+        finally:
+            self.snapshot = None
 
-    def _words(self, error: BaseException) -> str:
-        plain = isinstance(error, CheckpointError)
-        return str(error) if plain else f"member {self.control.member}: {type(error).__name__}: {error}"
+    def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
+        """This member's files are in the hidden folder, and the others can know."""
+        try:
+            if self.error is not None or self.snapshot is None:
+                raise self.error or CheckpointError("nothing was taken")
+            hidden = Path(self.session.first("open", lambda: str(self._open(stack)), "saving a checkpoint"))
+            if not hidden.is_dir():
+                raise CheckpointError(
+                    f"member {self.control.member} does not see {hidden}, which rank 0 has made: all members have to "
+                    "save into one file system"
+                )
+            self.session.say("report", self._write(self.snapshot, hidden))
+        except BaseException as error:
+            decision = self.session.give_up(error)
+            decision.raise_interrupt()
+            raise CheckpointError(decision.reason) from error
+        return self.snapshot, hidden
 
-    def _say(self, outcome: Mapping[str, Any]) -> None:
-        self.control.post(f"{self.key}/record/{self.first}", outcome)
-
-    def _report(self, mine: Mapping[str, Any]) -> None:
-        if not self.has_reported:
-            self.has_reported = True
-            self.control.post(f"{self.key}/report/{self.control.member}", mine)
-
-    def _stop(self) -> None:
-        """While waiting: leave when rank 0 has given up."""
-        outcome = self.control.read(f"{self.key}/record/{self.first}")
-        if outcome is not None and "failed" in outcome:
-            raise CheckpointError(outcome["failed"])
-
-    def _gather(self, what: str, members: tuple[int, ...]) -> dict[int, Any]:
-        return gather_living(self.control, f"{self.key}/{what}", members, "saving a checkpoint", self._stop)
-
-    def _open(self, snapshot: Snapshot, stack: ExitStack) -> Path:
-        """The hidden folder, which all members see."""
-        if self._leads:
-            stack.enter_context(folder.locked(self.path))
-            if self.tag is None:
-                self.tag = folder.free_tag(self.path, f"step{snapshot.record.step}")
-            hidden = folder.begin(self.path, self.tag)
-            self.control.post(f"{self.key}/open/{self.first}", str(hidden))
-        hidden = Path(self._gather("open", (self.first,))[self.first])
-        if not hidden.is_dir():
-            raise CheckpointError(
-                f"member {self.control.member} does not see {hidden}, which rank 0 has made: all members have to save "
-                "into one file system"
-            )
-        return hidden
+    def _open(self, stack: ExitStack) -> Path:
+        """On rank 0: the hidden folder."""
+        stack.enter_context(folder.locked(self.path))
+        if self.tag is None and self.snapshot is not None:
+            self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
+        return folder.begin(self.path, str(self.tag))
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> dict[str, Any]:
         """This member's files; what it reports. Copies of other members' state are weighed meanwhile."""
@@ -260,10 +211,7 @@ class _Saving:
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
         """On rank 0: all have written; manifest and record, and the name."""
-        reports = self._gather("report", self.members)
-        failed = [report["failed"] for report in reports.values() if "failed" in report]
-        if failed:
-            raise CheckpointError(failed[0])
+        reports = self.session.heard("report")
         self._compare_replicas({member: report["replicas"] for member, report in reports.items()})
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         manifest = Manifest.of(row for part in parts for row in Manifest.from_bytes(part.read_bytes()))

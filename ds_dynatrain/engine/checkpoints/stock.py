@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints.accord import gather_living
+from ds_dynatrain.engine.session import Session
 from ds_dynatrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,17 +42,10 @@ def is_for_us(
     given = {**dict(zip(DEFAULTS, arguments, strict=False)), **named}
     if {**DEFAULTS, **given} != DEFAULTS or engine.load_universal_checkpoint():
         return False
-    control, first = engine.control, engine.members[0]
-    if control.member == first:
-        try:
-            said: dict[str, Any] = {"is_for_us": _is_read_here(engine, load_dir, tag, trust_pickle)}
-        except Exception as error:  # the others wait for an answer, whatever it is
-            said = {"failed": f"load_checkpoint: {type(error).__name__}: {error}"}
-        control.post(f"{key}/{first}", said)
-    said = gather_living(control, key, (first,), "looking at a checkpoint")[first]
-    if "failed" in said:
-        raise CheckpointError(said["failed"])
-    return bool(said["is_for_us"])
+    session = Session(engine.control, key, engine.members, "load_checkpoint", is_patient=True)
+    return session.first(
+        "is_for_us", lambda: _is_read_here(engine, load_dir, tag, trust_pickle), "looking at a checkpoint"
+    )
 
 
 def _is_read_here(engine: DynatrainEngine, load_dir: Any, tag: Any, trust_pickle: bool) -> bool:

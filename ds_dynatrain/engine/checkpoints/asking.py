@@ -1,0 +1,38 @@
+"""Before a checkpoint is saved or loaded: every working member asks for the same, and nothing stands in the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.engine.session import Request, Session, ask_for_different_things
+from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.engine import DynatrainEngine
+
+
+def ask(session: Session, request: Request) -> None:
+    """CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all."""
+
+    def refused(reason: str, way_out: str) -> CheckpointError:
+        return CheckpointError(f"{session.what}: {reason}; {way_out}" if way_out else f"{session.what}: {reason}")
+
+    session.agree(request, None, refused, ask_for_different_things)
+
+
+def refusal_of(engine: DynatrainEngine, in_the_way: str, tag: str | None) -> tuple[str, str] | None:
+    """Reason and way out if this member cannot take part now. in_the_way: what is known already, in words."""
+    try:
+        if in_the_way:
+            return in_the_way, ""
+        if tag is not None:
+            folder.check_tag(tag)
+        refuse_at_boundary(engine)
+        refuse_changes(engine)
+    except SwitchRefused as refused:
+        return refused.reason, refused.way_out
+    except DynatrainError as error:
+        return str(error), ""
+    return None
