@@ -51,15 +51,16 @@ class Member:
     """This process in the job. All methods may be called from any thread, `start` and `stop` from the main one.
 
     on_world: called on the member's own thread with every new generation, before anybody who waits for it wakes up; it
-    should be short, because heartbeats wait for it: abort what is in flight if `world.change` is "failure". on_end:
-    called there when the process has to end; by default it does.
+    returns whether nothing of the world that this member trains in can be used any more. It should be short, because
+    heartbeats wait for it: abort what is in flight if so. on_end: called there when the process has to end; by default
+    it does.
     """
 
     def __init__(
         self,
         place: WorkerPlace,
         token: str | None = None,
-        on_world: Callable[[World], object] = lambda world: None,
+        on_world: Callable[[World], bool] = lambda world: True,
         on_end: Callable[[Ending, str], object] = end_process,
         orphan_seconds: float = ORPHAN_SECONDS,
     ) -> None:
@@ -74,6 +75,7 @@ class Member:
         self._report = Report()
         self._reporting = threading.RLock()
         self._newest: World | None = None
+        self._has_breach = False
         self._is_finished = False
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -106,11 +108,25 @@ class Member:
 
     def enter(self, world: World) -> None:
         """This member trains in that generation now: the switch to it is committed."""
-        self._say(entered=world.generation)
+        with self._reporting:
+            self._has_breach = False
+            self._say(entered=world.generation)
 
     def broken(self, world: World) -> None:
-        """A collective of that generation has failed here, for whatever reason: everybody has to form a new one."""
-        self._say(broken=world.generation)
+        """That generation could not be formed here, for whatever reason: everybody has to form a later one."""
+        with self._reporting:
+            self._say(broken=max(world.generation, self._report.broken))
+
+    def breach(self) -> None:
+        """A collective of the world that this member trains in has failed: everybody has to form a new one.
+
+        The coordinator may have published a generation meanwhile that knows nothing of it. So it is said again of each
+        one that comes, until `on_world` finds one that ends that world.
+        """
+        with self._reporting:
+            self._has_breach = True
+            if self._newest is not None:
+                self.broken(self._newest)
 
     def progress(self, step: int, layout: str = "", pause_ms: float = 0.0) -> None:
         """For the status; told with the next heartbeat."""
@@ -280,7 +296,11 @@ class Member:
             return
         logger.info("%s: generation %d, %s: %s", self.id, world.generation, world.change, world.reason)
         self._newest = world
-        self._on_world(world)
+        is_torn = self._on_world(world)
+        with self._reporting:
+            if self._has_breach and not is_torn:
+                self.broken(world)
+            self._has_breach = self._has_breach and not is_torn
         with self._changed:
             self._changed.notify_all()
 

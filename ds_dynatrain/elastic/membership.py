@@ -6,7 +6,8 @@ Every event has a method, with the time as an argument; `advance` then says what
   keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
 - A **planned** change (a node that comes, a member that leaves) waits until everybody has entered the present
   generation. A **failure** waits for nothing: a member of the world is dead, or somebody who was still handing over,
-  or a collective failed though all are alive.
+  or a collective failed though all are alive. That a collective has failed is a fact of its own in the record, beside
+  whatever else the generation changes.
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait.
 - A member that was given up never comes back under its id.
 """
@@ -71,7 +72,7 @@ class Membership:
             raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
         if self.roster.update(member, said, now):
             self._entered = max(self._entered, said.entered)
-            if self._works(member) and said.broken == newest:
+            if self._takes_part(member) and said.broken == newest:
                 self._breach = f"a collective failed on {member}"
             self._note(now)
 
@@ -148,7 +149,7 @@ class Membership:
             return []
         self._note(now)
         for entry in self.roster:
-            if self._works(entry.member) and entry.report.broken == self.world.generation:
+            if self._takes_part(entry.member) and entry.report.broken == self.world.generation:
                 self._breach = f"a collective failed on {entry.member}"
         known = {*self.world.members, *self.world.leaving}
         came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
@@ -189,6 +190,7 @@ class Membership:
             survivors=len(stay) if self._is_entered else len(set(stay) & set(self._survivors)),
             leaving=leaving,
             lost=dead,
+            broken=0 if old is None else old.generation if self._breach else old.broken,
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
             reason=self._reason(joined, set(members) & set(leaving), dead),
         )
@@ -258,6 +260,10 @@ class Membership:
 
     def _works(self, member: str) -> bool:
         return self.world is not None and member in self.world.members
+
+    def _takes_part(self, member: str) -> bool:
+        """Whether others may wait for it in a collective: it works, or hands over what it has."""
+        return self.world is not None and member in (*self.world.members, *self.world.leaving)
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""
@@ -96,7 +96,8 @@ class Report(Record):
     entered: Count = 0
     """The last generation that it trains in; 0 before the first."""
     broken: Count = 0
-    """The last generation in which a collective failed here; if it is the present one, everybody forms a new one."""
+    """The newest generation that was known here when a collective failed; if it is the present one, everybody forms a
+    new one. Where a later one was published first, the worker says it again of that one."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0

@@ -44,6 +44,9 @@ class World(Record):
     """Living members outside of it that may still hold state: they hand it over, then go."""
     lost: Members = ()
     """Members of the world before that are dead."""
+    broken: Annotated[int, Field(ge=0)] = 0
+    """The newest generation that was known when a collective failed, or a hand-over broke off; 0: none ever did.
+    Whatever else this record says: nobody trains on in that generation, or in an earlier one."""
     paused: bool = False
     """Fewer nodes than the job's minimum: keep the state, do not train."""
     reason: Text = ""
@@ -55,6 +58,8 @@ class World(Record):
             raise ValueError("a member stands twice in a world")
         if self.survivors > len(self.members):
             raise ValueError(f"{self.survivors} survivors among {len(self.members)} members")
+        if self.broken >= self.generation:
+            raise ValueError(f"generation {self.broken} is broken in the record of generation {self.generation}")
         return self
 
     @property

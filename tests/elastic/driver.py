@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
@@ -25,6 +26,8 @@ class Driver:
     fenced: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
+    breaches: dict[str, int] = field(default_factory=dict)
+    """Members in whose world a collective has failed, with no generation since that ends it; of which they said so."""
 
     def __post_init__(self) -> None:
         self.membership = self._new()
@@ -56,6 +59,22 @@ class Driver:
         """A member reports."""
         self.reports[member] = self.reports[member].model_copy(update=changes)
         self.membership.report(member, self.reports[member], self.now)
+
+    def breach(self, member: str, is_late: bool = False) -> None:
+        """A collective of a member's world has failed. is_late: its word arrives after the next generation's record."""
+        self.breaches[member] = self.told[member].generation
+        if not is_late:
+            self.say(member, broken=self.breaches[member])
+
+    def _say_again(self, world: World, members: Iterable[str]) -> None:
+        """Members of whose world a collective has failed are told of a generation."""
+        for member in [one for one in members if one in self.breaches]:
+            self.say(member, broken=self.breaches[member])
+            if world.broken >= self.reports[member].entered:
+                del self.breaches[member]
+            else:
+                self.breaches[member] = world.generation
+                self.say(member, broken=world.generation)
 
     def enter(self, *members: str) -> None:
         """Members (by default all) enter the newest world that they were told of."""
@@ -89,6 +108,7 @@ class Driver:
                     self.told.update(dict.fromkeys(to, world))
                     if not self.worlds or world != self.worlds[-1]:
                         self.worlds.append(world)
+                    self._say_again(world, [one for one in to if one in self.membership.roster])
                 case GiveUp(member, _, _):
                     self.fenced.append(member)
                 case Finish(to):

@@ -118,10 +118,11 @@ class Script:
         self.world: World | None = None
         self.known = 0
 
-    def hear(self, world: World) -> None:
-        """A failure interrupts whatever is in flight."""
+    def hear(self, world: World) -> bool:
+        """A failure interrupts whatever is in flight. Each generation is formed anew, so it ends the one before."""
         if world.change == "failure":
             self.sockets.abort(spare=self.member.descriptors())
+        return True
 
     def run(self) -> None:
         self.member.start(30)
@@ -177,8 +178,8 @@ class Script:
                     return False
             except RuntimeError as error:
                 self.work.say(event="broken", why=str(error)[:200])
-                if self.world is not None:
-                    self.member.broken(self.world)
+                if self.world is not None and self.member.is_newest(self.world):
+                    self.member.breach()
                 return True
             if self.is_due:
                 return True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -28,18 +30,21 @@ class Script:
     worlds: list[World] = field(default_factory=list)
     endings: list[tuple[Ending, str]] = field(default_factory=list)
 
-    def member(self, address: Address, node: str, is_ready: bool = True, **settings: float) -> Member:
+    def member(self, address: Address, node: str, is_ready: bool = True, **settings: Any) -> Member:
         member = Member(
             WorkerPlace(node, 0, 1, address),
-            on_world=self.worlds.append,
             on_end=lambda ending, reason: self.endings.append((ending, reason)),
-            **settings,
+            **{"on_world": self.hear, **settings},
         )
         self.members.append(member)
         member.start(SECONDS)
         if is_ready:
             member.ready()
         return member
+
+    def hear(self, world: World) -> bool:
+        self.worlds.append(world)
+        return True
 
 
 @pytest.fixture
@@ -81,6 +86,26 @@ def test_a_failed_collective_is_told_to_all(script: Script) -> None:
         assert told(b).generation == 1
         assert told(b) == a.wait_for_world(1, SECONDS)
         assert script.worlds[-1].change == "failure" and len(script.worlds[-1].members) == 2
+
+
+def test_a_failed_collective_is_told_until_it_was_heard(script: Script) -> None:
+    """A generation that knows nothing of it is published while the word is on its way."""
+    with serving(least=2) as served:
+        is_held, on_world = threading.Event(), lambda world: (is_held.wait(SECONDS), world.broken > 0)[1]
+        a, b = script.member(served.address, "a", on_world=on_world), served.join("b")
+        world = a.wait_for_world(0, SECONDS)
+        assert told(b) == world
+        a.enter(world)
+        enter(b, 1)
+        c = served.join("c")
+        assert told(b) == told(c)
+        assert a.is_newest(world), "it has not heard of that yet"
+        a.breach()
+        is_held.set()
+        torn = told(b)
+        assert torn == told(c)
+        assert (torn.generation, torn.change, torn.broken) == (3, "failure", 2)
+        assert a.wait_for_world(2, SECONDS) == torn
 
 
 def test_a_new_coordinator_learns_from_the_members(script: Script) -> None:

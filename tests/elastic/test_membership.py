@@ -109,6 +109,7 @@ def test_a_leaver_that_dies_while_it_hands_over_is_a_failure() -> None:
     driver.membership.lost("a/0", "the connection ended", driver.now)
     driver.wait()
     assert (driver.world.generation, driver.world.change, driver.world.members) == (3, "failure", ("b/0",))
+    assert driver.world.broken == 2, "whoever has entered it already may have got too little"
 
 
 def test_a_collective_that_fails_though_all_live() -> None:
@@ -116,9 +117,67 @@ def test_a_collective_that_fails_though_all_live() -> None:
     driver.say("b/0", broken=1)
     driver.wait()
     assert (driver.world.change, driver.world.members, driver.world.lost) == ("failure", ("a/0", "b/0", "c/0"), ())
+    assert driver.world.broken == 1
     driver.say("c/0", broken=1)  # it noticed later; that world is over
     driver.wait(1)
     assert driver.world.generation == 2
+
+
+def test_a_failed_collective_and_a_death_at_once_are_one_failure_that_says_both() -> None:
+    """A death of one that holds nothing yet is no reason to stop for those who train; a failed collective is."""
+    driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.say("a/0", broken=2)
+    driver.wait(0.02)
+    driver.membership.lost("c/0", "the connection ended", driver.now)
+    driver.wait()
+    assert (driver.world.generation, driver.world.lost, driver.world.broken) == (3, ("c/0",), 2)
+    assert {driver.reports[one].entered for one in ("a/0", "b/0")} == {1}, "all of them train in what is broken"
+
+
+@pytest.mark.parametrize("between", ["a node joins", "a newcomer dies"])
+def test_a_failed_collective_is_heard_whatever_was_published_before(between: str) -> None:
+    driver = running("a", "b")
+    driver.start("c", is_ready=between == "a newcomer dies")
+    driver.wait()
+    driver.breach("b/0", is_late=True)
+    if between == "a node joins":
+        driver.say("c/0", ready=True)
+    else:
+        driver.membership.lost("c/0", "the connection ended", driver.now)
+    driver.wait(1)
+    assert driver.world.change == "failure" and driver.world.broken == driver.world.generation - 1
+    assert not driver.breaches, "it knows that this was heard"
+
+
+def test_what_failed_before_is_in_each_later_record() -> None:
+    driver = running("a", "b")
+    driver.breach("b/0")
+    driver.wait()
+    driver.enter()
+    driver.start("c")
+    driver.wait()
+    assert (driver.world.generation, driver.world.change, driver.world.broken) == (3, "planned", 1)
+    driver.restart()
+    for member in ("a/0", "b/0", "c/0"):
+        driver.announce(member)
+        driver.say(member)
+    driver.wait(4)
+    driver.start("d")
+    driver.enter()
+    driver.wait()
+    assert (driver.world.generation, driver.world.broken) == (4, 1)
+
+
+def test_a_collective_that_fails_on_one_that_hands_over() -> None:
+    driver = running("a", "b")
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    driver.breach("a/0")
+    driver.wait()
+    assert (driver.world.generation, driver.world.change, driver.world.broken) == (3, "failure", 2)
+    assert driver.world.leaving == ("a/0",)
 
 
 @pytest.mark.parametrize("ends", ["bye", "lost"])

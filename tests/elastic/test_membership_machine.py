@@ -73,8 +73,14 @@ class Members(RuleBasedStateMachine):
                 if nodes_of([member]) == {node}:
                     self._kill(member)
 
+    @rule(data=st.data(), is_late=st.booleans())
+    def break_a_collective(self, data: st.DataObject, is_late: bool) -> None:
+        training = [one for one in self._told_to_work() if self.driver.reports[one].entered]
+        if training:
+            self.driver.breach(data.draw(st.sampled_from(training)), is_late)
+
     @rule(data=st.data())
-    def break_a_collective(self, data: st.DataObject) -> None:
+    def fail_to_form(self, data: st.DataObject) -> None:
         working = self._told_to_work()
         if working:
             member = data.draw(st.sampled_from(working))
@@ -101,6 +107,8 @@ class Members(RuleBasedStateMachine):
                 continue
             driver.announce(member)
             driver.say(member)
+            if member in driver.breaches:
+                driver.breach(member)
         driver.wait(driver.settings.recovery_seconds + 0.2)
 
     # -- what holds --------------------------------------------------------------------------------------------------
@@ -130,6 +138,8 @@ class Members(RuleBasedStateMachine):
                 driver.enter(member)
             driver.wait()
         self.every_new_world_follows_from_the_one_before()
+        for member in self.driver.breaches.keys() & set(driver.membership.roster.members):
+            assert not self._works(member), f"{member} waits for ever for a word that its world is torn"
         present = {entry.member for entry in driver.membership.roster if entry.is_waiting}
         complete = {node for node in nodes_of(present) if self._is_whole(node, present)}
         world = driver.membership.world
@@ -148,6 +158,8 @@ class Members(RuleBasedStateMachine):
         assert new.survivors <= len(stayed)
         assert set(new.members).isdisjoint(self.dead), "nobody comes back from the dead"
         assert set(new.lost) <= set(before)
+        assert new.broken in (0 if old is None else old.broken, new.generation - 1)
+        assert new.change == "failure" or new.broken == (0 if old is None else old.broken)
         if new.change == "planned" and old is not None:
             assert not new.lost
             assert set(new.members) != set(before), "a planned change changes something"

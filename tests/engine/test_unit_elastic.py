@@ -56,8 +56,22 @@ def test_the_death_of_a_member_tears_the_world(elastic: Elastic) -> None:
 
 
 def test_a_failed_collective_tears_the_world_though_all_are_alive(elastic: Elastic) -> None:
-    hear(elastic, world(3, *MEMBERS, change="failure", survivors=3))
+    hear(elastic, world(3, *MEMBERS, change="failure", survivors=3, broken=2))
     assert elastic.is_torn
+
+
+def test_a_failed_collective_tears_the_world_whatever_else_has_happened(elastic: Elastic) -> None:
+    """A newcomer dies within the same moment, which by itself would be no reason to stop."""
+    hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=3))
+    assert elastic.is_torn
+
+
+def test_what_failed_in_an_earlier_world_tears_nothing(elastic: Elastic) -> None:
+    elastic.enter(world(3, *MEMBERS, broken=2), elastic.roll, frozenset(MEMBERS))
+    hear(elastic, world(4, *MEMBERS, "d/0", survivors=3, broken=2))
+    hear(elastic, world(5, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=2))
+    assert not elastic.is_torn
 
 
 def test_it_stays_torn_whatever_follows(elastic: Elastic) -> None:

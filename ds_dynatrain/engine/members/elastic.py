@@ -68,9 +68,9 @@ class Elastic:
 
     def is_harmless(self, world: World) -> bool:
         """Whether all who train at present are there in a later generation, and their collectives can be trusted."""
-        if world.change == "planned":
-            return True
-        return bool(world.lost) and self._training <= {*world.members, *world.leaving}
+        if 0 < self.generation <= world.broken:
+            return False
+        return world.change == "planned" or self._training <= {*world.members, *world.leaving}
 
     def is_over(self, generation: int) -> bool:
         """Whether a failure was published after that generation: what is being built for it will not come about."""
@@ -109,20 +109,25 @@ class Elastic:
         with self._lock:
             self.is_torn = True
             _abort(self._present, self.member.descriptors())
-        newest = self.member.newest
-        if newest is not None:
-            self.member.broken(newest)
+            self.member.breach()
 
-    def _hear(self, world: World) -> None:
-        """On the member's thread, before anybody else learns of a generation."""
-        if world.change == "planned":
-            return
-        spare = self.member.descriptors()
-        _abort(self._coming, spare)
+    def breach(self) -> None:
+        """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
         with self._lock:
-            if not self.is_harmless(world):
-                self.is_torn, self._torn_at = True, world.generation
-                _abort(self._present, spare)
+            if not self.is_torn:
+                self.member.breach()
+
+    def _hear(self, world: World) -> bool:
+        """On the member's thread, before anybody else learns of a generation; whether it tears the one that trains."""
+        spare = self.member.descriptors()
+        if world.change == "failure":
+            _abort(self._coming, spare)
+        with self._lock:
+            if self.is_harmless(world):
+                return False
+            self.is_torn, self._torn_at = True, world.generation
+            _abort(self._present, spare)
+            return True
 
     # ---- process groups ------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class Forming:
         if not self.elastic.is_torn:
             if not is_of_a_collective(error):
                 return False
-            self._await_failure(world)
+            self._await_failure()
         self._count_failure(world, error)
         logger.warning("the world is torn (%s)", str(error).partition("\n")[0])
         self.form_anew()
@@ -106,14 +106,13 @@ class Forming:
             if engine.world is not None and engine.world.fate is not None:
                 engine.world.fate.is_closed = True
 
-    def _await_failure(self, world: World) -> None:
+    def _await_failure(self) -> None:
         """Until a failure is published; if the coordinator knows of none, it is told of one."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
         while not self.elastic.is_torn:
             if time.monotonic() > end and not has_told:
                 has_told = True
-                newest = self.elastic.member.newest
-                self.elastic.member.broken(world if newest is None else newest)
+                self.elastic.breach()
             if self.elastic.member.is_finished:
                 raise SystemExit(0)
             time.sleep(POLL_SECONDS)
