@@ -69,7 +69,7 @@ class FallbackConfig(_Block):
     """The step waits for a copy in host memory alone, which takes as much as this member writes."""
     on_sigterm: bool = False
     """After SIGTERM to any member: save at the next step, and end, with code 143. Where members come and go, one
-    that is told to end hands over what it holds instead."""
+    that is told to end hands over what it holds instead, and all save if there is nobody to hand over to."""
     keep: Size = 2
     """So many of the newest checkpoints in the folder stay."""
 

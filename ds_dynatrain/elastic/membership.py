@@ -8,7 +8,8 @@ Every event has a method, with the time as an argument; `advance` then says what
   generation. A **failure** waits for nothing: a member of the world is dead, or somebody who was still handing over,
   or a collective failed though all are alive. That a collective has failed is a fact of its own in the record, beside
   whatever else the generation changes.
-- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait.
+- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
+  members were told to leave, and nobody was ready to take over, nodes wait until the last of them has gone.
 - A member that was given up never comes back under its id.
 """
 
@@ -197,13 +198,19 @@ class Membership:
 
     def _newcomers(self, stay: tuple[str, ...]) -> tuple[str, ...]:
         """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody."""
-        if self._done:
+        if self._done or self._is_being_saved:
             return ()
         nodes = self.roster.complete_nodes(apart=() if self.world is None else self.world.members)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
             return ()
         return tuple(member for node in nodes for member in node)
+
+    @property
+    def _is_being_saved(self) -> bool:
+        """Whether all were told to leave, and some are still there: the next ones begin with what these save."""
+        world = self.world
+        return world is not None and not world.members and any(one in self.roster for one in world.leaving)
 
     def _leaving(self, old: Iterable[str]) -> tuple[str, ...]:
         return tuple(one for one in old if one in self.roster and self.roster[one].report.leaving)

@@ -279,6 +279,22 @@ def test_the_last_member_can_leave() -> None:
     assert (driver.world.generation, driver.world.members, driver.world.survivors) == (3, ("b/0",), 0)
 
 
+def test_nodes_that_come_while_all_leave_begin_when_these_have_gone() -> None:
+    """They would begin with an older checkpoint, beside members that still train."""
+    driver = running("a", "b")
+    driver.say("a/0", leaving=True)
+    driver.say("b/0", leaving=True)
+    driver.wait()
+    assert driver.world.members == () and driver.world.leaving == ("a/0", "b/0") and driver.world.change == "planned"
+    driver.start("c")
+    driver.membership.bye("a/0", driver.now)
+    driver.wait(1)
+    assert len(driver.worlds) == 2
+    driver.membership.bye("b/0", driver.now)
+    driver.wait()
+    assert (driver.world.members, driver.world.leaving, driver.world.survivors) == (("c/0",), (), 0)
+
+
 class TestRestart:
     def test_members_come_back_and_nothing_changes(self) -> None:
         driver = running("a", "b")

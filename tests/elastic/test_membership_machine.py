@@ -134,6 +134,7 @@ class Members(RuleBasedStateMachine):
         driver = self.driver
         for _ in range(4):
             driver.wait(10.0)
+            self._all_go_if_nobody_stays()
             for member in self._told_to_work():
                 driver.enter(member)
             driver.wait()
@@ -165,6 +166,13 @@ class Members(RuleBasedStateMachine):
             assert set(new.members) != set(before), "a planned change changes something"
         if not before:
             assert len(nodes_of(new.members)) >= driver.settings.min_nodes or not new.members
+
+    def _all_go_if_nobody_stays(self) -> None:
+        driver, world = self.driver, self.driver.membership.world
+        for member in () if world is None or world.members else world.leaving:
+            if member in driver.membership.roster:
+                driver.membership.bye(member, driver.now)
+        driver.wait()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ members come and go, for all engines in one transaction (`together`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as td
@@ -23,7 +22,7 @@ from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.forming import Forming
 from ds_dynatrain.engine.members.rounds import Rounds
 from ds_dynatrain.engine.members.taking_part import TakingPart
-from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
+from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Changes(TakingPart):
     def _stand_working(self) -> None:
         begin = time.monotonic()
         while not self.engine.idle:
-            self._saved(self.switcher.save_if_due)
+            self.save(self.switcher.save_if_due)
             self.look()
             self.meet()
             if self.elastic.is_torn and not self.engine.idle:
@@ -133,20 +132,6 @@ class Changes(TakingPart):
             if self.engine.idle or not self._is_paused:
                 return
             self._wait_for_members(begin)
-
-    def _saved(self, save: Callable[[], None]) -> None:
-        """The fallback checkpoint; without a coordinator it is put off."""
-        try:
-            save()
-        except WorldChanged as torn:
-            logger.warning("no fallback checkpoint of step %d: %s", self.engine.global_steps, torn)
-        except td.DistError as lost:
-            self.switcher.settle_fallback()
-            try:
-                for engine in self.engines:
-                    self.reopen(engine)
-            except SwitchRefused:
-                logger.warning("no fallback checkpoint of step %d: %s", self.engine.global_steps, lost)
 
     def wait_for_work(self) -> None:
         """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
@@ -178,7 +163,7 @@ class Changes(TakingPart):
         seconds = self.elastic.wait_seconds
         self.leader.say_once(f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s")
         if time.monotonic() - begin > seconds:
-            self._saved(self.switcher.save_now)
+            self.save(self.switcher.save_now)
             logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
             raise SystemExit(int(Ending.TOO_FEW))
         time.sleep(POLL_SECONDS)

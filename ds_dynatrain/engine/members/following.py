@@ -17,30 +17,28 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
+from ds_dynatrain.engine.members.parting import Parting
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.members.room import Room
 from ds_dynatrain.engine.surroundings import Surroundings
-from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
     from ds_dynatrain.engine.members.forming import Forming
-    from ds_dynatrain.engine.switcher import Switcher
 
 T = TypeVar("T")
 
 
-class Following:
-    """The engines of a process in an elastic job, and the change that is under way. engines: in the order in which they
-    were made; the first one speaks for all."""
+class Following(Parting):
+    """The engines of a process in an elastic job, and the change that is under way."""
 
     forming: Forming
 
     def __init__(self, elastic: Elastic) -> None:
-        self.engines: list[DynatrainEngine] = []
-        self.elastic = elastic
+        super().__init__(elastic)
         self.change: Change | None = None
         self.leader = Leader(elastic, self.engines)
 
@@ -52,21 +50,6 @@ class Following:
             if self.change is not None:
                 self.change.close()
                 self.change = None
-
-    @property
-    def engine(self) -> DynatrainEngine:
-        """The first one, which speaks for all."""
-        return self.engines[0]
-
-    @property
-    def switcher(self) -> Switcher:
-        """That of the first engine."""
-        return self.engine._switcher
-
-    @property
-    def beside(self) -> list[DynatrainEngine]:
-        """The other engines."""
-        return self.engines[1:]
 
     # ---- seeing that there is a change ---------------------------------------------------------------------------
 
@@ -94,7 +77,7 @@ class Following:
         self.change = Change(newest, self.elastic, [engine.job.number for engine in self.engines])
         self.change.is_agreed = newest.change == "planned"
         if self.engine.idle and self.elastic.member.id not in newest.members:
-            self._go()
+            self.go()
 
     def _follow(self, change: Change) -> None:
         """Learn from the new board; every member of either generation comes by here again and again."""
@@ -203,8 +186,8 @@ class Following:
         """Stand in the later generation from here on, or go."""
         roll, candidates = change.known, change.candidates
         self.change = None
-        if self.elastic.member.id not in change.world.members:
-            self._go()
+        if change.world.members and self.elastic.member.id not in change.world.members:
+            self.go()
         for engine, proposal in zip(self.engines, change.proposals, strict=True):
             boards = change.boards_of(engine.job.number)
             engine._switcher.attempt = proposal.generation
@@ -212,11 +195,8 @@ class Following:
                 boards[0].succeed(engine.control)
             engine.surroundings = Surroundings(engine.launch, candidates, *boards)
         self.elastic.enter(change.world, roll, roll.ids_of(change.proposals[0].members))
-
-    def _go(self) -> None:
-        """This member has handed over what it had; its process ends."""
-        logger.info("%s: its state is with others; it leaves", self.elastic.member.id)
-        raise SystemExit(0)
+        if not change.world.members:
+            self.save_and_go()
 
     # ---- notice boards -------------------------------------------------------------------------------------------
 
@@ -230,22 +210,3 @@ class Following:
             if self.change is not None:
                 self.change.open()
             return None
-
-    def reopen(self, engine: DynatrainEngine) -> None:
-        """Have a living board of an engine for the present generation, after a coordinator was started again.
-
-        SwitchRefused if there is none.
-        """
-        world = self.elastic.world
-        try:
-            for board in (engine.control, engine.surroundings.background):
-                board.read("alive")
-        except td.DistError as lost:
-            if world is None:
-                raise SwitchRefused(f"the notice board is gone: {lost}", "ask again later") from lost
-            try:
-                boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
-            except (td.DistError, OSError) as error:
-                raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
-            boards[0].succeed(engine.control)
-            engine.surroundings = Surroundings(engine.launch, engine.candidates, *boards)

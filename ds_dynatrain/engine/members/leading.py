@@ -78,6 +78,8 @@ class Leader:
         """Where each engine is to go; the present places if nothing has to move, None if there is no way."""
         engines, pool = self.engines, change.candidates
         present = [(engine.layout, engine.members) for engine in engines]
+        if not change.world.members:  # all go: they meet as they are, to save and end at one step
+            return present
         if change.restores:
             return self._targets_of_restoring(change)
         holders = {member for engine in engines for member in engine.members}
