@@ -9,7 +9,7 @@ Every event has a method, with the time as an argument; `advance` then says what
   or a collective failed though all are alive. That a collective has failed is a fact of its own in the record, beside
   whatever else the generation changes.
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
-  members were told to leave, and nobody was ready to take over, nodes wait until the last of them has gone.
+  members were told to leave, nodes wait until the last of them has gone.
 - A member that was given up never comes back under its id.
 """
 
@@ -177,10 +177,10 @@ class Membership:
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
-        joined = self._newcomers(stay)
+        leaving = self._leaving((*members, *(old.leaving if old is not None else ())))
+        joined = self._newcomers(stay) if stay or not leaving else ()  # who begins anew needs what these save
         if not is_failure and (stay + joined == members or self._done):
             return None
-        leaving = self._leaving((*members, *(old.leaving if old is not None else ())))
         if old is None and not joined:
             return None
         return World(
@@ -198,19 +198,13 @@ class Membership:
 
     def _newcomers(self, stay: tuple[str, ...]) -> tuple[str, ...]:
         """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody."""
-        if self._done or self._is_being_saved:
+        if self._done:
             return ()
         nodes = self.roster.complete_nodes(apart=() if self.world is None else self.world.members)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
             return ()
         return tuple(member for node in nodes for member in node)
-
-    @property
-    def _is_being_saved(self) -> bool:
-        """Whether all were told to leave, and some are still there: the next ones begin with what these save."""
-        world = self.world
-        return world is not None and not world.members and any(one in self.roster for one in world.leaving)
 
     def _leaving(self, old: Iterable[str]) -> tuple[str, ...]:
         return tuple(one for one in old if one in self.roster and self.roster[one].report.leaving)

@@ -94,6 +94,26 @@ def test_who_waits_below_min_is_told_to_end(train: Callable[..., Job], tmp_path:
     assert latest(tmp_path / "kept") == f"step{steps_made(job)}"
 
 
+@pytest.mark.full
+def test_a_spare_goes_on_from_what_the_only_node_has_saved(train: Callable[..., Job], tmp_path: Path) -> None:
+    """It has no state yet, so it begins anew: not before the other one has saved, and ended."""
+    kept = str(tmp_path / "kept")
+    block = {"fallback": {"path": kept, "every_steps": 10**6}, "resume": {"path": kept}}
+    job = train(nodes="1:1", block=block, **quick())
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    job.settled(1)
+    job.node("spare", is_host=0)
+    job.wait(lambda: (status := job.status()) and "waiting" in [one.phase for one in status.members], "the spare")
+    first, second = worker(job, "a"), worker(job, "spare")
+    os.kill(first, signal.SIGTERM)
+    assert job.code("a") == 0, job.logs()
+    job.wait(lambda: [row for row in job.rows("step") if row["pid"] == second], "a step of the spare")
+    finish(job)
+    made = {pid: [row["step"] for row in job.rows("step") if row["pid"] == pid] for pid in (first, second)}
+    assert [*made[first], *made[second]] == list(range(steps_made(job))), "no step is lost or made twice"
+
+
 def quick() -> dict[str, dict[str, str]]:
     """Many steps a second."""
     return {"variables": {"STEP_SECONDS": "0.05"}}

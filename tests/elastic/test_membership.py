@@ -279,14 +279,19 @@ def test_the_last_member_can_leave() -> None:
     assert (driver.world.generation, driver.world.members, driver.world.survivors) == (3, ("b/0",), 0)
 
 
-def test_nodes_that_come_while_all_leave_begin_when_these_have_gone() -> None:
-    """They would begin with an older checkpoint, beside members that still train."""
-    driver = running("a", "b")
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_nodes_that_come_while_all_leave_begin_when_these_have_gone(comes: str) -> None:
+    """They would begin without what the others hold, beside these, which still train."""
+    driver = running("a", "b", most=2)
+    if comes == "before":
+        driver.start("c")
+        driver.wait()
     driver.say("a/0", leaving=True)
     driver.say("b/0", leaving=True)
     driver.wait()
     assert driver.world.members == () and driver.world.leaving == ("a/0", "b/0") and driver.world.change == "planned"
-    driver.start("c")
+    if comes == "after":
+        driver.start("c")
     driver.membership.bye("a/0", driver.now)
     driver.wait(1)
     assert len(driver.worlds) == 2
