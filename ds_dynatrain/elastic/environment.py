@@ -55,12 +55,19 @@ def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:
     return variables.get(REPLACE_C10D, "") == "1"
 
 
-def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers."""
+def hand_over(
+    place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str | None = None
+) -> None:
+    """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers.
+
+    token_file: the file that the agent has read the token from, if its command line names one.
+    """
     variables[NODE] = place.node
     variables[COORDINATOR] = str(place.coordinator)
     variables[JOB] = place.job
     variables[AGENT] = "" if place.agent is None else str(place.agent)
+    if token_file:
+        variables[TOKEN_FILE] = os.path.abspath(token_file)  # a script may change its folder first
 
 
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:

@@ -40,7 +40,8 @@ class NodeRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
         self._endpoint = Address.parse(parameters.endpoint)
-        self._token = token_from(file=parameters.get("token_file"))
+        self._token_file = parameters.get("token_file")
+        self._token = token_from(file=self._token_file)
         self._host = self._hosted()
         self._line: AgentLine | None = None
         self._store: TCPStore | None = None
@@ -99,7 +100,7 @@ class NodeRendezvous(RendezvousHandler):
         self._compare(connection.welcome.min_nodes, connection.welcome.max_nodes)
         self._line = AgentLine(connection, node, self._endpoint, self._token, job)
         self._line.start()
-        hand_over(WorkerPlace(node, 0, 1, self._endpoint, job, os.getpid()))
+        hand_over(WorkerPlace(node, 0, 1, self._endpoint, job, os.getpid()), token_file=self._token_file)
         self._store = serve_store(LOOPBACK)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 

@@ -78,10 +78,10 @@ def test_an_agent_can_be_kept_from_hosting() -> None:
 def test_the_token_has_to_be_the_same(tmp_path: Path) -> None:
     port, file = free_port(), tmp_path / "token"
     file.write_text("a token of some length")
-    host = made(port, token_file=str(file))
+    host, stranger = made(port, token_file=str(file)), made(port)
     host.next_rendezvous()
     with pytest.raises(RendezvousConnectionError, match="token"):
-        made(port).next_rendezvous()
+        stranger.next_rendezvous()
     host.shutdown()
 
 

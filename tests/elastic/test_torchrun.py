@@ -48,6 +48,15 @@ def test_a_node_joins_and_a_node_is_killed(start: Callable[..., Job]) -> None:
         assert rows == sorted(set(rows))
 
 
+def test_a_token_file_in_the_command_line_is_enough(start: Callable[..., Job]) -> None:
+    """Its workers prove it, too; the path means what it means where torchrun was started."""
+    job = start(variables={"DYNATRAIN_TOKEN": "a token of another job"})
+    (job.folder / "token").write_text("a token that no variable names")
+    job.node("a", token_file="token")
+    job.wait(lambda: job.rows("formed") and job.rows("step"), "a step")
+    finish(job, "a")
+
+
 @pytest.mark.full
 def test_the_first_node_leaves(start: Callable[..., Job]) -> None:
     """SIGTERM to the node of rank 0: it goes between two steps, and no step is lost or made twice."""
