@@ -62,7 +62,7 @@ class Connection:
         """
         connection = cls(address, seconds)
         try:
-            challenge = connection.receive(seconds)
+            challenge = connection.expect(seconds)
             if not isinstance(challenge, Challenge):
                 raise MessageError(f"{address}: {challenge.kind} came where a coordinator says challenge")
             if challenge.version != PROTOCOL:

@@ -34,6 +34,7 @@ from ds_dynatrain.elastic.messages import (
 )
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.users import check_user, tells_users
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
@@ -59,12 +60,16 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._strangers = 0
+        self._checks_users = False
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
+        self._checks_users = self._token is None and tells_users(listener.getsockname())
+        if self._token is None and not self._checks_users:
+            logger.warning("this kernel does not tell users apart: whoever is on this machine can be in the job")
         server = await asyncio.start_server(self._take, sock=listener)
         keeper = asyncio.create_task(self._keep_time())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -110,6 +115,8 @@ class Coordinator:
     async def _attend(self, peer: Peer, writer: asyncio.StreamWriter) -> None:
         """From the first word of a peer to its last."""
         tune(writer.get_extra_info("socket"))
+        if self._checks_users:
+            check_user(writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
         self._strangers += 1
         try:
             said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
@@ -136,8 +143,8 @@ class Coordinator:
         return Dismissed(members=members)
 
     async def _introduction(self, peer: Peer) -> Announce | Agent | Query | Dismiss:
-        hello = await peer.greet(self._token, self._job)
-        self._job = self._job or hello.job
+        hello = await peer.greet(self._token)
+        self._check_job(hello.job)
         settings = self.membership.settings
         peer.send(
             Welcome(
@@ -151,7 +158,16 @@ class Coordinator:
         said = await peer.receive(LARGEST_MESSAGE)
         if not isinstance(said, Announce | Agent | Query | Dismiss):
             raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
+        if isinstance(said, Announce | Agent):
+            self._check_job(hello.job)  # again: another one may have come first
+            self._job = self._job or hello.job
         return said
+
+    def _check_job(self, job: str) -> None:
+        """PeerRefused for another job's peer. The job's name is what the coordinator was started with, else that of the
+        first agent or worker."""
+        if job and self._job and job != self._job:
+            raise PeerRefused(f"this is the coordinator of job {self._job!r}, not of {job!r} (--rdzv-id)")
 
     async def _attend_worker(self, peer: Peer, said: Announce) -> None:
         member = self.membership.announce(said, time.monotonic())

@@ -35,8 +35,8 @@ class Peer:
         self._writer = writer
         self.name = str(writer.get_extra_info("peername"))
 
-    async def greet(self, token: str | None, job: str) -> Hello:
-        """Let the peer prove that it knows the token and means this job; PeerRefused or MessageError if not."""
+    async def greet(self, token: str | None) -> Hello:
+        """Let the peer prove that it knows the token; PeerRefused or MessageError if not."""
         nonce = secrets.token_hex(16)
         self.send(Challenge(version=PROTOCOL, nonce=nonce))
         hello = await self.receive(LARGEST_GREETING)
@@ -46,8 +46,6 @@ class Peer:
             raise PeerRefused(f"protocol {hello.version}, here it is {PROTOCOL}: all nodes need the same ds_dynatrain")
         if not is_proved(token, nonce, hello.proof):
             raise PeerRefused("the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN)")
-        if hello.job and job and hello.job != job:
-            raise PeerRefused(f"this is the coordinator of job {job!r}, not of {hello.job!r} (--rdzv-id)")
         return hello
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
