@@ -29,7 +29,6 @@ Share = Callable[[str, Any], Mapping[int, Any]]
 
 PEER = struct.Struct("=iII")
 """`struct ucred`: process, user, group."""
-HELLO = struct.Struct("<Q")
 PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
@@ -70,9 +69,10 @@ class Neighbors:
             lines: dict[int, Line] = {}
             try:
                 for other in [each for each in sorted(kinds) if each > member]:
-                    lines[other] = kinds[other](other, *_call(member, other, cards[other], deadline))
+                    lines[other] = kinds[other](other, *_call(other, cards[other], deadline))
                 while len(lines) < len(kinds):
-                    other, process, link = _answer(listener, cards, set(kinds) - set(lines), deadline, stop)
+                    missing = {int(cards[each]["process"]): each for each in set(kinds) - set(lines)}
+                    other, process, link = _answer(listener, missing, deadline, stop)
                     lines[other] = kinds[other](other, process, link)
             except BaseException:
                 for line in lines.values():
@@ -243,14 +243,14 @@ def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     return bool(seen.tolist() == expected)
 
 
-def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, socket.socket]:
+def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, socket.socket]:
     """Connect to a neighbor with a higher number."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         link.settimeout(max(deadline - time.monotonic(), 0.001))
         link.connect(bytes.fromhex(card["socket"]))
-        _check(link, other, card)
-        link.send(HELLO.pack(member))
+        if (process := _process(link)) != int(card["process"]):
+            raise TransferError(f"process {process} answers for member {other}, which is process {card['process']}")
         link.setblocking(False)
     except OSError as error:
         link.close()
@@ -262,33 +262,29 @@ def _call(member: int, other: int, card: Mapping[str, Any], deadline: float) -> 
 
 
 def _answer(
-    listener: socket.socket, cards: Mapping[int, Any], missing: set[int], deadline: float, stop: Callable[[], None]
+    listener: socket.socket, missing: Mapping[int, int], deadline: float, stop: Callable[[], None]
 ) -> tuple[int, int, socket.socket]:
-    """The next neighbor with a lower number that connects, its process; anybody else is sent away."""
+    """The next neighbor with a lower number that connects, its process; anybody else is sent away.
+
+    missing: members by their processes. The kernel says which process it is and nothing is read, so whoever is silent
+    holds nobody up.
+    """
     since = time.monotonic()
-    while True:
+    while time.monotonic() < deadline:
+        stop()
+        listener.settimeout(max(min(deadline - time.monotonic(), STOP_SECONDS), 0.001))
         try:
-            listener.settimeout(max(min(deadline - time.monotonic(), STOP_SECONDS), 0.001))
             link, _ = listener.accept()
-            link.settimeout(max(deadline - time.monotonic(), 0.001))
-            (member,) = HELLO.unpack(link.recv(HELLO.size).ljust(HELLO.size, b"\xff"))
         except TimeoutError:
-            stop()
-            if time.monotonic() < deadline:
-                continue
-            raise MemberMissing("connecting on this machine", sorted(missing), time.monotonic() - since) from None
-        try:
-            if member in missing:
-                _check(link, member, cards[member])
-                link.setblocking(False)
-                return member, int(cards[member]["process"]), link
-        except TransferError:
-            pass
+            continue
+        process = _process(link)
+        if process in missing:
+            link.setblocking(False)
+            return missing[process], process, link
         link.close()
+    raise MemberMissing("connecting on this machine", sorted(missing.values()), time.monotonic() - since)
 
 
-def _check(link: socket.socket, member: int, card: Mapping[str, Any]) -> None:
-    """TransferError if the other end is not the process that the member said it is."""
-    process = PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0]
-    if process != card["process"]:
-        raise TransferError(f"process {process} answers for member {member}, which is process {card['process']}")
+def _process(link: socket.socket) -> int:
+    """The process that has made the other end, as the kernel says."""
+    return int(PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0])
