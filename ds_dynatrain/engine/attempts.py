@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 ASSUMED_BYTES_PER_SECOND = 1e9
-"""Speed that `estimate` reckons with before a switch has been measured."""
+"""Speed of a link that `estimate` reckons with before a switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
 
@@ -152,7 +152,8 @@ class Attempts(Targets):
                 self._writer.write(event)
         if event.outcome == "committed":
             if event.bytes_sent:
-                self._bytes_per_second = event.bytes_sent / (1e-3 * event.phases_ms["move"])
+                busiest = preparation.plans[outcome.kinds].bytes_busiest  # as `estimate` counts
+                self._bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)
 

@@ -36,8 +36,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
         before = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), plan.kinds)
         after = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), kinds)
         peak[member] = before + after + min(budget_bytes, busy)
-    slowest = max((max(traffic) for traffic in plan.traffic.values()), default=0)
-    return Cost(plan.bytes_sent, peak, slowest / bytes_per_second)
+    return Cost(plan.bytes_sent, peak, plan.bytes_busiest / bytes_per_second)
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> int:

@@ -137,6 +137,11 @@ class SwitchPlan:
         """Bytes that cross between members, all together."""
         return sum(sent for sent, _ in self.traffic.values())
 
+    @cached_property
+    def bytes_busiest(self) -> int:
+        """Bytes of the busiest direction of the busiest member: what the others wait for."""
+        return max((max(both) for both in self.traffic.values()), default=0)
+
 
 def plan_switch(
     vps: VirtualParameterSpace,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-Outcome = Literal["committed", "rolled_back", "cancelled"]
+Outcome = Literal["committed", "rolled_back"]
 
 _KIND = "switch"
 
@@ -73,7 +73,7 @@ class SwitchEvent:
     None before that step, and where nothing is compiled."""
     certificate: CertificateSummary | None = None
     reason: str = ""
-    """Why it was rolled back or cancelled."""
+    """Why it was rolled back."""
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -110,8 +110,6 @@ class SwitchEvent:
         phases = ", ".join(f"{name} {duration:.0f}" for name, duration in self.phases_ms.items())
         took = f"{self.pause_ms:.0f} ms" + (f" ({phases})" if phases else "")
         notes = "".join(f"; warning: {warning}" for warning in self.warnings)
-        if self.outcome == "cancelled":
-            return f"{head} cancelled: {self.reason}{notes}"
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
         return f"{head} in {took}, {self._bytes()}, {self._proof()}{notes}"
