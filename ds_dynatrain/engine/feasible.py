@@ -51,7 +51,7 @@ def check_size(target: Layout, processes: int) -> None:
     if target.world_size > processes:
         raise SwitchRefused(
             f"{target} needs {target.world_size} members and this launch has {processes} processes",
-            f"nearest: {target.replace(data=processes)}",
+            f"nearest: {axes.smaller(target, processes)}",
         )
 
 
@@ -62,7 +62,7 @@ def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> No
         raise SwitchRefused(
             f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have "
             f"a sample",
-            f"nearest: {target.replace(data=size)}",
+            f"nearest: {axes.smaller(target, target.world_size, size)}",
         )
     normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     found = uneven(size, batch.micro_batch_limit, [target.data])

@@ -51,6 +51,7 @@ class Targets:
         refuse_moved_states(engine)
         if not engine.idle:
             refuse_changes(engine)
+        feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
         feasible.check_size(target, processes)
         feasible.check_batch(target, engine.batch_for(target), engine.module)
         self.check_features(target, processes)

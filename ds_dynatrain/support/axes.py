@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 from ds_dynatrain.space.layout import RANK_ORDER, STAGES, Layout
@@ -20,6 +22,9 @@ PIPELINE, EXPERTS, NATIVE_EXPERTS, ULYSSES = "pipeline", "AutoEP", "deepspeed.mo
 sequence ranks."""
 
 Features = frozenset[str]
+
+OTHER_AXES = ("pipe", "sequence", "tensor")
+"""Those that add ranks, but data."""
 
 AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pipe": ((PIPELINE,), "it is no deepspeed.PipelineModule"),
@@ -113,6 +118,24 @@ def nearest(features: Features, layout: Layout, processes: int) -> list[Layout]:
     """The one or two layouts closest to one that is refused: that keep most of it, of as many ranks if there are."""
     valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other) is None]
     return sorted(valid, key=lambda other: _distance(layout, other))[:2]
+
+
+def smaller(layout: Layout, ranks: int, most_data: int | None = None) -> Layout:
+    """The layout closest to one that is too large: of at most `ranks`, and of `most_data` on the data axis.
+
+    The stage stays, and every axis but data has the size that was asked for or a divisor of it.
+    """
+    return min(_smaller(layout, ranks, ranks if most_data is None else most_data), key=partial(_distance, layout))
+
+
+def _smaller(layout: Layout, ranks: int, most_data: int) -> Iterator[Layout]:
+    for sizes in product(*(_divisors(getattr(layout, axis)) for axis in OTHER_AXES)):
+        place: dict[str, Any] = dict(zip(OTHER_AXES, sizes, strict=True))
+        room = min(ranks // math.prod(sizes), most_data)
+        for expert in _divisors(layout.expert):
+            step = expert // math.gcd(expert, place["sequence"] * place["tensor"])
+            if room >= step:
+                yield layout.replace(**place, data=room - room % step, expert=expert)
 
 
 def _why(features: Features, layout: Layout) -> str | None:
