@@ -6,7 +6,7 @@
 | `versions` | what differs between DeepSpeed's series |
 | `support` | the table of `ds_dynatrain/support`, applied to live objects |
 | `settings` | DeepSpeed's configuration of one layout |
-| `start` | what surrounds an engine's constructor |
+| `start` | what surrounds an engine's constructor; who waits for a compilation says so |
 | `worlds` | process groups of a world: build, install, drop |
 | `model` | the logical tensors of a module and its optimizer groups |
 | `rules` | which numbers of the configuration decide where ZeRO cuts |

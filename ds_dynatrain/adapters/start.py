@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed import ops, set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
 
 E = TypeVar("E", bound=DeepSpeedEngine)
+
+LOCK_SECONDS = 60.0
+"""How long a process waits without a word while another one compiles an operator."""
+
+logger = logging.getLogger("ds_dynatrain")
 
 
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
@@ -33,6 +44,49 @@ def start_without_compiler() -> None:
     """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def telling_of_locks(seconds: float | None = None) -> Iterator[None]:
+    """Inside the block, whoever waits for the compilation of an operator for so long (LOCK_SECONDS) says so on the log.
+
+    torch waits until a lock file is gone, for ever, and a process that is killed while it compiles leaves it behind.
+    """
+    limit = LOCK_SECONDS if seconds is None else seconds
+
+    def wait(self: FileBaton) -> None:
+        begin, is_said = time.monotonic(), False
+        lock = Path(self.lock_file_path)
+        while lock.exists():
+            time.sleep(self.wait_seconds)
+            if not is_said and time.monotonic() - begin > limit:
+                _say_locked(lock, limit)
+                is_said = True
+
+    own, FileBaton.wait = FileBaton.wait, wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileBaton.wait = own  # type: ignore[method-assign]
+
+
+def _say_locked(lock: Path, seconds: float) -> None:
+    try:
+        made = lock.stat()
+    except FileNotFoundError:  # just now
+        return
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
+    logger.warning(
+        "for %g s this start has waited for another process that compiles %s: its lock is %s, made by user %d at %s. "
+        "If no such process runs any more (ninja, c++), it was killed: its user, or whoever may write to this folder, "
+        "deletes the lock (rm '%s'), and all that wait go on",
+        seconds,
+        lock.parent.name,
+        lock,
+        made.st_uid,
+        since,
+        lock,
+    )
 
 
 def import_what_is_lazy() -> None:

@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaping import first_owners, shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
-from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler
+from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
@@ -122,8 +122,9 @@ def _joined(
     early = found_early()
     if place is not None and early is None and not turns.engines:
         stand_alone()
-    deepspeed.init_distributed(**start)
-    with turns.joining():
+    with telling_of_locks():
+        deepspeed.init_distributed(**start)
+    with telling_of_locks(), turns.joining():
         return _build(own, settings, arguments, extras, place, early, turns)
 
 

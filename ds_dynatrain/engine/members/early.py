@@ -10,6 +10,7 @@ import deepspeed
 import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.start import telling_of_locks
 from ds_dynatrain.adapters.watched import Fate, WatchedGroup, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed
 from ds_dynatrain.config import DynatrainConfig
@@ -84,7 +85,8 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     if place is not None and not (td.is_initialized() and is_ours_installed()):
         early = found_early() or _begin(place)
         joins = early.joins
-    deepspeed.init_distributed(*arguments, **named)
+    with telling_of_locks():
+        deepspeed.init_distributed(*arguments, **named)
     return joins
 
 

@@ -1,0 +1,97 @@
+"""A start that waits for the compilation of an operator says so: a job that was killed may have left its lock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+from ds_dynatrain.adapters.start import telling_of_locks
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 0.3
+
+
+def compiled(folder: Path, name: str) -> None:
+    """torch waits for the lock, and then finds that nothing was compiled."""
+    source = folder / "operator.cpp"
+    source.touch()
+    with pytest.raises(ImportError):
+        cpp_extension.load(name=name, sources=[str(source)], build_directory=str(folder))
+
+
+def test_a_lock_that_was_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    said: list[str] = []
+
+    def remove_when_told() -> None:
+        end = time.monotonic() + 20
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.05)
+        said.extend(caplog.messages)
+        lock.unlink()
+
+    user = threading.Thread(target=remove_when_told, daemon=True)
+    user.start()
+    begin = time.monotonic()
+    with telling_of_locks(LIMIT):
+        compiled(tmp_path, "left")
+    assert time.monotonic() - begin > LIMIT
+    user.join()
+    assert len(caplog.messages) == 1, "once"
+    assert str(lock) in said[0] and f"user {os.geteuid()}" in said[0] and f"rm '{lock}'" in said[0]
+
+
+def test_a_short_wait_is_nobodys_affair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    threading.Timer(LIMIT, lock.unlink).start()
+    with telling_of_locks(60):
+        compiled(tmp_path, "soon")
+    assert not caplog.messages
+
+
+SCRIPT = """
+import sys
+from torch import nn
+import ds_dynatrain
+from ds_dynatrain.adapters import start
+start.LOCK_SECONDS = 0.5
+config = {"train_batch_size": 4, "dynatrain": {}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+if sys.argv[1] == "first":
+    ds_dynatrain.init_distributed()
+ds_dynatrain.initialize(model=nn.Linear(2, 2), config=config)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("call", ["first", "initialize"])
+def test_the_start_of_a_job_tells(tmp_path: Path, call: str) -> None:
+    """DeepSpeed builds an operator of its CPU back-end first of all."""
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    environment = {**os.environ, **place, "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": path}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-c", SCRIPT, call]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        timer = threading.Timer(240, job.kill)
+        timer.start()
+        seen = []
+        for line in job.stdout:
+            seen.append(line)
+            if str(lock) in line:
+                break
+        timer.cancel()
+        job.kill()
+    assert seen and f"rm '{lock}'" in seen[-1], "".join(seen)
