@@ -153,6 +153,11 @@ class TestEnvironment:
     def test_without_a_launch_there_is_none(self) -> None:
         assert worker_place({"LOCAL_RANK": "0"}) is None
 
+    def test_the_page_has_every_variable(self) -> None:
+        page = (ROOT / "docs" / "configuration.md").read_text().partition("## Environment\n")[2]
+        names = {value for value in vars(environment).values() if str(value).startswith("DYNATRAIN_")}
+        assert len(names) == 7 and not [name for name in names if f"`{name}" not in page]
+
     def test_broken_numbers_are_named(self) -> None:
         variables = {environment.COORDINATOR: "a:1", environment.NODE: "n", environment.LOCAL_RANK: "x"}
         with pytest.raises(ConfigError, match="LOCAL_RANK"):
