@@ -17,28 +17,21 @@ from torch.distributed.distributed_c10d import GroupName
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.errors import WorldChanged
 
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
+NO_COLLECTIVES = frozenset(
+    {
+        *("BackendType", "name", "rank", "size", "set_timeout", "get_group_store", "boxed", "unbox"),
+        *("abort", "shutdown", "split_group", "merge_remote_group"),
+    }
 )
+"""What torch's groups can be asked for without a word to the peers, and what makes or ends one."""
+HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
+COLLECTIVES = tuple(
+    name
+    for name in dir(td.ProcessGroup)
+    if callable(getattr(td.ProcessGroup, name))
+    and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
+)
+"""All the others that the installed torch has: it gives them new names from time to time, and calls those itself."""
 WAITS = ("wait", "synchronize", "result")
 QUESTIONS = ("exception", "get_future", "is_completed", "is_success", "source_rank")
 
@@ -111,10 +104,10 @@ def watched(made: Made, fate: Fate) -> Made:
     return WatchedGroup(made[0], fate), made[1]
 
 
-def _collective(name: str) -> Callable[..., WatchedWork | None]:
-    def call(self: WatchedGroup, *arguments: Any, **named: Any) -> WatchedWork | None:
+def _collective(name: str) -> Callable[..., Any]:
+    def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
         work = self._fate.call(getattr(self._group, name), *arguments, **named)
-        return None if work is None else WatchedWork(work, self._fate)
+        return WatchedWork(work, self._fate) if isinstance(work, Work) else work
 
     call.__name__ = name
     return call

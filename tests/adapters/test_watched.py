@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
 from ds_dynatrain.adapters.watched import COLLECTIVES, QUESTIONS, WAITS, Fate, WatchedGroup, watched
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 WRONG = "ProcessGroupGloo::allgather: invalid tensor size at index 0"
+Group = td.ProcessGroup
+
+
+def ones(count: int = 2) -> torch.Tensor:
+    return torch.ones(count)
+
+
+CALLS: dict[str, Callable[[Group], object]] = {
+    "all_gather": lambda group: td.all_gather([ones(), ones()], ones(), group=group),
+    "all_gather_coalesced": lambda group: td.all_gather_coalesced([[ones()], [ones()]], [ones()], group=group),
+    "all_gather_into_tensor": lambda group: td.all_gather_into_tensor(ones(4), ones(), group=group),
+    "all_gather_object": lambda group: td.all_gather_object([None, None], 1, group=group),
+    "all_gather_single": lambda group: td.all_gather_single(ones(4), ones(), group=group),
+    "all_reduce": lambda group: td.all_reduce(ones(), group=group),
+    "all_reduce_coalesced": lambda group: td.all_reduce_coalesced([ones()], group=group),
+    "all_to_all": lambda group: td.all_to_all([ones(), ones()], [ones(), ones()], group=group),
+    "all_to_all_single": lambda group: td.all_to_all_single(ones(), ones(), group=group),
+    "barrier": lambda group: td.barrier(group=group),
+    "batch_isend_irecv": lambda group: td.batch_isend_irecv([td.P2POp(td.isend, ones(), 1, group)]),
+    "broadcast": lambda group: td.broadcast(ones(), 0, group=group),
+    "broadcast_object_list": lambda group: td.broadcast_object_list([1], 0, group=group),
+    "gather": lambda group: td.gather(ones(), [ones(), ones()], 0, group=group),
+    "gather_object": lambda group: td.gather_object(1, [None, None], 0, group=group),
+    "irecv": lambda group: td.irecv(ones(), 1, group=group),
+    "isend": lambda group: td.isend(ones(), 1, group=group),
+    "monitored_barrier": lambda group: td.monitored_barrier(group=group),
+    "recv": lambda group: td.recv(ones(), 1, group=group),
+    "recv_object_list": lambda group: td.recv_object_list([None], 1, group=group),
+    "reduce": lambda group: td.reduce(ones(), 0, group=group),
+    "reduce_scatter": lambda group: td.reduce_scatter(ones(), [ones(), ones()], group=group),
+    "reduce_scatter_single": lambda group: td.reduce_scatter_single(ones(), ones(4), group=group),
+    "reduce_scatter_tensor": lambda group: td.reduce_scatter_tensor(ones(), ones(4), group=group),
+    "scatter": lambda group: td.scatter(ones(), [ones(), ones()], 0, group=group),
+    "scatter_object_list": lambda group: td.scatter_object_list([None], [1, 2], 0, group=group),
+    "send": lambda group: td.send(ones(), 1, group=group),
+    "send_object_list": lambda group: td.send_object_list([1], 1, group=group),
+}
+"""Each of torch.distributed's functions that talks to the other ranks of a group, called by rank 0 of two."""
+NO_COLLECTIVE_FUNCTIONS = {
+    *("is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available"),
+    *("is_nccl_available", "is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "supports_complex"),
+    *("get_backend", "get_backend_config", "get_debug_level", "get_default_backend_for_device", "get_global_rank"),
+    *("get_group_rank", "get_node_local_rank", "get_pg_count", "get_process_group_ranks", "get_rank"),
+    *("get_world_size", "set_debug_level", "set_debug_level_from_env", "breakpoint", "record_comm", "GroupName"),
+    *("init_process_group", "init_device_mesh", "destroy_process_group", "register_rendezvous_handler", "rendezvous"),
+    *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "shrink_group"),
+}
+"""Those that ask, or make and take down groups: they meet, if at all, at a store."""
 
 
 @pytest.fixture
@@ -26,6 +76,17 @@ def fate() -> Fate:
 def group(fate: Fate) -> Iterator[td.ProcessGroup]:
     """Of this process alone."""
     yield watched(make_group(HashStore(), "alone", 0, 1, 5.0), fate)[0]
+
+
+@pytest.fixture
+def pair(fate: Fate) -> Iterator[td.ProcessGroup]:
+    """Of two ranks, of which this process is the first, known to torch.distributed; there is no second."""
+    td.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    made = watched(make_fake_group("pair", 0, 2), fate)
+    register(*made, (0, 1))
+    yield made[0]
+    unregister(made[0])
+    td.destroy_process_group()
 
 
 def failing(text: str) -> None:
@@ -63,9 +124,25 @@ def test_a_closed_world_takes_no_collective(group: td.ProcessGroup, fate: Fate) 
     group.allreduce([torch.ones(1)]).wait()
 
 
+def test_every_function_of_torch_is_called_here_or_known_to_be_no_collective() -> None:
+    names = [name for name in dir(td) if not name.startswith("_") and callable(getattr(td, name))]
+    functions = {name for name in names if not inspect.isclass(getattr(td, name))}
+    assert functions <= CALLS.keys() | NO_COLLECTIVE_FUNCTIONS
+
+
+@pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
+@pytest.mark.parametrize("name", [name for name in CALLS if hasattr(td, name)])
+def test_each_collective_function_of_torch_sees_that_the_world_is_closed(
+    pair: td.ProcessGroup, fate: Fate, name: str
+) -> None:
+    fate.is_closed = True
+    with pytest.raises(WorldChanged, match="void"):
+        CALLS[name](pair)
+
+
 def test_torch_has_these_methods() -> None:
     """Another name in another torch would pass by unseen."""
-    assert not [name for name in COLLECTIVES if not hasattr(td.ProcessGroup, name)]
+    assert {"allreduce", "broadcast", "barrier", "_allgather_base", "_reduce_scatter_base"} < set(COLLECTIVES)
     assert not [name for name in (*WAITS, *QUESTIONS) if not hasattr(td.Work, name)]
     own = {name for name in vars(WatchedGroup) if not name.startswith("__")}
     assert own >= set(COLLECTIVES)
