@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.rng import further_streams, restore_further_streams, seed_accelerator
 from ds_dynatrain.errors import UnsupportedError
 
 ParamInit = Callable[[nn.Module], object]
@@ -98,10 +99,13 @@ def draw(
 
 @contextmanager
 def seeded(what: str) -> Iterator[None]:
-    """Torch's, numpy's and Python's default generators are seeded in the block, and as they were after it."""
+    """The default generators of torch, of DeepSpeed's accelerator, of numpy and Python are seeded in the block, and as
+    they were after it. Those of other devices are let alone.
+    """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(seed)
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices
+    seed_accelerator(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
     try:
@@ -110,3 +114,4 @@ def seeded(what: str) -> Iterator[None]:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+        restore_further_streams(before[3])

@@ -20,7 +20,7 @@ _TRACKED = "checkpointing:"
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
     """Name -> state (bytes) of every stream that is in use."""
     states = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    if get_accelerator().device_name() != "cpu":
+    if _has_own_generator():
         states[_ACCELERATOR] = get_accelerator().get_rng_state()
     return {name: state.cpu().numpy() for name, state in states.items()}
 
@@ -31,6 +31,12 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
     if _ACCELERATOR in states:
         get_accelerator().set_rng_state(states.pop(_ACCELERATOR))
     get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKED): state for name, state in states.items()})
+
+
+def seed_accelerator(seed: int) -> None:
+    """Seed the accelerator's generator where it is not the CPU's; `further_streams` has its state."""
+    if _has_own_generator():
+        get_accelerator().manual_seed(seed)
 
 
 def is_of_tensor_index(name: str) -> bool:
@@ -48,3 +54,7 @@ def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
         return state
     finally:
         accelerator.set_rng_state(before)
+
+
+def _has_own_generator() -> bool:
+    return bool(get_accelerator().device_name() != "cpu")
