@@ -15,6 +15,7 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
+from ds_dynatrain.adapters.process_groups import is_ours
 from ds_dynatrain.space import Layout
 
 KIND_OF_NAME: Mapping[str, str] = {
@@ -31,9 +32,12 @@ KIND_OF_NAME: Mapping[str, str] = {
 
 
 class Groups(Protocol):
-    """What a world tells: its layout, and its group of each kind of `peers.KINDS`."""
+    """What a world tells: its layout, its group of each kind of `peers.KINDS`, and whether the model can have a
+    sequence axis.
+    """
 
     layout: Layout
+    has_sequence: bool
 
     def group(self, kind: str) -> td.ProcessGroup:
         """The group of a kind."""
@@ -92,8 +96,9 @@ def speak_of(world: Groups, mpu: SimpleNamespace | None) -> None:
     for kind, table, ranks in _EXPERT_TABLES:
         table[name] = world.group(kind)
         ranks[name] = list(world.ranks(kind))
-    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = world.group("sequence")
-    parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = world.group("data")
+    if world.has_sequence or layout.sequence > 1:
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = world.group("sequence")
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = world.group("data")
     if is_wide(layout):
         groups.mpu = mpu
         groups._TENSOR_MODEL_PARALLEL_GROUP = world.group("tensor")
@@ -102,7 +107,10 @@ def speak_of(world: Groups, mpu: SimpleNamespace | None) -> None:
 
 
 def forget() -> None:
-    """Clear all that `speak_of` sets, and what DeepSpeed sets beside it. The tables stay the same objects."""
+    """Clear all that `speak_of` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+
+    Groups that a script has given `parallel_state_sp` itself stay there.
+    """
     for _, *tables in _EXPERT_TABLES:
         for table in tables:
             table.clear()
@@ -111,7 +119,8 @@ def forget() -> None:
     groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
     groups.mpu = groups.mesh_device = None
     groups.expert_tensor_parallel_world_size = 1
-    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+    if is_ours(parallel_state_sp._SEQUENCE_PARALLEL_GROUP):
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 
 def speaks_of(held: Iterable[td.ProcessGroup]) -> bool:

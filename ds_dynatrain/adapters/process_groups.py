@@ -23,6 +23,9 @@ Made = tuple[td.ProcessGroup, Store]
 """A group, and the store that it was made over."""
 
 
+OURS = "dynatrain_"
+
+
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
     """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
 
@@ -78,7 +81,7 @@ class Sign(FakeStore):
 
 def put_up(held: object) -> td.ProcessGroup:
     """Hang something on `torch.distributed` for the rest of the process to find, until the sign is unregistered."""
-    group, _ = make_fake_group("dynatrain_sign", 0, 1)
+    group, _ = make_fake_group(f"{OURS}sign", 0, 1)
     register(group, Sign(held), (0,))
     return group
 
@@ -87,6 +90,11 @@ def found_on_sign() -> object:
     """What hangs there; None if there is no sign."""
     stores = (store for _, store in c10d._world.pg_map.values())
     return next((store.held for store in stores if isinstance(store, Sign)), None)
+
+
+def is_ours(group: td.ProcessGroup | None) -> bool:
+    """Whether it is a group of a world of ours; all their names begin alike."""
+    return group is not None and str(group.group_name).startswith(OURS)
 
 
 def is_known(group: td.ProcessGroup | None) -> bool:

@@ -20,7 +20,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
-from ds_dynatrain.adapters.process_groups import Made, bury, make_fake_group, make_group, register, unregister
+from ds_dynatrain.adapters.process_groups import (
+    OURS,
+    Made,
+    bury,
+    is_ours,
+    make_fake_group,
+    make_group,
+    register,
+    unregister,
+)
 from ds_dynatrain.adapters.watched import Fate, watched
 from ds_dynatrain.space import Layout
 
@@ -38,7 +47,7 @@ class World:
     may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
     sets of pipeline stages that share tied weights, each of which has a group in every pipeline. fate: what has become
     of its groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
-    whose world it is.
+    whose world it is. has_sequence: whether its model can have a sequence axis, also while that has size 1.
     """
 
     generation: int
@@ -48,6 +57,7 @@ class World:
     ties: tuple[tuple[int, ...], ...] = ()
     fate: Fate | None = None
     engine: int = 1
+    has_sequence: bool = False
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
     _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
@@ -57,7 +67,7 @@ class World:
     @property
     def name(self) -> str:
         """The prefix of this world's groups."""
-        return f"dynatrain_{self.engine}_{self.generation}"
+        return f"{OURS}{self.engine}_{self.generation}"
 
     def group(self, kind: str) -> td.ProcessGroup:
         """The group of a kind; RuntimeError on a member without a rank, and after `drop`."""
@@ -135,16 +145,17 @@ def build_world(
     fate: Fate | None = None,
     own: Mapping[str, tuple[int, ...]] = NOTHING,
     engine: int = 1,
+    has_sequence: bool = False,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
     and are never used again. A group of one rank costs no connection and no thread. own: groups of the user's that this
-    member is in, kind -> ranks; every member has to name them in the same order. engine: see `World`.
+    member is in, kind -> ranks; every member has to name them in the same order. engine, has_sequence: see `World`.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
-    world = World(generation, tuple(members), rank, layout, tuple(ties), fate, engine)
+    world = World(generation, tuple(members), rank, layout, tuple(ties), fate, engine, has_sequence)
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
         return _made(store, world, kind, ranks, place, seconds)
@@ -194,7 +205,7 @@ def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], M
 def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
     """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
-    _fill(world, rank, lambda kind, ranks, place: make_fake_group(f"dynatrain_fake_{kind}", place, len(ranks)))
+    _fill(world, rank, lambda kind, ranks, place: make_fake_group(f"{OURS}fake_{kind}", place, len(ranks)))
     return world
 
 
@@ -214,7 +225,7 @@ def install(world: World) -> None:
 
 def is_ours_installed() -> bool:
     """Whether `torch.distributed` speaks of a world of ours at present."""
-    return str(c10d._get_default_group().group_name).startswith("dynatrain_")
+    return is_ours(c10d._get_default_group())
 
 
 def drop(world: World) -> threading.Thread:

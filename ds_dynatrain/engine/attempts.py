@@ -104,6 +104,7 @@ class Attempts(Targets):
         self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
         self._preparation.is_lean = self._is_lean
         self._preparation.own_count, self._preparation.number = len(engine.own_groups), engine.job.number
+        self._preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
         self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:

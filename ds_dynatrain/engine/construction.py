@@ -90,7 +90,8 @@ class Construction:
         with entry.building():
             fate = None if entry.elastic is None else Fate()
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, fate
-            world = build_world(entry.background.store, 1, entry.mine, *sides, engine=job.number)
+            store, number = entry.background.store, job.number
+            world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
         install(world)
         try:
             return _engine_in(world, world, given)

@@ -10,7 +10,7 @@ from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.support.axes import Features
+from ds_dynatrain.support.axes import ULYSSES, Features
 
 
 @dataclass(frozen=True)
@@ -32,3 +32,8 @@ class Job:
     on_idle: OnIdle | None
     elastic: Elastic | None = None
     number: int = 1
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether the model can have a sequence axis."""
+        return ULYSSES in self.features

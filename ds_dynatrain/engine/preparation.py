@@ -45,10 +45,10 @@ class Preparation:
 
     board: where the switch is negotiated; control: the same over the connection for work in the background, which
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
-    member. number: of the engine in its process. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises
-    SwitchRefused if this member cannot take part. building: around the building of groups; stop: called in every wait,
-    raises if the switch will not come about; committed: called as soon as it has. is_lean: nothing of the target is
-    made, for it has to wait until the source is gone.
+    member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
+    `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
+    groups; stop: called in every wait, raises if the switch will not come about; committed: called as soon as it has.
+    is_lean: nothing of the target is made, for it has to wait until the source is gone.
     """
 
     proposal: Proposal
@@ -71,6 +71,7 @@ class Preparation:
     made: Made | None = None
     world: World | None = None
     number: int = 1
+    has_sequence: bool = False
     neighbors: Neighbors | None = None
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
@@ -189,6 +190,7 @@ class Preparation:
             self.fate,
             own,
             self.number,
+            self.has_sequence,
         )
 
     def _wait_for_all(self) -> None:

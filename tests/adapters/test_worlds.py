@@ -169,7 +169,8 @@ def visit(path: list[tuple[dict[str, int], Table]], generation: int) -> None:
     before, world, buried = used(), None, []
     for number, (sizes, table) in enumerate(path):
         layout = Layout(zero_stage=1, **sizes)
-        following = build_world(store, generation + number, launch.member, everyone, everyone, SECONDS, layout)
+        place = generation + number, launch.member, everyone, everyone, SECONDS, layout
+        following = build_world(store, *place, has_sequence=True)
         install(following)
         check_getters(layout, table)
         if world is not None:
@@ -199,7 +200,7 @@ def go_back(generation: int) -> None:
     (first, table), (second, _) = LAYOUTS[3], LAYOUTS[6]
     layouts = [Layout(zero_stage=1, **first), Layout(zero_stage=1, **second)]
     old, new = (
-        build_world(store, generation + number, launch.member, everyone, everyone, SECONDS, layout)
+        build_world(store, generation + number, launch.member, everyone, everyone, SECONDS, layout, has_sequence=True)
         for number, layout in enumerate(layouts)
     )
     install(old)

@@ -17,7 +17,7 @@ from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.adapters.stock import own_groups, stock_engine
 from tests.engine import axis_walks, faults, jobs, oracle
-from tests.engine.models import small_gpt
+from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.ulysses import CLIPPED, Texts, adam, long_gpt, one_step, own_part, sgd
 
@@ -290,3 +290,39 @@ def test_a_model_without_such_attention(pool: RankPool, case: Any) -> None:
     for words in said:
         assert "the model has no sequence axis: it has no DistributedAttention layer" in words
         assert "nearest: data=" in words
+
+
+# ---- without the axis -----------------------------------------------------------------------------------------------
+
+
+def beside() -> list[tuple[Any, ...]]:
+    """What DeepSpeed's module says, and of which group, in a job whose model has no sequence axis, through a switch;
+    a script may set the module up for other engines meanwhile, and ends what it has begun.
+    """
+    found: list[tuple[Any, ...]] = []
+    with own_groups():
+        with jobs.job(jobs.config(start=(4, 1)), small_gpt(), Sequences()) as made:
+            for batch in made.loader:
+                jobs.one_micro_batch(made.engine, batch, jobs.Record())
+                if made.engine.global_steps == 1:
+                    with pytest.raises(AssertionError, match="not initialized"):
+                        parallel_state_sp.get_sequence_parallel_group()
+                    parallel_state_sp.initialize_sequence_parallel(2)
+                    mine = parallel_state_sp.get_sequence_parallel_group()
+                    jobs.ask(made.engine, (4, 3))
+                if made.engine.global_steps == 2:
+                    assert made.engine.last_switch.outcome == "committed"
+                    found.append(told(mine))
+                    break
+        found.append(told(mine))
+    return found
+
+
+def told(mine: Any) -> tuple[Any, ...]:
+    is_mine = parallel_state_sp.get_sequence_parallel_group() is mine
+    return is_mine, parallel_state_sp.get_sequence_parallel_rank(), parallel_state_sp.get_sequence_parallel_world_size()
+
+
+def test_a_model_without_the_axis_leaves_deepspeeds_module_alone(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(beside)):
+        assert found == [(True, rank % 2, 2)] * 2

@@ -250,7 +250,8 @@ class Forming:
         with self.elastic.building(change.world.generation, number):
             own = engine.own_groups.kinds(layout, members, change.candidates.nodes, mine)
             sides = mine, members, members, seconds, layout, engine.vps.ties(layout)
-            return build_world(boards[1].store, proposal.generation, *sides, Fate(), own, number)
+            of_engine = own, number, engine.job.has_sequence
+            return build_world(boards[1].store, proposal.generation, *sides, Fate(), *of_engine)
 
     def _is_overtaken(self, change: Change) -> bool:
         """Whether somebody has died since; another member may have heard of it a moment before this one."""
