@@ -75,9 +75,16 @@ PARALLELISM = (
     ),
     *works(
         "tensor_parallel",
-        "preset_model partition_config tp_overlap_comm vocab_parallel_lm_head",
+        "preset_model tp_overlap_comm vocab_parallel_lm_head",
         "AutoTP's own, the same in every layout; some of these were tried",
-        "tests/adapters/test_tensor.py::test_rules_of_the_user_are_followed",
+        "tests/engine/test_experts.py",
+    ),
+    *works(
+        "tensor_parallel",
+        "partition_config",
+        "AutoTP's own rules, the same in every layout; what they cut and AutoTP does not describe is refused",
+        f"{_TENSOR}::test_rules_in_the_configuration_hold_in_every_layout",
+        below=True,
     ),
     *refused(
         "tensor_parallel",

@@ -91,10 +91,18 @@ Each = Callable[[Any, Story], None]
 
 
 def told(
-    name: str, start: Layout, schedule: Mapping[int, Layout], steps: int, each: Each | None = None, dtype: str = "fp32"
+    name: str,
+    start: Layout,
+    schedule: Mapping[int, Layout],
+    steps: int,
+    each: Each | None = None,
+    dtype: str = "fp32",
+    **settings: Any,
 ) -> Story:
-    """A run that switches by schedule. each: called after every optimizer step."""
-    made = language_model(name)
+    """A run that switches by schedule. each: called after every optimizer step. settings: DeepSpeed's, over the usual
+    ones.
+    """
+    made = language_model(name, **settings)
     story, asked = Story(), set[int]()
     with axis_walks.started(made, dtype, start) as job:
         engine = job.engine
@@ -119,6 +127,34 @@ def losses(stories: Sequence[Story]) -> list[float]:
     count = max(max(story.losses, default=-1) for story in stories) + 1
     held = [[story.losses[number] for story in stories if number in story.losses] for number in range(count)]
     return [sum(found) / len(found) for found in held]
+
+
+OF_THE_MLP = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.mlp\.(up|gate)_proj\.weight$"], "partition_type": "column", "partition_dim": 0},
+        {"patterns": [r".*\.mlp\.down_proj\.weight$"], "partition_type": "row", "model_types": None},
+    ],
+}
+
+
+def layers_cut(engine: Any, story: Story) -> None:
+    """Notes the kinds of layers that AutoTP has put its own in place of."""
+    layers = engine.module.named_modules()
+    story.notes[engine.global_steps] = {
+        name.rpartition(".")[2] for name, layer in layers if isinstance(layer, TensorParallel_Layer)
+    }
+
+
+def test_rules_in_the_configuration_hold_in_every_layout(pool: RankPool) -> None:
+    """`partition_config`, with keys below it, as DeepSpeed documents it."""
+    rules = {"tensor_parallel": {"partition_config": OF_THE_MLP}}
+    run = {"name": "llama of 4 kv", "start": at(2, 1, 1), "steps": 3, **rules}
+    static = losses(pool.run(told, schedule={}, **run))
+    stories = pool.run(told, schedule={1: at(2, 2, 3)}, each=layers_cut, **run)
+    assert jobs.furthest(losses(stories), static) <= 1e-6
+    cut = {"up_proj", "gate_proj", "down_proj"}
+    assert stories[0].notes == {1: set(), 2: cut, 3: cut}
 
 
 CHANGES = {2: at(2, 2, 3), 4: at(1, 4, 1), 6: at(1, 3, 0), 8: at(4, 1, 2), 10: at(1, 2, 1), 12: at(1, 1, 0)}
