@@ -1,9 +1,10 @@
 """Models whose parameters are not whole when `initialize` is called: they come in one by one.
 
-A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle ones too. Its parameters are gathered one
-after the other, each working member copies what its pieces of the first layout need into buffers that were made for
-them, and the engine is then put together hollow over these buffers, as on a member that wakes. So a member never holds
-more than its shard of the first layout and one whole parameter.
+A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle ones too; so may be one that an engine
+has trained at stage 3 and left. Its parameters are gathered one after the other, each working member copies what its
+pieces of the first layout need into buffers that were made for them, and the engine is then put together hollow over
+these buffers, as on a member that wakes. So a member never holds more than its shard of the first layout and one whole
+parameter.
 
 Parameters on the meta device are drawn, one module after the other (see `meta`).
 """
@@ -19,12 +20,12 @@ import torch
 import torch.distributed as td
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta, swap_in
-from ds_dynatrain.adapters.stage3 import forget_parameter, reset_counters, restore_linear
+from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters, restore_linear
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.errors import ConfigError, UnsupportedError
@@ -43,6 +44,7 @@ class Incoming:
 
     forms, types: how each parameter comes in, and its element type, by its id. owners: which process has its value,
     where that is not process 0. held: what this process holds of it (its part, or the whole); emptied as they come in.
+    place: which part of each this process has.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class Incoming:
     param_init_fn: ParamInit | None = None
     owners: Mapping[int, int] = field(default_factory=dict)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
+    place: int = 0
 
     @staticmethod
     def look(
@@ -67,16 +70,17 @@ class Incoming:
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
         refuse_meta(model, param_init_fn)
-        shapes, forms, types = {}, {}, {}
+        shapes, forms, types, place = {}, {}, {}, 0
         each: Any
         for name, each in model.named_parameters():
             is_part = hasattr(each, "ds_id")
             if is_part:
                 _refuse_part(name, each, launch)
+                place = each.ds_process_group.rank()
             shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
             forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
             types[id(each)] = each.dtype
-        return Incoming(model, shapes, forms, types, param_init_fn, owners or {})
+        return Incoming(model, shapes, forms, types, param_init_fn, owners or {}, place=place)
 
     @property
     def draws(self) -> bool:
@@ -122,8 +126,7 @@ class Incoming:
             else:
                 each.data = stand_in
         for module in self.model.modules():
-            if isinstance(module._parameters, ZeROOrderedDict):
-                module._parameters = dict(module._parameters.items())
+            forget_module(module)
         reset_counters()
         restore_linear()
 
@@ -133,18 +136,27 @@ class Incoming:
         A parameter that is whole on every process has its owner's value, member 0's as a rule, as in DeepSpeed. What is
         on the meta device is drawn on members that work.
         """
+        places = self._places(launch)
         for each in self.model.parameters():
             if self.forms[id(each)] == META:
                 continue
             mine = self.held.pop(id(each))
             if self.forms[id(each)] == PART:
-                mine = _gathered(mine, launch)[: math.prod(self.shapes[id(each)])]
+                mine = _gathered(mine, launch, places)[: math.prod(self.shapes[id(each)])]
             elif launch.size > 1:
                 mine = mine.reshape(-1).clone()  # the memory may be the user's
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
             yield each, mine.reshape(-1)
         if works:
             yield from self._draws(job_seed)
+
+    def _places(self, launch: LaunchWorld) -> list[int]:
+        """Which process has each part, where there are any: an engine's ranks are not always those of the launch."""
+        if PART not in self.forms.values():
+            return []
+        parts = torch.empty(launch.size, dtype=torch.int64)
+        td.all_gather(list(parts.split(1)), torch.tensor([self.place]), group=launch.group)
+        return parts.argsort().tolist()
 
     def is_drawn(self, parameter: nn.Parameter) -> bool:
         """Whether each member draws the parameter for itself."""
@@ -188,17 +200,23 @@ def pieces_by_tensor(
     return found
 
 
-def _gathered(part: torch.Tensor, launch: LaunchWorld) -> torch.Tensor:
-    """The parts of all processes end to end, with the padding of the last."""
+def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
+    """The parts of all processes end to end, with the padding of the last. places: the process of each part."""
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
-    td.all_gather(list(whole.view(torch.uint8).unbind(0)), part.view(torch.uint8), group=launch.group)
+    rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
+    td.all_gather([rows[process] for process in range(launch.size)], part.view(torch.uint8), group=launch.group)
     return whole.view(-1)
 
 
 def refuse_cut(model: nn.Module) -> None:
     """UnsupportedError, naming the parameter, for a model that is cut over a world before the job's own is there."""
     for name, each in model.named_parameters():
+        if hasattr(each, "ds_id") and _is_left(each):
+            raise UnsupportedError(
+                f"{name!r} is cut: an engine has trained it at ZeRO stage 3, and has ended. In a job whose members "
+                "come and go switch to stage 0, 1 or 2 before engine.destroy(), or build the model anew"
+            )
         if hasattr(each, "ds_id"):
             raise UnsupportedError(
                 f"{name!r} was built under deepspeed.zero.Init, over the world of this node alone: in a job whose "
@@ -206,8 +224,24 @@ def refuse_cut(model: nn.Module) -> None:
             )
 
 
+def _is_left(each: Any) -> bool:
+    """Whether what has cut a parameter is an engine of ours that has ended: its groups are gone."""
+    return not is_known(each.ds_process_group)
+
+
 def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
-    """UnsupportedError for what `zero.Init` does besides cutting a parameter over the launch."""
+    """UnsupportedError for a parameter that is cut otherwise than over the launch, and for what `zero.Init` does
+    besides.
+    """
+    if _is_left(each):
+        ranks = each.ds_process_group.size()
+        if ranks != launch.size:
+            raise UnsupportedError(
+                f"{name!r} is cut over {ranks} of the {launch.size} processes of the launch: an engine has trained it "
+                "at ZeRO stage 3, and has ended. Switch to stage 0, 1 or 2, or to as many data ranks as there are "
+                "processes, before engine.destroy(); or build the model anew and load a checkpoint"
+            )
+        return
     if td.get_process_group_ranks(each.ds_process_group) != list(range(launch.size)):
         raise UnsupportedError(f"{name!r} is cut over a group of its own: give zero.Init no data_parallel_group")
     if each.nvme_swapper is not None:
@@ -216,7 +250,7 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
         raise UnsupportedError(f"{name!r} has a second copy (zero_hpz_partition_size): leave that key out")
     if hasattr(each.ds_tensor, "ds_quant_scale"):
         raise UnsupportedError(f"{name!r} is quantized (zero_quantized_weights): leave that key out")
-    if each.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+    if each.ds_status != ZeroParamStatus.NOT_AVAILABLE and not each.ds_persist:
         raise UnsupportedError(f"{name!r} is gathered now: end the `with GatheredParameters` block before initialize")
 
 

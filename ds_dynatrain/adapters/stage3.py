@@ -108,10 +108,7 @@ class PartitionedStage:
             forget_parameter(parameter)
             parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
         for module in engine.module.modules():
-            if isinstance(module._parameters, ZeROOrderedDict):
-                module._parameters = dict(module._parameters.items())
-            for name in _MODULE_ATTRIBUTES:
-                module.__dict__.pop(name, None)
+            forget_module(module)
         restore_linear()
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
@@ -203,6 +200,14 @@ def forget_cutter(parameter: nn.Parameter) -> None:
     for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
         if isinstance(cell.cell_contents, Init):
             cell.cell_contents.__dict__.clear()
+
+
+def forget_module(module: nn.Module) -> None:
+    """Take off what stage 3 has put onto one module, its own table of parameters too."""
+    if isinstance(module._parameters, ZeROOrderedDict):
+        module._parameters = dict(module._parameters.items())
+    for name in _MODULE_ATTRIBUTES:
+        module.__dict__.pop(name, None)
 
 
 def forget_parameter(parameter: nn.Parameter) -> None:
