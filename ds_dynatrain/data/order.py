@@ -2,6 +2,7 @@
 
 The permutation is the one that stock DeepSpeed's loader trains in: torch's `DistributedSampler(seed=0,
 shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same one unless `reshuffle` is set.
+Its pipeline engine reads `training_data` with `shuffle=False`: the data set's own order.
 Unlike there, the end of an epoch is not padded with repeated samples: a last batch that is short is a step of its
 own, or dropped.
 """

@@ -97,7 +97,7 @@ def initialize(
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
     engine = _joined(own, settings, given, _Extras(on_idle, param_init_fn, mpu, model_factory), start)
-    loader = None if training_data is None else engine.loader(training_data, collate_fn=collate_fn)
+    loader = None if training_data is None else engine.training_loader(training_data, collate_fn)
     if settings.resume is not None:
         try:
             engine.resumed = resume(engine, settings.resume)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
@@ -75,6 +76,12 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
                 "sends buffers of one size; set dataloader_drop_last to true"
             )
         return made
+
+    def training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
+        """DeepSpeed's pipeline engine reads `training_data` in its own order; any other loader shuffles."""
+        says_itself = isinstance(dataset, DataLoader) or self.settings.data.reshuffle
+        made = self.loader(dataset, collate_fn=collate_fn, shuffle=None if says_itself else False)
+        return cast("TrainLoader", made)
 
     def _pass_of(self, data_iter: Any) -> Pass | None:
         """The pass over a loader of ours that `train_batch` was given, or goes on with; None if it is no such thing."""

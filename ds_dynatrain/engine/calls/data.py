@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as td
@@ -69,6 +69,11 @@ class DataCalls(EngineCore):
         if name in self._arrived["loaders"]:
             loader.load_state_dict(self._arrived["loaders"].pop(name))
         return loader
+
+    def training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
+        """The one of `training_data`."""
+        made = self.loader(dataset, collate_fn=collate_fn)
+        return cast("TrainLoader", made)
 
     def deepspeed_io(
         self,
