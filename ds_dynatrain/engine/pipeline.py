@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.adapters.pipeline_host import PipelineHost, RepeatingLoader
+from ds_dynatrain.adapters.pipeline_host import PipelineHost
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.feed import Feed, feed_of
 from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import DataError
 
 
-@in_turn("train_batch", "eval_batch")
+@in_turn("train_batch", "eval_batch", "set_dataloader")
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
     """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
 
-    _feed: Pass | None = None
-    """The pass that `train_batch()` goes on with."""
+    _feed: Feed | None = None
+    """What `train_batch()` goes on with."""
 
     def speak(self) -> None:
         """As with any engine; and of its stage."""
@@ -31,37 +32,64 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """DeepSpeed's; a pending change takes effect before anything else, and an idle member waits here.
 
-        data_iter: of one of our loaders, such as `iter(loader)`, which ends with the epoch (StopIteration on all
-        members), or `RepeatingLoader(loader)`; or an iterator of the user's own, whose position no switch carries.
-        Without it the first loader is read, epoch after epoch.
+        data_iter: see `set_dataiterator`. Without it the one before is read on; the first loader if there was none.
         """
-        return surviving(self, lambda: self._train_batch(data_iter), lambda: self.train_batch(data_iter))
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        return surviving(self, self._train_batch, self._train_again)
 
-    def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
-        samples = self._pass_of(data_iter)
-        if samples is not None:
-            samples.stand()
-        else:
-            self.boundary()
+    def _train_batch(self) -> torch.Tensor:
+        samples = self._stand()
         before = int(self.global_samples)
-        loss: torch.Tensor = super().train_batch(data_iter if samples is None else samples)
-        if samples is not None and not self.reads_data:
+        super().set_dataiterator(samples)
+        loss: torch.Tensor = super().train_batch()
+        if isinstance(samples, Pass) and not self.reads_data:
             samples.skip()
         self.micro_steps += int(self.gradient_accumulation_steps())
         self._end_window(before)
         return loss
 
+    def _train_again(self) -> torch.Tensor:
+        """The world was torn in a global batch, and has been formed anew."""
+        if self._feed is not None:
+            self._feed.refuse_again()
+        return self.train_batch()
+
+    def _stand(self) -> Iterator[Any]:
+        """What the next global batch is read from, in the world that trains it."""
+        if self._feed is None:
+            if not self.train_loaders:
+                raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
+            self._feed = feed_of(self, next(iter(self.train_loaders.values())))
+        feed = self._feed
+        feed.stand(self)
+        return feed.samples(self) if self._feed is feed else self._stand()  # `on_switch` may have given another one
+
     def eval_batch(self, data_iter: Iterator[Any], *arguments: Any, **named: Any) -> Any:
         """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader."""
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
-        return super().eval_batch(given, *arguments, **named)
+        feed = self._feed
+        try:
+            return super().eval_batch(given, *arguments, **named)
+        finally:
+            self._feed = feed
 
-    def set_dataloader(self, loader: Any) -> None:
-        """DeepSpeed's: what `train_batch()` reads from now on."""
-        if isinstance(loader, TrainLoader):
-            self._feed = iter(loader)
-        else:
-            super().set_dataloader(loader)
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """DeepSpeed's: `set_dataiterator(iter(loader))`."""
+        self.set_dataiterator(iter(loader))
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """DeepSpeed's: what `train_batch()` reads from now on; call it on every process.
+
+        iterator: one of a loader of ours, `iter(loader)`, which ends with the epoch (StopIteration on all members), or
+        `RepeatingLoader(loader)`; `loader` itself is read as the latter. An iterator of the user's own serves until a
+        switch gives somebody another place in the pipelines, see `Own`. None: the first loader again.
+        """
+        if iterator is None:
+            self._feed = None
+        elif self._feed is None or not self._feed.reads(iterator):
+            self._feed = feed_of(self, iterator)
+        super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
         """As with any engine; DataError for a short last global batch, which a pipeline cannot run."""
@@ -82,27 +110,3 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         says_itself = isinstance(dataset, DataLoader) or self.settings.data.reshuffle
         made = self.loader(dataset, collate_fn=collate_fn, shuffle=None if says_itself else False)
         return cast("TrainLoader", made)
-
-    def _pass_of(self, data_iter: Any) -> Pass | None:
-        """The pass over a loader of ours that `train_batch` was given, or goes on with; None if it is no such thing."""
-        if isinstance(data_iter, Pass):
-            return data_iter
-        if isinstance(data_iter, RepeatingLoader) and isinstance(data_iter.loader, TrainLoader):
-            data_iter.data_iter = self._endless(data_iter.loader, data_iter.data_iter)
-            return self._feed
-        if data_iter is not None:
-            return None
-        if self._feed is None and not self.train_loaders:
-            raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
-        loader = next(iter(self.train_loaders.values())) if self._feed is None else self._feed.loader
-        return self._endless(loader, self._feed)
-
-    def _endless(self, loader: TrainLoader, at: Pass | None) -> Pass:
-        """The pass to go on with: `at`, or where that is over a new one; it stands at a global batch."""
-        self._feed = iter(loader) if at is None else at
-        try:
-            self._feed.stand()
-        except StopIteration:
-            self._feed = iter(loader)
-            self._feed.stand()
-        return self._feed
