@@ -27,7 +27,8 @@ class EvaluationLoader:
     `drop_last` is not applied: what it drops would depend on the world.
     """
 
-    def __init__(self, source: Source, host: Host, batch_size: int | None = None) -> None:
+    def __init__(self, source: Source, host: Host, batch_size: int | None = None, name: str = "evaluation") -> None:
+        self.name = name
         self.source = source
         self.samples = 0
         """Samples of its own in the last batch yielded on this rank."""
@@ -56,12 +57,15 @@ class EvaluationLoader:
         return math.ceil(self._order.length / (self._host.data * self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches; `DataError` on an idle member."""
+        """This rank's batches, none where the others are not evaluating; `DataError` on an idle member."""
         if self._host.idle:
             raise DataError(
                 "an idle member holds no state and cannot evaluate: iterate over an evaluation loader only where "
                 "engine.idle is false"
             )
+        with self._host.turn():
+            if not self._host.begin_evaluation(self):
+                return iter(())
         return self._batches(self._host.data_rank, self._host.data, len(self))
 
     def _batches(self, rank: int, data: int, count: int) -> Iterator[Any]:

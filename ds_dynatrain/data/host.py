@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 
 if TYPE_CHECKING:
+    from ds_dynatrain.data.evaluation import EvaluationLoader
     from ds_dynatrain.data.loader import TrainLoader
 
 
 class Host(Protocol):
-    """The present world as a loader sees it. Everything may change inside `before_batch` and
-    `before_micro_batch`, and nowhere else.
+    """The present world as a loader sees it. It may change inside `before_batch` and `before_micro_batch`, and
+    nowhere else.
 
     On an idle member `data_rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world
     changes.
@@ -46,6 +47,14 @@ class Host(Protocol):
 
     def turn(self) -> AbstractContextManager[None]:
         """Around whatever a loader does: the process's random streams are those of this job in it."""
+        ...
+
+    def begin_epoch(self, loader: TrainLoader) -> bool:
+        """Called by `iter`. False on a member that came late, if the others have left their loops: it gets no batch."""
+        ...
+
+    def begin_evaluation(self, loader: EvaluationLoader) -> bool:
+        """The same for a pass over an evaluation loader, which the others may not be making."""
         ...
 
     def before_micro_batch(self) -> None:

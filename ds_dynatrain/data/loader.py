@@ -11,6 +11,7 @@ The rules of `iter`:
 - After `load_state_dict` of a position inside a pass, the next `iter()` goes on from there. An iterator that already
   exists goes on from there too.
 - A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
+- Where the host says that the others have left their loops, the pass has no batch, and the position stays where it is.
 - One iterator at a time: an older one raises.
 """
 
@@ -93,7 +94,7 @@ class TrainLoader:
     @property
     def cursor(self) -> Cursor:
         """The first global batch not dealt in full; after a `break`, the first one of the next epoch."""
-        left = not self._begun and self._micro == 0 and self._at.step > 0
+        left = not self.has_begun and self._micro == 0 and self._at.step > 0
         return self._at.next_epoch() if left else self._at
 
     @property
@@ -102,7 +103,7 @@ class TrainLoader:
         return self._micro > 0
 
     @property
-    def _begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a pass is under way: its iterator lives, or is still to come after `load_state_dict`."""
         return self._resume or (self._live is not None and self._live() is not None)
 
@@ -121,13 +122,14 @@ class TrainLoader:
                 f"{self._micro} of {self._host.batch.accumulation} micro-batches are dealt; leave the loop only after "
                 "a complete accumulation window (engine.is_gradient_accumulation_boundary())"
             )
-        stream = None
+        with self._host.turn():
+            has_batches = self._host.begin_epoch(self)
+            draws = has_batches and not self._resume and not self._host.idle
+            stream = like_stock() if draws else None
         if not self._resume:
-            with self._host.turn():
-                stream = None if self._host.idle else like_stock()
             self._at = self._at.next_epoch() if self._at.step else self._at
-        fresh = Pass(self, self._host, stream)
-        self._live = weakref.ref(fresh)
+        fresh = Pass(self, self._host, stream, is_over=not has_batches)
+        self._live = weakref.ref(fresh) if has_batches else None
         return fresh
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class TrainLoader:
         In the middle of a global batch it is the start of that batch.
         """
         cursor = self.cursor
-        begun = (self._begun or self.mid_window) and cursor == self._at
+        begun = (self.has_begun or self.mid_window) and cursor == self._at
         return {"cursor": cursor.to_dict(), "begun": begun, "order": self.order.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,7 +171,7 @@ class TrainLoader:
 class Pass(Iterator[Any]):
     """The iterator of a `TrainLoader`; it holds whatever belongs to the present world."""
 
-    def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None) -> None:
+    def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None, is_over: bool = False) -> None:
         self._loader = loader
         self._host = host
         self._stream = stream
@@ -178,7 +180,7 @@ class Pass(Iterator[Any]):
         self._window: tuple[Slot, ...] = ()
         self._torch: DataLoader[Any] | None = None
         self._fetch: Iterator[Any] | None = None
-        self._over = self._stands = False
+        self._over, self._stands = is_over, False
 
     @property
     def loader(self) -> TrainLoader:

@@ -50,6 +50,7 @@ class EngineCore(HostEngine):
     last_switch: SwitchEvent | None
     resumed: Restored | None
     train_loaders: dict[str, TrainLoader]
+    _evaluation_loaders: int
     carried: dict[str, Any]
     is_stepping: bool
     """Whether an optimizer step was begun and not finished."""
@@ -85,7 +86,7 @@ class EngineCore(HostEngine):
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
         self.__dict__.update(settings=job.settings, _heartbeat=None, _window=Window(self), is_stepping=False)
-        self.__dict__.update(own_groups=OwnGroups(), _has_stood=False)
+        self.__dict__.update(own_groups=OwnGroups(), _has_stood=False, _evaluation_loaders=0)
         self.__dict__.update(saver=Saver(self), _switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
 
@@ -202,6 +203,11 @@ class EngineCore(HostEngine):
     def _window_is_open(self) -> bool:
         """Whether something was dealt or accumulated since the last optimizer step."""
         return self._dealt or self.micro_steps % int(self.gradient_accumulation_steps()) != 0
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the script goes through a train loader."""
+        return any(loader.has_begun for loader in self.train_loaders.values())
 
     @property
     def has_open_window(self) -> bool:

@@ -182,6 +182,10 @@ class Switcher(Attempts):
         self.engine._has_stood = True
         self.control.raise_if_lost()
         self.engine.saver.look()
+        self._stand_at(place, window_is_open)
+        self.engine.turns.course.note()
+
+    def _stand_at(self, place: str, window_is_open: bool) -> None:
         if self.changes is not None:
             self.changes.stand(self.engine, place, window_is_open)
             return

@@ -21,6 +21,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import found_on_sign, put_up, unregister
 from ds_dynatrain.adapters.process_wide import ProcessWide, put_plain
+from ds_dynatrain.engine.course import Course
 from ds_dynatrain.engine.streams import Held
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
@@ -53,6 +54,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._engines: list[weakref.ref[EngineCore]] = []
+        self.course = Course(self)
         self._now: EngineCore | None = None
         self._sign: td.ProcessGroup | None = None
         self._backward: AbstractContextManager[None] | None = None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.data import BatchArithmetic, Slot, Source, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
 
 
 class Waiting(Exception):  # noqa: N818
@@ -22,6 +22,7 @@ class Member:
         self.member = member
         self.dealt: list[tuple[Slot, bool, bool]] = []
         self.boundaries = 0
+        self.takes_part = True
         self.idle = member not in job.world
         self.generation = job.generation
 
@@ -39,6 +40,12 @@ class Member:
 
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def begin_epoch(self, loader: TrainLoader) -> bool:
+        return self.takes_part
+
+    def begin_evaluation(self, loader: EvaluationLoader) -> bool:
+        return self.takes_part
 
     def before_micro_batch(self) -> None:
         """Nothing fails here."""

@@ -230,6 +230,27 @@ def test_evaluation_follows_the_world() -> None:
     assert [*loader] == [[0, 4]] and job.generation == 0
 
 
+def test_a_member_that_came_late_has_no_batch_where_the_others_are_elsewhere() -> None:
+    """Nothing is drawn and no position moves: the next pass is the one that it would have been."""
+    loader, other = make(limit=2), make(limit=2)
+    host, held_out = loader._host, evaluation(2, 0, 8)
+    for one in (loader, other):
+        list(one)
+    before = torch.get_rng_state(), loader.state_dict()
+    host.takes_part = held_out._host.takes_part = False  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert list(loader) == [] and list(held_out) == []
+        assert torch.equal(torch.get_rng_state(), before[0]) and loader.state_dict() == before[1]
+    host.takes_part = held_out._host.takes_part = True  # type: ignore[attr-defined]
+    assert list(loader) == list(other) and len(list(held_out)) == 4
+    for one in (loader, other):
+        for _ in one:
+            if one.cursor.step == 2 and not one.mid_window:
+                break
+    host.takes_part = False  # type: ignore[attr-defined]
+    assert list(loader) == [] and loader.cursor == other.cursor == Cursor(3, 0)
+
+
 def test_an_idle_member_cannot_evaluate() -> None:
     with pytest.raises(DataError, match="idle member holds no state"):
         iter(evaluation(2, 5, 8))

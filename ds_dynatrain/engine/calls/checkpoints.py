@@ -14,6 +14,8 @@ from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
+ELSEWHERE = "this member came late, and the others"
+
 
 class CheckpointCalls(EngineCore):
     """Checkpoints of any layout, and DeepSpeed's own."""
@@ -31,7 +33,11 @@ class CheckpointCalls(EngineCore):
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
-        return self._switcher.save(path, tag, self._window_is_open)
+        agreed = self.turns.course.arrive("save_universal", os.fspath(path), tag)
+        if agreed is None:
+            return _not_saved("save_universal", path, tag)
+        folder, name = agreed
+        return self._switcher.save(folder, name, self._window_is_open)
 
     def start_save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> PendingSave:
         """`save_universal` in the background: the step waits for a copy in host memory, and a thread writes.
@@ -43,7 +49,13 @@ class CheckpointCalls(EngineCore):
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
-        return self._switcher.start_save(path, tag, self._window_is_open)
+        agreed = self.turns.course.arrive("start_save_universal", os.fspath(path), tag)
+        if agreed is None:
+            given_up = PendingSave(int(self.global_steps))
+            given_up.finish(_not_saved("start_save_universal", path, tag), None)
+            return given_up
+        folder, name = agreed
+        return self._switcher.start_save(folder, name, self._window_is_open)
 
     def load_universal(
         self, path: str | os.PathLike[str], tag: str | None = None, *, trust_pickle: bool = False
@@ -64,14 +76,27 @@ class CheckpointCalls(EngineCore):
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
+        agreed = self.turns.course.arrive("load_universal", os.fspath(path), tag)
+        if agreed is None:
+            raise CheckpointError(f"load_universal({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
         self.saver.settle()
-        return self._switcher.load(path, tag, self._window_is_open, trust_pickle)
+        folder, name = agreed
+        return self._switcher.load(folder, name, self._window_is_open, trust_pickle)
 
-    def save_checkpoint(self, *arguments: Any, **named: Any) -> bool:
-        """DeepSpeed's; False, with a warning, if the world is torn in it, or was in this global batch."""
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **named: Any
+    ) -> bool:
+        """DeepSpeed's; False, with a warning, if the world is torn in it, or was in this global batch.
+
+        On a member that came late it saves under the folder and tag that the others have said.
+        """
         if not self.is_void:
+            agreed = self.turns.course.arrive("save_checkpoint", os.fspath(save_dir), tag)
+            if agreed is None:
+                _not_saved("save_checkpoint", save_dir, tag)
+                return False
             save = super().save_checkpoint
-            saved = surviving(self, lambda: save(*arguments, **named), lambda: None)
+            saved = surviving(self, lambda: save(*agreed, *arguments, **named), lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
@@ -92,6 +117,11 @@ class CheckpointCalls(EngineCore):
         if elastic is not None and elastic.is_newcomer:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
             return tuple(elastic.loaded.get(self.job.number) or (None, {}))
+        agreed = self.turns.course.arrive("load_checkpoint", os.fspath(load_dir), tag)
+        if agreed is None:
+            logger.warning("load_checkpoint(%s, %s): %s load nothing here", load_dir, tag, ELSEWHERE)
+            return None, {}
+        load_dir, tag = agreed
         if not self.idle and self._switcher.reads(load_dir, tag, arguments, named, trust_pickle):
             found = self.load_universal(load_dir, tag, trust_pickle=trust_pickle)
             result: tuple[Any, ...] = str(found.path), found.client_state
@@ -100,3 +130,9 @@ class CheckpointCalls(EngineCore):
         if elastic is not None:
             elastic.loaded[self.job.number] = [plain_part(part) for part in result]
         return result
+
+
+def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
+    """What a call returns on a member that came late."""
+    logger.warning("%s(%s, %s): %s save nothing here", call, path, tag, ELSEWHERE)
+    return Path(path) / (tag or "")

@@ -19,6 +19,14 @@ from ds_dynatrain.errors import ConfigError, DataError
 class DataCalls(EngineCore):
     """Loaders, what they ask of the engine, and means over what they dealt."""
 
+    def begin_epoch(self, loader: TrainLoader) -> bool:
+        """Called by a train loader where a pass over it begins."""
+        return self.turns.course.begin_epoch(loader.name)
+
+    def begin_evaluation(self, loader: EvaluationLoader) -> bool:
+        """Called by an evaluation loader where a pass over it begins."""
+        return self.turns.course.arrive(f"a pass over {loader.name!r}") is not None
+
     def before_micro_batch(self) -> None:
         """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
         self._switcher.see_failure()
@@ -60,7 +68,8 @@ class DataCalls(EngineCore):
             drop_last=drop_last,
         )
         if evaluation:
-            return EvaluationLoader(source, self, batch_size)
+            self._evaluation_loaders += 1
+            return EvaluationLoader(source, self, batch_size, f"evaluation {self._evaluation_loaders}")
         name = name or f"train{len(self.train_loaders) or ''}"
         if name in self.train_loaders:
             raise ConfigError(f"loader {name!r} exists; give another name")
@@ -140,13 +149,13 @@ class DataCalls(EngineCore):
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
 
         With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
-        A collective of the working members. If the world is torn in it, or the global batch is void, it is the value of
-        this rank alone. DataError if nobody has a sample.
+        A collective of the working members. If the world is torn in it, or the global batch is void, or this member
+        came late and the others are elsewhere, it is the value of this rank alone. DataError if nobody has a sample.
         """
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-        if self.is_void:  # members that have just come do not go through this batch
+        if self.is_void or not (self.is_in_epoch or self.turns.course.arrive("a mean") is not None):
             pair = alone
         else:
             pair = surviving(self, lambda: self._add_up(pair), lambda: alone)

@@ -30,7 +30,7 @@ class EndingCalls(EngineCore):
         """End of the script: tell the others, and take the process groups down while they can still answer."""
         with self.turn():
             if self._end_job() and self.job.elastic is None and self.control.member == 0:
-                self._see_idle_members_off()
+                self._see_others_off()
         self.turns.leave(self)
         if is_known(td.group.WORLD) and not self.turns.engines:
             td.destroy_process_group()
@@ -65,10 +65,11 @@ class EndingCalls(EngineCore):
         self.control.see_buried()
         return True
 
-    def _see_idle_members_off(self) -> None:
-        """The store may live in this process: idle members read their release from it before it goes."""
-        waiting = [member for member in self.candidates.members if member not in self.members]
+    def _see_others_off(self) -> None:
+        """The store may live in this process: who is released by it, idle or late, reads that before it goes."""
+        waiting = [f"left/{member}" for member in self.candidates.members if member not in self.members]
+        waiting += [f"ended/{member}" for member in self.turns.course.late]
         deadline = time.monotonic() + SEE_OFF_SECONDS
         while waiting and time.monotonic() < deadline:
-            waiting = [member for member in waiting if not self.control.all_posted("left", [member])]
+            waiting = [key for key in waiting if self.control.read(key) is None]
             time.sleep(0.02)

@@ -10,6 +10,7 @@ from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.loss import guarded, plain
 from ds_dynatrain.engine.members.voiding import needs_peers, surviving
+from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import practice
 
 
@@ -25,6 +26,12 @@ class TrainingCalls(EngineCore):
         if self.is_void:
             return self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
         needed_peers = needs_peers(self.layout)
+        if needed_peers and not self.is_in_epoch and self.turns.course.arrive("a forward pass") is None:
+            raise DataError(
+                f"member {self.control.member} came late; in {self.layout} a forward pass needs the others, who are "
+                "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
+                "with engine.loader(..., evaluation=True), which has no batch here"
+            )
         output = surviving(
             self,
             lambda: self._forward(*inputs, **kwargs),

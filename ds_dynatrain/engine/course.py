@@ -1,0 +1,176 @@
+"""Where the scripts of the members are between two steps, and how one that came late ends where the others do.
+
+All members run one script. Who came late, or was idle for some epochs, has gone through fewer of them: it still asks
+for an epoch when the others have left their loops. No time-out can tell that from a long evaluation; facts can. Those
+that have gone through the most epochs, the *leaders*, post at which *station* they arrive: an epoch begins, an
+evaluation does, something is saved, their script has ended. At each station of its own a late member waits until it
+knows which one its leader came to next:
+
+- the same one: it takes part, with the leader's arguments;
+- another one: its own comes to nothing (an epoch without batches, a save that saves nothing), and its script runs on
+  until it is where the others are;
+- none, for the leader's script has ended: it ends too, as an idle member does.
+
+Nothing is posted where nobody is late. Without a notice board all go on, each by its own script.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as td
+
+from ds_dynatrain.engine.liveness import Watch
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.core import EngineCore
+    from ds_dynatrain.engine.turns import Turns
+
+POLL_SECONDS = 0.002
+LONGEST_POLL_SECONDS = 0.05
+GROWTH = 1.1
+END_POLL_SECONDS = 0.25
+SAID_AFTER_SECONDS = 60.0
+
+
+class Course:
+    """That of this process; where it has several engines, the first one speaks for all."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._epochs = 0
+        self._mark: tuple[object, str] | None = None
+        self._begun: dict[int, int] | None = None
+        self._stretch = ("", -1)
+        self._count = 0
+
+    # ---- how far the members are -------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """At a boundary: in a new world, say how many epochs this script has begun."""
+        engine = self._engine
+        if engine is None or engine.idle or engine.generation == 1:  # nobody can have come late to the first world
+            return
+        mark = engine.surroundings, engine.era
+        if mark == self._mark:
+            return
+        self._mark, self._begun = mark, None
+        try:
+            engine.control.post(f"epochs/{engine.era}/{engine.control.member}", self._epochs)
+        except td.DistError:
+            pass  # the others take it for one of them
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Members that have begun fewer epochs than others, as they said when this world began."""
+        begun = self._epochs_begun()
+        return tuple(member for member, count in begun.items() if count < max(begun.values()))
+
+    def _epochs_begun(self) -> dict[int, int]:
+        """By member, when this world began. All have said so by now: each has made a step in it."""
+        engine = self._engine
+        if engine is None or self._mark is None:
+            return {}
+        if self._begun is not None:
+            return self._begun
+        said = {one: engine.control.read(f"epochs/{engine.era}/{one}") for one in engine.members}
+        begun = {one: int(count) for one, count in said.items() if count is not None}
+        if len(begun) == len(said):
+            self._begun = begun
+        return begun
+
+    @property
+    def _engine(self) -> EngineCore | None:
+        engines = self._turns.engines
+        return engines[0] if engines else None
+
+    # ---- stations ----------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, loader: str) -> bool:
+        """A pass over a loader begins; False if it has no batches here, since the others are elsewhere."""
+        takes_part = self.arrive(f"an epoch of {loader!r}") is not None
+        self._epochs += 1
+        return takes_part
+
+    def arrive(self, station: str, *arguments: Any) -> list[Any] | None:
+        """Be at a station: the arguments (plain JSON) to take part with, None where the others are elsewhere.
+
+        SystemExit(0) if they have ended, SystemExit(1) if with an error. MemberMissing for a leader that is silent.
+        """
+        engine = self._engine
+        if engine is None or engine.idle or engine.is_void or len(engine.members) == 1:
+            return list(arguments)
+        try:
+            return self._arrive(engine, station, list(arguments))
+        except td.DistError:
+            self._count += 1
+            return list(arguments)
+
+    def _arrive(self, engine: EngineCore, station: str, arguments: list[Any]) -> list[Any] | None:
+        self.note()
+        begun, mine = self._epochs_begun(), engine.control.member
+        if not self.late or mine not in begun:
+            return arguments
+        key = self._key(engine)
+        most = max(begun.values())
+        if begun[mine] == most:
+            engine.control.post(f"{key}/{mine}", [station, arguments])
+            self._count += 1
+            return arguments
+        leader = [one for one in engine.members if begun.get(one) == most][-1]  # what rank 0 does alone is no station
+        found = _await(engine, f"{key}/{leader}", leader, station)
+        if found is not None and found[0] != station:
+            logger.info("member %d came late: not %s here, the others are at %s", mine, station, found[0])
+            return None
+        self._count += 1
+        return arguments if found is None else list(found[1])
+
+    def _key(self, engine: EngineCore) -> str:
+        """Of the next station; they are counted between two steps, so that nobody stays astray for longer."""
+        stretch = engine.era, int(engine.global_steps)
+        if stretch != self._stretch:
+            self._stretch, self._count = stretch, 0
+        return f"station/{stretch[0]}/{stretch[1]}/{self._count}"
+
+
+def _await(engine: EngineCore, key: str, leader: int, station: str) -> Any:
+    """What a leader has posted under `key`; None if the world is torn, which the next boundary sees to."""
+    begin, pause, is_said = time.monotonic(), POLL_SECONDS, False
+    watch = _End(engine, leader)
+    while True:
+        has_ended = watch.look()  # before the key is read: it may have posted that, and ended then
+        found = engine.control.read(key)
+        if found is not None:
+            return found
+        if has_ended:
+            logger.info("member %d came late, and the scripts of the others have ended: it ends, too", watch.mine)
+            raise SystemExit(0)
+        if engine.job.elastic is not None and engine.job.elastic.is_torn:
+            return None
+        if not is_said and time.monotonic() - begin > SAID_AFTER_SECONDS:
+            is_said = True
+            logger.warning("member %d came late, and waits for member %d at %s", watch.mine, leader, station)
+        time.sleep(pause)
+        pause = min(pause * GROWTH, LONGEST_POLL_SECONDS)
+
+
+class _End:
+    """Has the script of a leader ended?"""
+
+    def __init__(self, engine: EngineCore, leader: int) -> None:
+        self.mine = engine.control.member
+        self._engine, self._leader = engine, leader
+        self._watch = Watch(engine.control)
+        self._looked = 0.0
+
+    def look(self) -> bool:
+        """Cheap to call often; see `Watch.look`. In an elastic job the coordinator knows who is dead."""
+        if self._engine.job.elastic is None:
+            return self._watch.look((self._leader,))
+        now = time.monotonic()
+        if now - self._looked < END_POLL_SECONDS:
+            return False
+        self._looked = now
+        return bool(self._engine.control.read(f"ended/{self._leader}") == "done")
