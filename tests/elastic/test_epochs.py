@@ -38,7 +38,7 @@ def check(rows: list[dict[str, Any]], count: int, ends: int) -> None:
     used = Counter((row["step"] // count, number) for row in steps for number in row["samples"])
     assert used == Counter((epoch, number) for epoch in range(EPOCHS) for number in range(12 * count))
     late = [row for row in steps if row["epoch"] < row["step"] // count]
-    assert {row["size"] for row in late} == {2} and min(row["step"] for row in late) // STEPS == 1
+    assert {row["size"] for row in late} == {2} and min(row["step"] for row in late) // count == 1
     assert sum(row["event"] == "end" for row in rows) == ends
 
 
