@@ -1,4 +1,7 @@
-"""A checkpoint's weights in the formats of others, tensor by tensor: memory for the largest one is enough."""
+"""A checkpoint's weights in the formats of others, tensor by tensor: memory for the largest one is enough.
+
+No value is handed on unless it has the digest that it was saved with.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from pathlib import Path
 import torch
 
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.checkpoint.stretches import Stretch
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,
@@ -24,6 +29,7 @@ from ds_dynatrain.space import (
     ZeroRules,
     standard_kinds,
 )
+from ds_dynatrain.transfer import digest
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -53,13 +59,42 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
     return values.view(tensor.shape)
 
 
+def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `whole`, of one of ours; CheckpointDamaged, naming tensor and kind, if it is not what was saved.
+
+    Digests are of values in the type that they were saved in, so it is read in that one. A weight of which nothing is
+    stored has the digest of its master's cast; in another type than its own it comes from the master's proven values.
+    """
+    rows = reader.manifest.rows.get((tensor.name, kind), ())
+    cast = [row.stretch for row in rows if not row.file]
+    if dtype is not None and rows and len(cast) == len(rows) and dtype != named(rows[0].dtype):
+        return proven(reader, tensor, MASTER).to(dtype)
+    values = whole(reader, tensor, kind)
+    if rows and digest(values.view(-1)) != reader.manifest.digest(tensor.name, kind):
+        read = f"{kind} of {tensor.name!r}" + (f", cast from {MASTER}," if cast else "")
+        raise CheckpointDamaged(f"{read} is not what was saved: `ds-dynatrain checkpoint verify` says where")
+    if dtype is None or dtype == values.dtype:
+        return values
+    found = values.to(dtype)
+    masters = proven(reader, tensor, MASTER) if cast else values
+    for each in cast:
+        _runs(found, each).copy_(_runs(masters, each))
+    return found
+
+
+def _runs(values: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    """A stretch of a whole tensor, a row for each run."""
+    return values.view(-1).as_strided((stretch.count, stretch.length), (stretch.step, 1), stretch.start)
+
+
 def to_safetensors(
     saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Callable[[int], object] | None = None
 ) -> int:
     """Write all weights into one safetensors file that must not be there yet; its bytes.
 
     dtype: of all weights, their own if None. progress: called with the bytes of each tensor. The file has its name only
-    when it is whole. CheckpointError for a type that safetensors does not have here, or a file that is there.
+    when it is whole. CheckpointError for a type that safetensors does not have here, or a file that is there;
+    CheckpointDamaged for values that are not what was saved.
     """
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
     for tensor in tensors:
@@ -67,22 +102,15 @@ def to_safetensors(
         types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)
         if types[tensor.name] not in SAFETENSORS_TYPES:
             raise CheckpointError(f"{tensor.name!r} is {types[tensor.name]}: give one of float32, bfloat16, float16")
-    if path.exists():
-        raise CheckpointError(f"{path} is there already: give another name, or remove it")
     header, at = _header(tensors, types)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for tensor in tensors:
-                file.write(whole(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
-                if progress is not None:
-                    progress(tensor.numel * types[tensor.name].itemsize)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with appearing(path) as part, part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors:
+            file.write(proven(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
+            if progress is not None:
+                progress(tensor.numel * types[tensor.name].itemsize)
+        file.flush()
+        os.fsync(file.fileno())
     return 8 + len(header) + at
 
 

@@ -28,19 +28,29 @@ SPACE = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), LAYOUT, (
 STATE = state_of(SPACE)
 
 
+CARRY = {
+    "counters": {"global_steps": 7, "global_samples": 56, "skipped_steps": 0},
+    "groups": [{"lr": 0.1, "betas": {"__tuple__": [0.9, 0.99]}}],
+    "scalars": {"step": {"0": 7.0, "1": 7.0}},
+}
+REST = {"grad_norm": None, "buffers": {}, "objects": {}}
+
+
 def whole(path: Path, tag: str = "step7") -> Path:
-    """A checkpoint as `save_universal` leaves it, but for carry and rests."""
+    """A checkpoint as `save_universal` leaves it, but for most of the carry and random streams."""
+    path.mkdir(exist_ok=True)
     hidden = folder.begin(path, tag)
     manifest = save(hidden, SPACE, LAYOUT, STATE).to_bytes()
     (hidden / record.MANIFEST).write_bytes(manifest)
     sums = {record.MANIFEST: record.sum_of(manifest)}
     for rank in range(2):
-        data = record.dumped({"streams": {}, "rest": None})
+        data = record.dumped({"streams": {}, "rest": REST})
         (hidden / record.rank_file(rank)).write_bytes(data)
         sums[record.rank_file(rank)] = record.sum_of(data)
     tensors = [[each.name, list(each.shape), each.group, each.expert] for each in TENSORS]
     kinds = list(SPACE.present_kinds())
-    made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, {}, [0, 0], sums, record.sizes_of(hidden), record.writer())
+    files = [0, 0], sums, record.sizes_of(hidden)
+    made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, CARRY, *files, record.writer())
     folder.write(hidden / record.RECORD, record.to_bytes(made))
     return folder.finish(hidden, tag)
 

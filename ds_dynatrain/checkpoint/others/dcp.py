@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ds_dynatrain.checkpoint.convert import whole
+from ds_dynatrain.checkpoint.convert import proven
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTensor
 
 Progress = Callable[[int], object]
@@ -38,17 +38,18 @@ def to_dcp(
     """Write weights, optimizer states and hyper-parameters into a new folder; memory for the largest tensor.
 
     carry: the shared carry, decoded. dtype: of `model.*`; None: masters, and frozen weights as they are.
-    CheckpointError if the folder is there.
+    CheckpointError if the folder is there, CheckpointDamaged for values that are not what was saved. It has its name
+    only when it is whole.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
-    if path.exists():
-        raise CheckpointError(f"{path} is there already: give another name, or remove it")
     wanted = _wanted(saved, dtype)
     state: dict[str, Any] = {"step": saved.record.step}
     for keys, (tensor, _, held) in wanted.items():
@@ -56,7 +57,7 @@ def to_dcp(
     for keys, value in _plain(saved, carry).items():
         _put(state, keys, value)
     by_key = {".".join(keys): each for keys, each in wanted.items()}
-    with Reader(saved.path, saved.manifest) as reader:
+    with appearing(path, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
 
         class Lazy(DefaultSavePlanner):
             """Reads a tensor when it is about to be written."""
@@ -67,20 +68,26 @@ def to_dcp(
                 tensor, kind, kind_type = by_key[write_item.index.fqn]
                 if progress is not None:
                     progress(tensor.numel * kind_type.itemsize)
-                return whole(reader, tensor, kind, kind_type)
+                return proven(reader, tensor, kind, kind_type)
 
         class OneByOne(FileSystemWriter):
             """One file, without holding on to all that is in it, as torch's own writer does."""
 
             def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
                 done: Future[list[WriteResult]] = Future()
-                with (path / DATA).open("xb") as file:
+                with (hidden / DATA).open("xb") as file:
                     done.set_result([_written(item, planner.resolve_data(item), file) for item in plan.items])
                     file.flush()
                     os.fsync(file.fileno())
                 return done
 
-        save(state, storage_writer=OneByOne(path), planner=Lazy(), no_dist=True)
+            def storage_meta(self) -> StorageMeta | None:
+                return StorageMeta(checkpoint_id=path, save_id=self.save_id)
+
+        try:
+            save(state, storage_writer=OneByOne(hidden), planner=Lazy(), no_dist=True)
+        except CheckpointException as error:  # torch wraps what was raised while it wrote
+            raise next(iter(error.failures.values()))[0] from None
     return path
 
 

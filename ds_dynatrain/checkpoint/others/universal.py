@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.checkpoint.convert import whole
+from ds_dynatrain.checkpoint.convert import proven
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.folder import check_tag
+from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.others.torch_files import read_tree
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
@@ -44,22 +44,15 @@ def to_universal(
     """Write a checkpoint into the folder `path`, beside others, under its own tag; its folder.
 
     carry: the shared carry, decoded. buffers: of the module. Memory: the largest tensor. CheckpointError for what
-    DeepSpeed's format has no place for, or if it is there already. It has its name only when it is whole.
+    DeepSpeed's format has no place for, or if it is there already, CheckpointDamaged for values that are not what was
+    saved. It has its name only when it is whole.
     """
     tag = saved.path.name
     check_tag(tag)
     _check(saved, carry)
-    if (path / tag).exists():
-        raise CheckpointError(f"there is a {tag!r} in {path} already: give another folder, or remove it")
-    path.mkdir(parents=True, exist_ok=True)
-    hidden = path / f".converting-{tag}-{secrets.token_hex(4)}"
-    try:
-        with Reader(saved.path, saved.manifest) as reader:
-            _write_states(saved, carry, reader, hidden / "zero", progress)
-            _write_models(saved, carry, buffers, reader, hidden, progress)
-        os.rename(hidden, path / tag)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+    with appearing(path / tag, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
+        _write_states(saved, carry, reader, hidden / "zero", progress)
+        _write_models(saved, carry, buffers, reader, hidden, progress)
     note = path / f".{LATEST}-{secrets.token_hex(4)}"
     note.write_text(tag)
     os.rename(note, path / LATEST)
@@ -88,7 +81,7 @@ def _write_states(
             if (tensor.name, kind) not in saved.manifest.rows:
                 continue
             name = "fp32" if kind == MASTER else kind
-            torch.save({"param": whole(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
+            torch.save({"param": proven(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
             if progress is not None:
                 progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
         if str(number) in steps:
@@ -149,7 +142,7 @@ def _write_models(
             _put(file.fileno(), places[name].offset, held)
         for each in tensors:
             if each.name in types and each.numel:
-                _put(file.fileno(), places[each.name].offset, whole(reader, each, WEIGHT))
+                _put(file.fileno(), places[each.name].offset, proven(reader, each, WEIGHT))
                 if progress is not None:
                     progress(each.numel * types[each.name].itemsize)
         os.fsync(file.fileno())
