@@ -14,6 +14,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.hidden import appearing
+from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.checkpoint.stretches import Stretch
@@ -97,6 +98,7 @@ def to_safetensors(
     CheckpointDamaged for values that are not what was saved.
     """
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
+    check_names([each.name for each in tensors], saved.record.kinds)
     for tensor in tensors:
         rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
         types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)

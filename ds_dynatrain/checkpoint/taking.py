@@ -19,6 +19,7 @@ from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.convert import whole
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.others.told import Told
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record
@@ -40,6 +41,7 @@ def take(
     carry, rest: encoded. tensors: what the rest announces. CheckpointDamaged, naming tensor and kind, for what is told
     and cannot be true; CheckpointError if there is a checkpoint of that step already. Nothing is left of a failure.
     """
+    check_names([each.name for each in told.tensors], told.kinds)
     told.manifest.check(None)
     for tensor, kind in told.manifest.rows:
         told.manifest.runs(tensor, kind)

@@ -16,6 +16,7 @@ import torch
 from ds_dynatrain.checkpoint.convert import proven
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.hidden import appearing
+from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTensor
@@ -50,6 +51,7 @@ def to_dcp(
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
+    check_names([each.name for each in saved.record.logical_tensors()], saved.record.kinds)
     wanted = _wanted(saved, dtype)
     state: dict[str, Any] = {"step": saved.record.step}
     for keys, (tensor, _, held) in wanted.items():

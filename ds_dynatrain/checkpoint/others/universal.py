@@ -19,6 +19,7 @@ from ds_dynatrain.checkpoint.convert import proven
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.folder import check_tag
 from ds_dynatrain.checkpoint.hidden import appearing
+from ds_dynatrain.checkpoint.names import check_file_names, check_names
 from ds_dynatrain.checkpoint.others.torch_files import read_tree
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
@@ -27,6 +28,7 @@ from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
 
 LATEST = "latest_universal"
 NO_STATES = (WEIGHT, STALE_GRAD, HOST_GRAD)
+MASTERS, STEP, OPTIMIZER = "fp32", "step", "optimizer_state.pt"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
 
@@ -65,35 +67,42 @@ def _check(saved: Saved, carry: Mapping[str, Any]) -> None:
     experts = [each.name for each in saved.record.logical_tensors() if each.expert]
     if experts:
         raise CheckpointError(f"{experts[0]!r} is of experts, for which DeepSpeed's format needs its own notes")
+    names = [each.name for each in saved.record.logical_tensors()]
+    check_names(names, saved.record.kinds)
+    check_file_names((each.name for each in saved.record.logical_tensors() if each.trainable), (OPTIMIZER,))
+    check_file_names(_moments(saved), (MASTERS, STEP))
+
+
+def _moments(saved: Saved) -> list[str]:
+    return [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
 
 
 def _write_states(
     saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress | None
 ) -> None:
     """Masters and moments, a folder for each tensor; hyper-parameters in a file of their own."""
-    moments = [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
-    steps = carry.get("scalars", {}).get("step", {})
+    steps = carry.get("scalars", {}).get(STEP, {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
         if not tensor.trainable or not tensor.numel:
             continue
         (folder / tensor.name).mkdir(parents=True)
-        for kind in (MASTER, *moments):
+        for kind in (MASTER, *_moments(saved)):
             if (tensor.name, kind) not in saved.manifest.rows:
                 continue
-            name = "fp32" if kind == MASTER else kind
+            name = MASTERS if kind == MASTER else kind
             torch.save({"param": proven(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
             if progress is not None:
                 progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
         if str(number) in steps:
-            torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / "step.pt")
+            torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / f"{STEP}.pt")
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(_optimizer(carry, steps), folder / "optimizer_state.pt")
+    torch.save(_optimizer(carry, steps), folder / OPTIMIZER)
 
 
 def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
     """What all tensors share: for stages 1 and 2 at the top, for stage 3 one level below."""
     groups = [{**group, "params": []} for group in carry["groups"]]
-    state = {0: {"step": torch.tensor(max(steps.values()))}} if steps else {}
+    state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
     own = {"state": state, "param_groups": groups}
     return {**own, "optimizer_state_dict": own, "ds_version": deepspeed_version()}
 

@@ -21,6 +21,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.told import Told, hyper_parameters, in_order, number_of, plain_fields, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
 from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, model_files, read_table, scaler_fields
@@ -140,7 +141,7 @@ class _Folder:
         if not tensor.numel:
             return tensor, rows, None
         folder = self.path / ZERO / name
-        if Path(name).name != name or not (folder / "fp32.pt").is_file():
+        if not is_component(name) or not (folder / "fp32.pt").is_file():
             raise CheckpointDamaged(f"{self.path} trained {name!r} and has no {ZERO}/{name}/fp32.pt")
         for file in sorted(folder.glob("*.pt")):
             held = read_tree(self.path, f"{ZERO}/{name}/{file.name}", self.trust_pickle)
