@@ -27,6 +27,8 @@ _SCHEMA, _RECORD_BATCH = 1, 3
 _INT, _FLOAT, _UTF8, _LIST, _BYTES = 2, 3, 5, 12, 15
 """Numbers of types."""
 _BLOCK, _NODE, _BUFFER = "qi4xq", "qq", "qq"
+MOST_ROWS = 1 << 22
+"""Of a table, which takes a hundred times the memory once it is taken apart."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,13 @@ def padded(length: int) -> int:
 
 
 def table_bytes(schema: Schema, columns: Mapping[str, Any]) -> bytes:
-    """A whole file with one batch. columns: by name a numpy array, a list of texts, or a list of lists of integers."""
+    """A whole file with one batch. columns: by name a numpy array, a list of texts, or a list of lists of integers.
+
+    FormatError for more rows than could be read again.
+    """
     rows = len(columns[schema[0].name])
+    if rows > MOST_ROWS:
+        raise FormatError(f"{rows} rows, and at most {MOST_ROWS} can be read")
     buffers: list[bytes] = []
     nodes: list[int] = []
     for column in schema:
@@ -218,13 +225,17 @@ def _differs(found: View, column: Column) -> bool:
 
 
 def _columns(schema: Schema, batch: View, body: memoryview) -> dict[str, Any]:
-    rows, places = batch.scalar(0, "q"), iter(batch.structs(2, _BUFFER))
+    rows, places, end = batch.scalar(0, "q"), iter(batch.structs(2, _BUFFER)), 0
+    if rows > MOST_ROWS:
+        raise FormatError(f"{rows} rows, and at most {MOST_ROWS} can be read")
 
     def take() -> memoryview:
+        nonlocal end
         begin, length = next(places, (0, -1))
-        if min(begin, length) < 0 or begin + length > len(body):
-            raise FormatError(f"a buffer of {length} bytes at {begin} of {len(body)}")
-        return body[begin : begin + length]
+        if begin < end or length < 0 or begin + length > len(body):
+            raise FormatError(f"a buffer of {length} bytes at {begin} of {len(body)}, behind one that ends at {end}")
+        end = begin + length
+        return body[begin:end]
 
     def numbers(raw: memoryview, dtype: Any, count: int) -> Any:
         if count < 0 or count * np.dtype(dtype).itemsize > len(raw):

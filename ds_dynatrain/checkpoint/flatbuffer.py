@@ -16,6 +16,8 @@ from ds_dynatrain.errors import CheckpointDamaged
 _ALIGN = 8
 MOST_FIELDS = 64
 """Arrow's tables have fewer than ten."""
+MOST_ENTRIES = 1024
+"""Of a vector of tables or structs: columns, or their buffers."""
 
 
 class FormatError(CheckpointDamaged):
@@ -161,6 +163,8 @@ class View:
         if at is None:
             return []
         begin, count = self._vector(at, 4)
+        if count > MOST_ENTRIES:
+            raise FormatError(f"a vector of {count} tables")
         return [View(self.data, _follow(self.data, begin + 4 * each)) for each in range(count)]
 
     def structs(self, number: int, code: str) -> list[tuple[int, ...]]:
@@ -170,6 +174,8 @@ class View:
             return []
         begin, count = self._vector(at, struct.calcsize("<" + code))
         size = struct.calcsize("<" + code)
+        if count > MOST_ENTRIES:
+            raise FormatError(f"a vector of {count} structs")
         return [_unpack(self.data, "<" + code, begin + size * each) for each in range(count)]
 
     def _place(self, number: int) -> int | None:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds_dynatrain.checkpoint.files import read_note
 from ds_dynatrain.checkpoint.record import RECORD, Saved
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 LATEST, LOCK = "latest", ".lock"
 _HIDDEN, _NOTE = (".saving-", ".removing-"), f".{LATEST}-"
@@ -108,8 +109,8 @@ def _age(path: Path) -> tuple[int, str]:
 def latest(folder: Path) -> str:
     """The tag that `latest` names; CheckpointError if there is none."""
     try:
-        tag = (folder / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        tag = read_note(folder / LATEST)
+    except CheckpointDamaged as error:
         raise CheckpointError(f"{folder} has no file {LATEST!r}: give a tag ({error})") from None
     check_tag(tag)
     return tag

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.shares import Buffers, of_kind
 from ds_dynatrain.checkpoint.stretches import Stretch, digest_of, placed
@@ -51,12 +52,16 @@ class Request:
 
 @dataclass
 class Reader:
-    """An open checkpoint. budget_bytes: memory for what cannot be read in place. bytes_read: so far."""
+    """An open checkpoint. budget_bytes: memory for what cannot be read in place. bytes_read: so far.
+
+    links: files may be links to others, as in the caches of download tools; never in one of ours.
+    """
 
     folder: Path
     manifest: Manifest
     budget_bytes: int = STAGE_BYTES
     bytes_read: int = 0
+    links: bool = False
     _open: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Reader:
@@ -169,7 +174,7 @@ class Reader:
         if name not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._open[name] = open_regular(self.folder / name, self.links)
         view = place.numpy().data
         while view:
             done = os.preadv(self._open[name], [view[:CALL_BYTES]], at)

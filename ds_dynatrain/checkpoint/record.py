@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain import __version__
+from ds_dynatrain.checkpoint.files import dumped, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import FILE_NAME, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import Layout, LogicalTensor
@@ -21,8 +22,6 @@ from ds_dynatrain.space import Layout, LogicalTensor
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
 SINCE_1_1 = "converted_from"
-MOST_BYTES = 1 << 30
-"""Of a small file."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,6 @@ def writer() -> str:
     return f"ds_dynatrain {__version__}"
 
 
-def dumped(content: Mapping[str, Any]) -> bytes:
-    """A small file of one JSON object."""
-    return json.dumps(content).encode()
-
-
 def sum_of(data: bytes) -> str:
     """Of a small file, to find damage."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -120,17 +114,6 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
-def parsed(data: bytes, name: str) -> dict[str, Any]:
-    """JSON of one object; CheckpointDamaged for anything else."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{name} is no JSON ({type(error).__name__}: {error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{name} is no JSON object")
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class Saved:
     """An opened checkpoint: nothing of its tensors is read yet."""
@@ -147,7 +130,7 @@ class Saved:
         """
         if not (path / RECORD).is_file():
             raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}")
-        record = from_bytes(_read(path / RECORD))
+        record = from_bytes(read_small(path / RECORD))
         saved = Saved(path, record, Manifest.from_bytes(_checked(path, record, MANIFEST)))
         found = sizes_of(path)
         for name, size in record.sizes.items():
@@ -166,22 +149,12 @@ class Saved:
 
 def sizes_of(path: Path) -> dict[str, int]:
     """Bytes of the data files in a folder, by name."""
-    names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name) and not each.is_symlink()]
-    return {each.name: each.stat().st_size for each in names}
+    names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
+    return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 
 
 def _checked(path: Path, record: Record, name: str) -> bytes:
-    data = _read(path / name)
+    data = read_small(path / name)
     if sum_of(data) != record.sums.get(name):
         raise CheckpointDamaged(f"{name} is not what was saved: its sum is another")
     return data
-
-
-def _read(path: Path) -> bytes:
-    """The whole of a small file."""
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise CheckpointDamaged(f"{path.name} has {path.stat().st_size} bytes, which is too many to be true")
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointDamaged(f"{path.name} cannot be read: {error}") from None

@@ -92,7 +92,7 @@ def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progr
                 files[dtype] = stack.enter_context(data_file(hidden, 0, dtype))
             return files[dtype](share)
 
-        reader = stack.enter_context(Reader(told.path, told.manifest))
+        reader = stack.enter_context(Reader(told.path, told.manifest, links=True))
         for tensor in told.tensors:
             for kind, dtype in _stored(told, tensor):
                 yield from _rows_of(reader, tensor, kind, dtype, write)

@@ -12,6 +12,7 @@ small files of `torch.save`, one for each piece of a tensor.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,16 +24,27 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.names import is_component
+from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle, check_tree
 from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of
-from ds_dynatrain.checkpoint.others.torch_files import Opaque, Stored, read_tree, with_values
+from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
 from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import FROZEN, WEIGHT, Box, LogicalTensor, runs_of_box
 
 FORMAT = "a torch distributed checkpoint"
 METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
-MOST_BYTES = 1 << 30
+
+
+def _layout(name: object) -> str:
+    """The name of a memory layout. It is all that may be made of it: the text of a nested value could be endless."""
+    if not isinstance(name, str):
+        raise CheckpointError(f"{METADATA} holds a memory layout that is no name")
+    return name
+
+
 _RECORDS = "torch.distributed.checkpoint.metadata"
 ALLOWED: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -49,7 +61,7 @@ ALLOWED: Mapping[str, Any] = {
         Opaque,
     ),
     "torch.Size": tuple,
-    "torch.serialization._get_layout": str,
+    "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": dict,
 }
 """What may stand in the metadata, and what is made of it; beside these torch's element types."""
@@ -100,7 +112,7 @@ class _Folder:
             if info.fields.get("transform_descriptors"):
                 raise CheckpointError(f"{path}: its values are transformed (compressed, say): write it without")
             name = info.fields["relative_path"]
-            if Path(name).name != name or not (path / name).is_file():
+            if not is_component(name) or not (path / name).is_file():
                 raise CheckpointDamaged(f"{path}: there is no file {name!r}")
             place = index.fields.get("offset"), name, int(info.fields["offset"]), int(info.fields["length"])
             places.setdefault(index.fields["fqn"], []).append(place)
@@ -191,7 +203,7 @@ class _Folder:
             raise CheckpointError(f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}")
         for start, file, first, length in self.places.get(key, ()) if tensor.numel else ():
             held = read_tree(self.path, file, False, (first, length))
-            if not isinstance(held, Stored) or not held.is_dense or len(held.shape) != len(shape):
+            if not isinstance(held, Stored) or not held.is_dense or not held.numel or len(held.shape) != len(shape):
                 raise CheckpointError(f"{self.path}: {key!r} is not stored row by row in {file}")
             begin = tuple(map(int, start or (0,) * len(shape)))
             try:
@@ -231,11 +243,11 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MOST_BYTES:
-        raise CheckpointDamaged(f"{path} has {path.stat().st_size} bytes, which is too many to be true")
+    data = read_small(path, MOST_BYTES, links=True)
     try:
-        with path.open("rb") as file:
-            found = _Reader(file).load()
+        check_pickle(data)
+        found = _Reader(io.BytesIO(data)).load()
+        check_tree(found)
     except CheckpointError:
         raise
     except Exception as error:  # pickle has many ways to say that bytes are none

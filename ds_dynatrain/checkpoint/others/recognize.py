@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ds_dynatrain.checkpoint.files import read_note
 from ds_dynatrain.checkpoint.others.dcp_told import METADATA, is_dcp, told_by_dcp
 from ds_dynatrain.checkpoint.others.safetensors_told import INDEX, is_safetensors, told_by_safetensors
 from ds_dynatrain.checkpoint.others.told import Told
@@ -51,7 +52,7 @@ def told_at(path: Path, trust_pickle: bool = False) -> Told:
             ) from None
     if found:
         raise CheckpointError(f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; give one of them")
-    named = {name: path / (path / name).read_text().strip() for name in NOTES if (path / name).is_file()}
+    named = {name: path / read_note(path / name) for name in NOTES if (path / name).is_file()}
     there = sorted({each for each in named.values() if each.parent == path and each.is_dir()})
     if len(there) > 1:
         raise CheckpointError(f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}")

@@ -6,15 +6,18 @@ index that says which of several files has which tensor.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ds_dynatrain.checkpoint.files import open_regular, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.told import Told, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
@@ -39,6 +42,16 @@ TYPES: Mapping[str, torch.dtype] = {
 """By safetensors' names."""
 MOST_BYTES = 100_000_000
 """Of a header, as safetensors itself has it."""
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Entry(BaseModel):
+    """What a header says of a tensor."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    dtype: str
+    shape: list[Size]
+    data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
 
 
 def is_safetensors(path: Path) -> bool:
@@ -87,38 +100,57 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
 
 def _index(path: Path) -> dict[str, str]:
     """Tensor -> name of its file in the folder."""
-    try:
-        found = json.loads((path / INDEX).read_bytes())["weight_map"]
-        wrong = [file for file in found.values() if Path(file).name != file or not (path / file).is_file()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path / INDEX} is no index ({type(error).__name__}: {error})") from None
+    found = parsed(read_small(path / INDEX, MOST_BYTES, links=True), str(path / INDEX)).get("weight_map")
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{path / INDEX} is no index: it has no table weight_map")
+    wrong = [file for file in found.values() if not is_component(file) or not (path / file).is_file()]
     if wrong:
         raise CheckpointDamaged(f"{path / INDEX}: there is no {wrong[0]!r} beside it")
-    return {str(name): file for name, file in found.items()}
+    return found
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Where each tensor of a file lies; CheckpointDamaged, naming it, for one that does not lie there."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """Where each tensor of a file lies; CheckpointDamaged, naming it, for one that does not lie there.
+
+    As the library has it: each byte behind the header is of one tensor, and nothing is said twice.
+    """
+    with open(open_regular(path, links=True), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MOST_BYTES, size - 8):
             raise CheckpointDamaged(f"{path} is no safetensors file, or cut off: a header of {length} bytes in {size}")
-        text = file.read(length)
+        said = parsed(file.read(length), f"the header of {path}", _once)
+    said.pop("__metadata__", None)
+    found = {name: _stored(path, name, each, 8 + length, size) for name, each in said.items()}
+    end = 8 + length
+    for name, stored in sorted(found.items(), key=lambda each: (each[1].offset, each[1].nbytes)):
+        if stored.offset != end:
+            raise CheckpointDamaged(
+                f"{path}: {name!r} begins at byte {stored.offset}, and the one before ends at {end}"
+            )
+        end += stored.nbytes
+    if end != size:
+        raise CheckpointDamaged(f"{path} has {size} bytes, and what is in it ends at {end}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dictionary of a JSON object, whose keys must differ."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a key twice among {sorted(found)[:3]}")
+    return found
+
+
+def _stored(path: Path, name: str, said: Any, first: int, size: int) -> Stored:
     try:
-        said = json.loads(text)
-        said.pop("__metadata__", None)
-        return {str(name): _stored(path, name, each, 8 + length, size) for name, each in said.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is no safetensors file ({type(error).__name__}: {error})") from None
-
-
-def _stored(path: Path, name: str, said: Mapping[str, Any], first: int, size: int) -> Stored:
-    dtype, shape = TYPES.get(said["dtype"]), tuple(int(dim) for dim in said["shape"])
-    begin, end = (int(place) for place in said["data_offsets"])
+        entry = Entry.model_validate(said)
+    except ValidationError as error:
+        what = error.errors(include_url=False)[0]
+        raise CheckpointDamaged(f"{path} says of {name!r}: {what['loc']}: {what['msg']}") from None
+    dtype, shape, (begin, end) = TYPES.get(entry.dtype), tuple(entry.shape), entry.data_offsets
     if dtype is None:
-        raise CheckpointError(f"{name!r} in {path} is {said['dtype']}, which is not read here")
-    wanted = math.prod(shape) * dtype.itemsize
-    if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - first or end - begin != wanted:
+        raise CheckpointError(f"{name!r} in {path} is {entry.dtype}, which is not read here")
+    if not begin <= end <= size - first or end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointDamaged(f"{path} says that {name!r} {shape} is at bytes {begin} to {end} of {size - first}")
     return Stored(str(path.resolve()), first + begin, dtype, shape)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.checkpoint.files import open_regular
+from ds_dynatrain.checkpoint.others.pickles import Opaque, check_file, check_tree
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 ALLOWED = (
@@ -53,24 +55,6 @@ class Stored:
         return self.numel * self.dtype.itemsize
 
 
-class Opaque:
-    """An instance of one of the classes in `ALLOWED`, which is not imported. args: given to it. fields: set on it."""
-
-    args: tuple[Any, ...]
-    fields: dict[str, Any]
-
-    def __new__(cls, *args: Any) -> Opaque:
-        """As pickle makes it."""
-        made = super().__new__(cls)
-        made.args, made.fields = args, {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        """As pickle fills it."""
-        if isinstance(state, Mapping):
-            self.fields.update(state)
-
-
 def fields_of(value: Any) -> dict[str, Any]:
     """The fields of an instance, whether it is a stand-in or was unpickled."""
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
@@ -81,15 +65,21 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
 
     part: (first byte, length) of one such file inside of another one.
     trust_pickle: run what the file says where `weights_only` refuses it; for files that you wrote yourself.
-    CheckpointError for content that is refused, CheckpointDamaged for what is no such file or is cut off.
+    CheckpointError for content that is refused, CheckpointDamaged for what is no such file, is cut off, or stands for
+    more values than any checkpoint has.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second of imports, for those who need it
     from torch.serialization import safe_globals
 
     path = folder / name
     try:
-        with path.open("rb") as file, safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
-            tree = _loaded(file if part is None else Window(file, *part), trust_pickle)
+        with open(open_regular(path, links=True), "rb") as file:
+            window = Window(file, *(part or (0, os.fstat(file.fileno()).st_size)))
+            if not trust_pickle:
+                check_file(window)
+            with safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
+                tree = _loaded(window, trust_pickle)
+            check_tree(tree)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it would run what it says "
@@ -99,18 +89,26 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         raise
     except Exception as error:  # torch has many ways to say that bytes are no such file
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
-    first, size = part or (0, path.stat().st_size)
-    found = mapped(tree, lambda tensor: _stored(tensor, name, size))
-    return mapped(found, lambda stored: replace(stored, offset=first + stored.offset), Stored) if first else found
+    found = mapped(tree, lambda tensor: _stored(tensor, name, window.length))
+    if not window.first:
+        return found
+    return mapped(found, lambda stored: replace(stored, offset=window.first + stored.offset), Stored)
 
 
 class Window(io.RawIOBase):
-    """A part of an open file, as a file of its own; ValueError for one that leaves it."""
+    """A part of an open file, as a file of its own; ValueError for one that leaves it, and for too much at once."""
 
     def __init__(self, file: io.BufferedReader, first: int, length: int) -> None:
         if min(first, length) < 0 or first + length > file.seek(0, io.SEEK_END):
             raise ValueError(f"{length} bytes from byte {first} leave the file")
         self.file, self.first, self.length, self.at = file, first, length, 0
+
+    def read(self, size: int = -1) -> bytes | None:
+        """As of any file; what is read in one go is no tensor, but what describes them."""
+        left = self.length - self.at
+        if (left if size < 0 else min(size, left)) > MOST_BYTES:
+            raise ValueError(f"{size} bytes at once")
+        return super().read(size)
 
     def readable(self) -> bool:
         """As it says."""
@@ -140,6 +138,7 @@ class Window(io.RawIOBase):
 
 
 def _loaded(file: Any, trust_pickle: bool) -> Any:
+    file.seek(0)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -163,16 +162,26 @@ def _stored(tensor: torch.Tensor, name: str, size: int) -> Stored:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """A tree of plain containers with each instance of `kind` changed."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, torch.Size):
-        return tuple(tree)
-    if isinstance(tree, Mapping):
-        return {key: mapped(part, change, kind) for key, part in tree.items()}
-    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
-        return type(tree)(mapped(part, change, kind) for part in tree)
-    return tree
+    """A tree of plain containers with each instance of `kind` changed; what is there twice stays one."""
+    known: dict[int, Any] = {}
+
+    def follow(part: Any) -> Any:
+        if id(part) not in known:
+            known[id(part)] = visit(part)
+        return known[id(part)]
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, kind):
+            return change(part)
+        if isinstance(part, torch.Size):
+            return tuple(part)
+        if isinstance(part, Mapping):
+            return {key: follow(each) for key, each in part.items()}
+        if isinstance(part, list | tuple) and type(part) in (list, tuple):
+            return type(part)(follow(each) for each in part)
+        return part
+
+    return follow(tree)
 
 
 def value_of(folder: Path, stored: Stored) -> torch.Tensor:
@@ -181,7 +190,7 @@ def value_of(folder: Path, stored: Stored) -> torch.Tensor:
         raise CheckpointError(f"{stored.file} has a tensor of shape {stored.shape} where a small one is expected")
     held = torch.empty(stored.nbytes, dtype=torch.uint8)
     if stored.nbytes:
-        with (folder / stored.file).open("rb") as file:
+        with open(open_regular(folder / stored.file, links=True), "rb") as file:
             data = os.pread(file.fileno(), stored.nbytes, stored.offset)
         if len(data) != stored.nbytes:
             raise CheckpointDamaged(f"{stored.file} ends before byte {stored.offset + stored.nbytes}: it is cut off")

@@ -19,12 +19,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.checkpoint.others.torch_files import Opaque, Stored, fields_of, read_tree
+from ds_dynatrain.checkpoint.others.pickles import Opaque
+from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+MOST_RANKS = 1 << 16
+"""Of any axis: a folder of a few files may say that it is of more than there will ever be."""
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
@@ -93,15 +96,20 @@ class ZeroFolder:
         if not models:
             raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's")
         layers = {int(found[1]): found[0] for found in _matches(_LAYER, names)}
+        numbers = [*layers, *(number for place in (*models, *optimizers) for number in place)]
+        if max(numbers) >= MOST_RANKS:
+            raise CheckpointDamaged(f"{path} has a file of rank or layer {max(numbers)}, which is too many to be true")
         folder = ZeroFolder(path, trust_pickle, models, optimizers, layers, prefixes)
         folder._check_complete()
         return folder
 
     def _check_complete(self) -> None:
-        wanted = {(part, rank) for part in range(self.parts) for rank in range(self.ranks)}
-        missing = sorted(wanted - set(self.optimizers)) if self.optimizers else []
-        if missing:
-            part, rank = missing[0]
+        if not self.optimizers:
+            return
+        wanted = ((part, rank) for part in range(self.parts) for rank in range(self.ranks))
+        missing = next((place for place in wanted if place not in self.optimizers), None)
+        if missing is not None:
+            part, rank = missing
             raise CheckpointDamaged(
                 f"{self.path}: the optimizer states of data rank {rank} and model-parallel rank {part} are not there"
             )
@@ -130,7 +138,10 @@ class ZeroFolder:
         """Data ranks (with sequence parallelism all that ZeRO cuts over)."""
         if self.optimizers:
             return 1 + max(rank for _, rank in self.optimizers)
-        return int(self.model(0)["dp_world_size"])
+        said = int(self.model(0)["dp_world_size"])
+        if not 0 < said <= MOST_RANKS:
+            raise CheckpointDamaged(f"{self.path} says that {said} data ranks saved it")
+        return said
 
     @cached_property
     def stage(self) -> int:

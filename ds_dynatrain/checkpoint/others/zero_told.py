@@ -221,7 +221,7 @@ def _moments(folder: ZeroFolder) -> Iterator[Kind]:
 def _check_casts(folder: ZeroFolder, manifest: Manifest) -> None:
     """CheckpointError unless each weight of the module is the cast of the master that is taken for its own."""
     weights = folder.weights(0)
-    with Reader(folder.path, manifest) as reader:
+    with Reader(folder.path, manifest, links=True) as reader:
         for (name, kind), rows in manifest.rows.items():
             if kind != MASTER or rows[0].file == weights[name].file:
                 continue
