@@ -11,7 +11,7 @@ import binascii
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -221,7 +221,8 @@ def _validated(block: object) -> DynatrainConfig:
     try:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)  # a misspelt key explains one that is missing
+        first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         path = tuple(part for part in first["loc"] if part not in (NAME, TABLE))
         where = ".".join([BLOCK, *map(str, path)])
         if first["type"] == "extra_forbidden":
@@ -237,16 +238,17 @@ def _validated(block: object) -> DynatrainConfig:
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     """Return the keys that are valid at a path inside the block."""
     model: type[BaseModel] = DynatrainConfig
-    blocks: dict[str, type[BaseModel]] = {
-        "layout": LayoutConfig,
-        "data": DataConfig,
-        "report": ReportConfig,
-        "fallback": FallbackConfig,
-        "elastic": ElasticConfig,
-    }
     for key in path:
-        model = LayoutConfig if path[0] == "layouts" else blocks[str(key)]
+        if key in model.model_fields:  # else it is one of a table of blocks
+            model = _block_in(model.model_fields[str(key)].annotation) or model
     return list(model.model_fields)
+
+
+def _block_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the block that a field of this type holds: itself, or `None`, or a table of such."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _block_in(part))), None)
 
 
 def _unknown_key(where: str, valid: list[str]) -> str:

@@ -113,6 +113,10 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"fallback": {"path": "x", "on_sigterm": 1}}, "dynatrain.fallback.on_sigterm: expected boolean, got 1"),
         ({"fallback": {"path": "x", "every_seconds": 0}}, "dynatrain.fallback.every_seconds: expected greater than 0"),
         ({"resume": {"tag": "x"}}, "dynatrain.resume.path: this key is needed"),
+        ({"resume": {"pth": "x"}}, "dynatrain.resume.pth: unknown key; did you mean 'path'? valid here: path, tag, "),
+        ({"resume": {"path": "x", "tga": "y"}}, "dynatrain.resume.tga: unknown key; did you mean 'tag'?"),
+        ({"layouts": {"2": {"dat": 2}}}, "dynatrain.layouts.2.dat: unknown key; did you mean 'data'?"),
+        ({"layout": {"dat": 2}}, "dynatrain.layout.dat: unknown key; did you mean 'data'?"),
         ({"resume": "checkpoints"}, "dynatrain.resume: expected an object of keys, got 'checkpoints'"),
         ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
         ({"layouts": 4}, "dynatrain.layouts: expected string, got 4 (integer)"),
@@ -168,3 +172,15 @@ def test_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
 def test_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"no/such/file\.json"):
         split_config("no/such/file.json")
+
+
+BLOCKS = [name for name, field in DynatrainConfig.model_fields.items() if "Config" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_block_names_its_misspelt_keys(name: str) -> None:
+    """Also one that is new since this was written."""
+    assert {"layout", "layouts", "resume"} <= {*BLOCKS}
+    block = {"zzz": 1}
+    with pytest.raises(ConfigError, match=r"zzz: unknown key; valid here: [a-z_, ]+$"):
+        split_config(with_block({name: {"2": block} if name == "layouts" else block}))
