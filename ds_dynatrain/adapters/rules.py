@@ -19,7 +19,7 @@ ALIGNED_BYTES = 16
 def rules_of(engine: Any) -> ZeroRules:
     """The rules of all layouts, from DeepSpeed's own reading of the configuration.
 
-    Persistent parameters of ZeRO-3 are not counted as held twice: they are gathered again at their first use.
+    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
     """
     itemsize = int(engine.model_map.dtype.itemsize)
     flat = _stages_with_options(engine)
@@ -27,7 +27,6 @@ def rules_of(engine: Any) -> ZeroRules:
         flat_without_zero=holds_flat_groups(engine.basic_optimizer, engine.element_types),
         parts_without_zero=parts_without_zero(engine),
         sub_group_size=int(engine.zero_sub_group_size()),
-        persistence_threshold=0,
         round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),
         aligned_stages=flat if aligns_parameters(engine) else frozenset(),
         weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),

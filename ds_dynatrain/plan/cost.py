@@ -40,7 +40,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> int:
-    """Bytes of the kinds on a rank (none if ABSENT), second copies included, padding not.
+    """Bytes of the kinds on a rank (none if ABSENT), without padding.
 
     A weight that has the bytes of its master is counted once where both have the same buffer (stages 0 and 3 in fp32).
     """
@@ -53,5 +53,5 @@ def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tu
         if kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3):
             shared = vps.holding(layout, rank, str(kind.derived_from))
             pieces = pieces.subtract(shared.start, shared.stop)
-        total += (pieces.numel + vps.copies(layout, rank, name).numel) * kind.itemsize
+        total += pieces.numel * kind.itemsize
     return total

@@ -46,9 +46,8 @@ def _marks(vps: VirtualParameterSpace, layout: Layout, rank: int, names: Iterabl
     """Which coordinates the rank holds in any of the kinds."""
     marks = np.zeros(len(vps.line), dtype=bool)
     for name in names:
-        for pieces in (vps.holding(layout, rank, name), vps.copies(layout, rank, name)):
-            for piece in pieces:
-                marks[piece.start : piece.stop] = True
+        for piece in vps.holding(layout, rank, name):
+            marks[piece.start : piece.stop] = True
     return marks
 
 

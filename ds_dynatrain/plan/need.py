@@ -18,8 +18,7 @@ from ds_dynatrain.space.tensor import Ints
 def at_home(sides: Sides, member: int) -> tuple[Moves, Moves]:
     """The local and the derived moves of a member.
 
-    Derived moves read the member's target buffers, after all else has arrived: a cast from another kind, or a second
-    copy of what was received once.
+    Derived moves read the member's target buffers, after all else has arrived: they cast from another kind.
     """
     nothing = no_moves(sides)
     after = Moves.empty(sides.vps.kinds, nothing.target_buffers, nothing.target_buffers)
@@ -30,20 +29,13 @@ def at_home(sides: Sides, member: int) -> tuple[Moves, Moves]:
     derived: list[Moves] = []
     source_rank = sides.source_rank.get(member, ABSENT)
     for kind in sides.kinds:
-        received = Pieces.empty()
-        for copies in (False, True):
-            want = sides.target(kind.name, copies).holding(rank)
-            for name, held in sides.held(kind, source_rank, copies_first=copies):
-                local.append(_pair(sides, member, kind, want, name, held))
-                want = want.subtract(held.start, held.stop)
-            origin = sides.derived_from(kind)
-            if origin is not None:
-                held = sides.target(origin).holding(rank)
-                derived.append(_pair(sides, member, kind, want, origin, held))
-                want = want.subtract(held.start, held.stop)
-            if copies:
-                derived.append(_pair(sides, member, kind, want, kind.name, received))
-            received = want
+        want = sides.target(kind.name).holding(rank)
+        for name, held in sides.held(kind, source_rank):
+            local.append(_pair(sides, member, kind, want, name, held))
+            want = want.subtract(held.start, held.stop)
+        origin = sides.derived_from(kind)
+        if origin is not None:
+            derived.append(_pair(sides, member, kind, want, origin, sides.target(origin).holding(rank)))
     return (
         Moves.concatenate(local, nothing).canonical(),
         Moves.concatenate(derived, after).canonical(),
@@ -109,7 +101,7 @@ def _between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, re
     source_kind = read_from(sides, kind)
     row, start, stop, _, _ = sides.source(source_kind).place(start, stop, sender)
     sender, receiver = sender[row], receiver[row]
-    row, start, stop, target_buffer, target_offset = _target_place(sides, kind, start, stop, receiver)
+    row, start, stop, target_buffer, target_offset = sides.target(kind.name).place(start, stop, receiver)
     sender, receiver = sender[row], receiver[row]
     _, _, _, source_buffer, source_offset = sides.source(source_kind).place(start, stop, sender)
     return Moves(
@@ -127,22 +119,6 @@ def _between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, re
         sides.vps.buffers(sides.vps.layout),
         sides.vps.buffers(sides.layout),
     )
-
-
-def _target_place(sides: Sides, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Where received runs go: into the rank's own part, or else into its whole copy."""
-    cut = sides.target(kind.name)
-    copies = sides.target(kind.name, copies=True)
-    if cut.replicated or copies.is_empty:
-        return cut.place(start, stop, rank)
-    row, low, high, owner = cut.owners(start, stop)
-    own = owner == rank[row]
-    parts = []
-    for mask, place in ((own, cut), (~own, copies)):
-        inner, first, last, buffer, offset = place.place(low[mask], high[mask], rank[row[mask]])
-        parts.append((row[mask][inner], first, last, buffer, offset))
-    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return joined[0], joined[1], joined[2], joined[3], joined[4]
 
 
 def _code(sides: Sides, kind: str) -> int:

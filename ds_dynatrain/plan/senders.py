@@ -53,35 +53,20 @@ def receivers_of(sides: Sides, kind: Kind, sender: int) -> Rows:
 
 def _receivers_of_owned(sides: Sides, kind: Kind, cut: AnySharding, sender: int) -> Rows:
     owned = cut.owned(sender)
-    target, copies = sides.target(kind.name), sides.target(kind.name, copies=True)
-    _, low, high, rank = target.holders(owned.start, owned.stop)
-    extra = _second_copies(sides, kind, *_within(owned.start, owned.stop, copies))
-    rows = _join([(low, high, rank), _drop_held(extra, target, extra[2])])
+    _, low, high, rank = sides.target(kind.name).holders(owned.start, owned.stop)
+    rows = low, high, rank
     for name in sides.sources(kind):
         rows = _drop_held(rows, sides.source(name), sides.source_ranks[rows[2]])
-        rows = _drop_held(rows, sides.source(name, copies=True), sides.source_ranks[rows[2]])
     origin = sides.derived_from(kind)
     if origin is not None:
         rows = _drop_held(rows, sides.target(origin), rows[2])
     return rows
 
 
-def _second_copies(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Rows:
-    """Runs that each target rank holds whole: for every new member, and for the others where they have no copy yet."""
-    fresh = sides.source_ranks == ABSENT
-    _, low, high = interval.subtract(start, stop, *sides.source(kind.name, copies=True).region())
-    return _join([_for_ranks(start, stop, np.flatnonzero(fresh)), _for_ranks(low, high, np.flatnonzero(~fresh))])
-
-
 def _within(start: Ints, stop: Ints, cut: AnySharding) -> tuple[Ints, Ints]:
     """The parts of runs that a sharding covers."""
     _, _, low, high = interval.intersect(start, stop, *cut.region())
     return low, high
-
-
-def _for_ranks(start: Ints, stop: Ints, ranks: Ints) -> Rows:
-    """All runs once for each rank."""
-    return np.tile(start, len(ranks)), np.tile(stop, len(ranks)), np.repeat(ranks, len(start))
 
 
 def _drop_held(rows: Rows, cut: AnySharding, holder: Ints) -> Rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, VirtualParameterSpace, interval
+from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, VirtualParameterSpace
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.space.vps import AnySharding, check_members
 
@@ -57,13 +57,13 @@ class Sides:
         """For each target rank, the source rank of its member, or ABSENT."""
         return np.array([self.source_rank.get(member, ABSENT) for member in self.members], dtype=np.int64)
 
-    def source(self, kind: str, copies: bool = False) -> AnySharding:
+    def source(self, kind: str) -> AnySharding:
         """How the source holds a kind."""
-        return self.vps.sharding(self.vps.layout, kind, copies)
+        return self.vps.sharding(self.vps.layout, kind)
 
-    def target(self, kind: str, copies: bool = False) -> AnySharding:
+    def target(self, kind: str) -> AnySharding:
         """How the target holds a kind."""
-        return self.vps.sharding(self.layout, kind, copies)
+        return self.vps.sharding(self.layout, kind)
 
     def sources(self, kind: Kind) -> tuple[str, ...]:
         """The kinds present at the source that may be read for `kind`, itself first."""
@@ -75,29 +75,23 @@ class Sides:
         present = {other.name for other in self.kinds}
         return kind.derived_from if kind.derived_from in present else None
 
-    def held(self, kind: Kind, rank: int, copies_first: bool = False) -> Iterator[tuple[str, Pieces]]:
+    def held(self, kind: Kind, rank: int) -> Iterator[tuple[str, Pieces]]:
         """What the source rank holds that may be read for `kind`, best first: (source kind, pieces)."""
         if rank == ABSENT:
             return
         for name in self.sources(kind):
-            for copies in (copies_first, not copies_first):
-                yield name, self.source(name, copies).holding(rank)
+            yield name, self.source(name).holding(rank)
 
     def wanted(self, kind: Kind, rank: int, source_rank: int) -> tuple[Ints, Ints]:
         """The tidy runs that a target rank must receive, if its member had `source_rank` (or ABSENT) at the source.
 
-        All that it will hold, once or twice, less what its member holds now and what it can cast from another kind.
+        All that it will hold, less what its member holds now and what it can cast from another kind.
         """
-        pieces = self.target(kind.name).holding(rank)
-        copies = self.target(kind.name, copies=True).holding(rank)
-        start, stop = interval.union(
-            np.concatenate([pieces.start, copies.start]), np.concatenate([pieces.stop, copies.stop])
-        )
+        want = self.target(kind.name).holding(rank)
+        for _, held in self.held(kind, source_rank):
+            want = want.subtract(held.start, held.stop)
         origin = self.derived_from(kind)
-        known = [held for _, held in self.held(kind, source_rank)]
         if origin is not None:
-            known.append(self.target(origin).holding(rank))
-        for held in known:
-            if len(start) and len(held):
-                _, start, stop = interval.subtract(start, stop, held.start, held.stop)
-        return start, stop
+            held = self.target(origin).holding(rank)
+            want = want.subtract(held.start, held.stop)
+        return want.start, want.stop

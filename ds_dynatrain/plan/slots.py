@@ -87,7 +87,7 @@ def _cut_like(kind: Kind) -> object:
 def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
     """Elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
     slots = sides.layout.world_size
-    shared = _shared(sides.target(kind.name)) if sides.target(kind.name, copies=True).is_empty else None
+    shared = _shared(sides.target(kind.name))
     if shared is None:
         columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
         return np.stack(columns, axis=1)
@@ -113,8 +113,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     """Elements of tidy runs of a kind that a member lacks: at each source rank, and last one that was at none."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
-    names = sides.sources(kind)
-    cuts = [sides.source(name, copies) for name in names for copies in (False, True)]
+    cuts = [sides.source(name) for name in sides.sources(kind)]
     for cut in cuts:
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())

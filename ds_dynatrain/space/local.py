@@ -15,17 +15,12 @@ from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
 from ds_dynatrain.space.widened import WidenedSharding, ZeroSharding, is_widened
 
 
-def cut_kind(
-    line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, copies: bool = False, experts: bool = False
-) -> ZeroSharding:
+def cut_kind(line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> ZeroSharding:
     """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `zero.sharding`."""
-    if copies:
-        cut = zero.copies_sharding(line, rules, layout, kind.name, experts=experts)
-    else:
-        cut = zero.sharding(line, rules, layout, kind.name, experts=experts)
+    cut = zero.sharding(line, rules, layout, kind.name, experts)
     if kind.groups is not None:
         cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
-    return WidenedSharding.of(line, cut) if is_widened(kind, layout) and not copies else cut
+    return WidenedSharding.of(line, cut) if is_widened(kind, layout) else cut
 
 
 @dataclass(frozen=True, eq=False)

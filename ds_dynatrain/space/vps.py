@@ -37,7 +37,7 @@ class VirtualParameterSpace:
     planner: Callable[..., Any] | None = None
     partitioner: Partitioner | None = None
     _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
-    _shardings: dict[tuple[Layout, str, bool], AnySharding] = field(default_factory=dict, repr=False)
+    _shardings: dict[tuple[Layout, str], AnySharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
 
     def __init__(
@@ -147,20 +147,17 @@ class VirtualParameterSpace:
         places = mesh.zero_rank(rank), layout.expert_place(rank)[1]
         return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, *places)
 
-    def sharding(self, layout: Layout, kind: str, copies: bool = False) -> AnySharding:
-        """How a layout holds a kind (or its second, whole copies); computed once."""
+    def sharding(self, layout: Layout, kind: str) -> AnySharding:
+        """How a layout holds a kind; computed once."""
         layout = zero.as_cut(self.rules, layout)
-        key = (layout, kind, copies)
+        key = (layout, kind)
         if key not in self._shardings:
             mesh, held = self.mesh(layout), self.kind(kind)
             if mesh is None:
-                self._shardings[key] = cut_kind(self.line, self.rules, layout, held, copies)
+                self._shardings[key] = cut_kind(self.line, self.rules, layout, held)
             else:
                 alike = {(id(deck.line), deck.experts): deck for deck in mesh.decks}  # most decks have one line
-                cuts = {
-                    one: cut_kind(deck.line, self.rules, layout, held, copies, deck.experts)
-                    for one, deck in alike.items()
-                }
+                cuts = {one: cut_kind(deck.line, self.rules, layout, held, deck.experts) for one, deck in alike.items()}
                 self._shardings[key] = DeckSharding.of(mesh, lambda deck: cuts[id(deck.line), deck.experts])
         return self._shardings[key]
 
@@ -183,10 +180,6 @@ class VirtualParameterSpace:
         """The pieces of a kind on a rank, disjoint."""
         return self.sharding(layout, kind).holding(rank)
 
-    def copies(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """The pieces that the rank holds a second time, whole (persistent weights of ZeRO-3)."""
-        return self.sharding(layout, kind, copies=True).holding(rank)
-
     def is_held(self, layout: Layout, kind: str) -> bool:
         """Whether the layout holds the kind at all."""
         return zero.is_held(layout, kind)
@@ -196,7 +189,7 @@ class VirtualParameterSpace:
         return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
 
     def owners(self, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-        """Cut runs by the one owner of each element: (start, stop, rank); see `zero.owners`."""
+        """Cut runs by the one owner of each element: (start, stop, rank)."""
         _, low, high, rank = self.sharding(layout, kind).owners(start, stop)
         return low, high, rank
 

@@ -1,8 +1,8 @@
 """How DeepSpeed's ZeRO cuts the line: data in, shardings out.
 
 Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runtime/zero/partition_parameters.py`
-(parts of a parameter), `runtime/zero/stage3.py` `_create_fp16_sub_groups` and `runtime/zero/parameter_offload.py`
-`mark_persistent_parameters`. Padding is part of no sharding.
+(parts of a parameter) and `runtime/zero/stage3.py` `_create_fp16_sub_groups`. Padding is part of no sharding, and
+neither is what ZeRO-3 gathers and keeps whole for a while (persistent parameters).
 
 The world of a layout is one ZeRO group here, of data x sequence ranks; what else cuts a tensor has been done before
 (`mesh`). A tensor of an expert is dealt to others: to those ranks of a pipeline stage that hold the same expert.
@@ -12,7 +12,6 @@ The world of a layout is one ZeRO group here, of data x sequence ranks; what els
 | master, moments          | tensor, whole| group, the rank's part of it     | subgroup, the rank's parts in order|
 | weight, trainable        | tensor, whole| group, whole                     | subgroup, the rank's parts in order|
 | weight, frozen           | tensor, whole| tensor, whole                    | partition, the rank's part         |
-| weight, persistent       |              |                                  | and a copy: tensor, whole          |
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
 | host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
@@ -25,7 +24,6 @@ tensor begins at a multiple of `weight_alignment`. A tensor of no element takes 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,7 +31,7 @@ import numpy as np
 
 from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD, WEIGHT
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.pieces import BufferId, Pieces
+from ds_dynatrain.space.pieces import BufferId
 from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line
 
@@ -48,10 +46,6 @@ class ZeroRules:
     flat_without_zero: stage 0 holds flat groups too, whole and without padding (DeepSpeed's FP16_Optimizer).
     parts_without_zero: stage 0 is cut as stage 1 is (BF16_Optimizer, which DeepSpeed takes there for pipelines).
     sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
-    persistence_threshold: tensors up to this size stay whole on every rank under ZeRO-3, in addition to their parts.
-    model_persistence_threshold: the most elements that may be persistent together.
-    module_order: tensor numbers in the module's own order, in which persistent tensors are chosen; the order of
-        registration if None (it matters only when model_persistence_threshold is met).
     """
 
     alignment_factor: int = 2
@@ -61,9 +55,6 @@ class ZeroRules:
     flat_without_zero: bool = False
     parts_without_zero: bool = False
     sub_group_size: int = 10**9
-    persistence_threshold: int = 100_000
-    model_persistence_threshold: int = sys.maxsize
-    module_order: tuple[int, ...] | None = None
 
 
 def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
@@ -111,15 +102,12 @@ def _numbered(*sorts: tuple[str, int]) -> Table:
     return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
 
 
-def sharding(
-    line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None, experts: bool = False
-) -> Sharding:
+def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: bool = False) -> Sharding:
     """How the layout holds the kind, one owner for each element where the kind is not replicated.
 
     experts: of the expert tensors, over the ranks of their group, or of all others.
-    table: `buffer_table` of the layout, if at hand.
     """
-    table = buffer_table(line, rules, layout) if table is None else table
+    table = buffer_table(line, rules, layout)
     count = len(line.tensors) if is_held(layout, kind) else 0
     if kind != WEIGHT:
         count = min(count, line.trainable_count)
@@ -129,7 +117,7 @@ def sharding(
     elif layout.zero_stage == 3:
         cut = _parts(line, rules, layout, count, table, ranks)
     else:
-        cut = _whole(line, ranks, np.arange(count, dtype=np.int64), table)
+        cut = _whole(line, count, table, ranks)
     if not line.experts.any():
         return cut
     return cut.only(line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts)
@@ -143,47 +131,6 @@ def group_size(layout: Layout, experts: bool = False) -> int:
 def group_sizes(line: Line, layout: Layout) -> Ints:
     """`group_size` for each tensor."""
     return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
-
-
-def copies_sharding(
-    line: Line, rules: ZeroRules, layout: Layout, kind: str, table: Table | None = None, experts: bool = False
-) -> Sharding:
-    """The second, replicated holding: whole persistent tensors (weights under ZeRO-3), else nothing."""
-    table = buffer_table(line, rules, layout) if table is None else table
-    chosen = persistent_tensors(line, rules) if kind == WEIGHT and layout.zero_stage == 3 else ()
-    return _whole(line, group_size(layout, experts), np.array(chosen, dtype=np.int64), table)
-
-
-def holding(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:
-    """The pieces of one kind on one rank, disjoint."""
-    return sharding(line, rules, layout, kind).holding(rank)
-
-
-def copies(line: Line, rules: ZeroRules, layout: Layout, rank: int, kind: str) -> Pieces:
-    """The pieces that a rank holds a second time: whole persistent tensors, disjoint among themselves."""
-    return copies_sharding(line, rules, layout, kind).holding(rank)
-
-
-def owners(line: Line, rules: ZeroRules, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut runs by owner: (start, stop, rank), by integer division.
-
-    Each element has one owner. Of a replicated kind every rank is a holder; its owners are an even split of the kind's
-    span of the line over the ranks, which is what a certificate is computed over.
-    """
-    _, low, high, rank = sharding(line, rules, layout, kind).owners(start, stop)
-    return low, high, rank
-
-
-def persistent_tensors(line: Line, rules: ZeroRules) -> tuple[int, ...]:
-    """Numbers of the tensors that ZeRO-3 keeps whole, ascending: each small enough, together within the bound."""
-    order = range(len(line.tensors)) if rules.module_order is None else rules.module_order
-    chosen, total = [], 0
-    for tensor in order:
-        numel = int(line.numels[tensor])
-        if numel <= rules.persistence_threshold and numel + total <= rules.model_persistence_threshold:
-            chosen.append(tensor)
-            total += numel
-    return tuple(sorted(chosen))
 
 
 def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
@@ -238,10 +185,10 @@ def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> 
     return -(-numel // step) * step // ranks
 
 
-def _whole(line: Line, ranks: int, tensors: Ints, table: Table) -> Sharding:
-    numels = line.numels[tensors]
+def _whole(line: Line, count: int, table: Table, ranks: int) -> Sharding:
+    numbers = np.arange(count, dtype=np.int64)
     return Sharding(
-        *_nonempty(line.bases[tensors], line.bases[tensors] + numels, numels, tensors, np.zeros_like(tensors)),
+        *_nonempty(line.bases[:count], line.bases[1 : count + 1], line.numels[:count], numbers, np.zeros_like(numbers)),
         buffers=table,
         ranks=ranks,
         replicated=True,

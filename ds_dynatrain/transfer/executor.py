@@ -25,9 +25,8 @@ TAG = 1
 class TransferStats:
     """What a member's part of a switch moved, in bytes, and how long each phase took.
 
-    bytes_in_place: stayed where it lay. bytes_local: copied within the member. bytes_derived: written by casts and
-    second copies. staging_peak: most staging bytes in use at once. seconds is the whole, the other times are its
-    parts.
+    bytes_in_place: stayed where it lay. bytes_local: copied within the member. bytes_derived: written by casts.
+    staging_peak: most staging bytes in use at once. seconds is the whole, the other times are its parts.
     """
 
     bytes_sent: int

@@ -143,7 +143,7 @@ def _outlines(exchange: Exchange, chunk: int, longest: int) -> tuple[Outline, Ou
 
 
 def _casts(moves: Moves) -> list[Cast]:
-    """Casts and second copies, in order; those at equal steps are one."""
+    """The casts in order; those at equal steps are one."""
     first, length = _neighbors(moves)
     source, written = moves.source_offset[first], moves.target_offset[first]
     same = np.zeros(len(first), dtype=np.int64)

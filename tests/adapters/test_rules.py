@@ -40,7 +40,7 @@ def test_stages_with_options(weight: torch.dtype, gradient: torch.dtype, offload
     assert both.round_robin_stages == both.aligned_stages == stages
     dealt = rules_of(engine(weight, gradient, True, False, offloads))
     assert (dealt.round_robin_stages, dealt.aligned_stages) == (stages, frozenset())
-    assert dealt.sub_group_size == 700 and dealt.persistence_threshold == 0
+    assert dealt.sub_group_size == 700
 
 
 def test_alignment_is_16_bytes_of_the_weights() -> None:

@@ -20,14 +20,6 @@ from tests.space import models
 from tests.transfer.states import buffers_of, differences
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-flat_rules = st.builds(
-    ZeroRules,
-    sub_group_size=st.integers(1, 20),
-    persistence_threshold=st.just(0),
-    round_robin_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
-    aligned_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
-    weight_alignment=st.sampled_from([1, 4, 8]),
-)
 
 
 def round_trip(vps: VirtualParameterSpace, source: Layout, target: Layout) -> None:
@@ -72,7 +64,7 @@ def check_digests(vps: VirtualParameterSpace, manifest: Manifest, state: dict[st
 
 
 @few
-@given(models.tensor_lists(), flat_rules, models.layouts, models.layouts, models.weight_sizes)
+@given(models.tensor_lists(), models.zero_rules, models.layouts, models.layouts, models.weight_sizes)
 def test_data_and_stages(
     tensors: list[LogicalTensor], rules: ZeroRules, source: Layout, target: Layout, weight: int
 ) -> None:
@@ -93,8 +85,7 @@ LARGE = [LogicalTensor("a", (300, 500)), LogicalTensor("b", (500,)), LogicalTens
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bytes_read_are_those_of_the_pieces(tmp_path: Path, data: int, stage: int) -> None:
     layout, target = Layout(data=data, zero_stage=stage), Layout(data=4, zero_stage=3)
-    rules = ZeroRules(persistence_threshold=0)
-    vps = VirtualParameterSpace(LARGE, rules, standard_kinds(4), layout, range(data))
+    vps = VirtualParameterSpace(LARGE, ZeroRules(), standard_kinds(4), layout, range(data))
     manifest = save(tmp_path, vps, layout, state_of(vps))
     for rank in range(4):
         pieces = {kind: vps.holding(target, rank, kind).numel for kind in ("master", "exp_avg", "exp_avg_sq")}

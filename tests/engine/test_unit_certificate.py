@@ -51,7 +51,7 @@ def reports() -> Reports:
 
 
 def judge(found: Reports) -> str:
-    rules = ZeroRules(sub_group_size=100, persistence_threshold=0)
+    rules = ZeroRules(sub_group_size=100)
     vps = VirtualParameterSpace(TENSORS, rules, standard_kinds(2, stale_grad=2), TWO, (0, 1), plan_switch)
     return verdict(vps, TWO, FOUR, found, (0, 1), (0, 1, 2, 3))
 

@@ -21,9 +21,9 @@ def memory(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Iterabl
     found: Memory = {}
     for kind in kinds:
         groups = vps.kind(kind).groups
-        for part in addresses_under(vps, layout, rank, kind):
-            held = {at for at in part if groups is None or vps.locate(at)[0].group in groups}
-            found |= {(kind, *where): value(vps, kind, at) for at, where in part.items() if at in held}
+        for at, where in addresses_under(vps, layout, rank, kind).items():
+            if groups is None or vps.locate(at)[0].group in groups:
+                found[(kind, *where)] = value(vps, kind, at)
     return found
 
 
@@ -74,8 +74,7 @@ def lacking_bytes(
     present = set(kinds)
 
     def held(layout: Layout, rank: int, kind: str) -> set[int]:
-        main, copy = addresses(tensors, rules, layout, rank, kind) if kind in present else ({}, {})
-        return {*main, *copy}
+        return set(addresses(tensors, rules, layout, rank, kind)) if kind in present else set()
 
     def had(kind: str) -> set[int]:
         return set() if source[1] is None else held(source[0], source[1], kind)

@@ -39,7 +39,7 @@ TENSORS = [
     LogicalTensor("alone", (3, 3), 2, expert=True),
     LogicalTensor("frozen", (6, 2), FROZEN),
 ]
-RULES = ZeroRules(persistence_threshold=0)
+RULES = ZeroRules()
 
 
 def shares(size: int, count: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ TENSORS = [
     LogicalTensor("f", (5,), FROZEN),
     LogicalTensor("g", (3, 3), FROZEN),
 ]
-RULES = ZeroRules(persistence_threshold=7, sub_group_size=12)
+RULES = ZeroRules(sub_group_size=12)
 WORLDS = [Layout(zero_stage=stage, data=data) for stage in range(4) for data in range(1, 5)]
 
 
@@ -164,7 +164,7 @@ def test_a_budget_below_one_element_is_refused() -> None:
 
 
 def test_the_cost_counts_both_sides_and_the_budget() -> None:
-    vps = space([LogicalTensor("a", (1000,))], ZeroRules(persistence_threshold=0), Layout(zero_stage=1, data=1), (0,))
+    vps = space([LogicalTensor("a", (1000,))], ZeroRules(), Layout(zero_stage=1, data=1), (0,))
     cost = estimate(plan_switch(vps, Layout(zero_stage=1, data=2), (0, 1)), budget_bytes=100, bytes_per_second=1000.0)
     assert cost.bytes_sent == 500 * 12 + 500 * 2
     assert cost.peak_bytes == {0: 14_000 + 2_000 + 6_000 + 100, 1: 2_000 + 6_000 + 100}
@@ -175,7 +175,7 @@ def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:
     tensors = [LogicalTensor("a", (1000,))]
     kinds = standard_kinds(2, stale_grad=2)
     source, target = Layout(zero_stage=1, data=2), Layout(zero_stage=3, data=2)
-    vps = VirtualParameterSpace(tensors, ZeroRules(persistence_threshold=0), kinds, source, (0, 1))
+    vps = VirtualParameterSpace(tensors, ZeroRules(), kinds, source, (0, 1))
     plan = plan_switch(vps, target, (0, 1), ("weight", "master", "exp_avg", "exp_avg_sq"))
     cost = estimate(plan, budget_bytes=0, bytes_per_second=1.0)
     assert cost.highest_peak_bytes == (2_000 + 6_000) + (1_000 + 6_000) + 1_000

@@ -20,7 +20,7 @@ TENSORS = [
     LogicalTensor("c", (11,), 1),
     LogicalTensor("f", (5,), FROZEN),
 ]
-RULES = ZeroRules(persistence_threshold=7, sub_group_size=12)
+RULES = ZeroRules(sub_group_size=12)
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 
@@ -55,9 +55,7 @@ def test_no_assignment_moves_fewer_bytes(
 
 
 def test_usual_rank_order_moves_half_as_much_again() -> None:
-    vps = space(
-        [LogicalTensor("a", (64, 64))], ZeroRules(persistence_threshold=0), Layout(zero_stage=3, data=2), (0, 1)
-    )
+    vps = space([LogicalTensor("a", (64, 64))], ZeroRules(), Layout(zero_stage=3, data=2), (0, 1))
     target = Layout(zero_stage=3, data=4)
     members = assign_slots(vps, target, range(4), kinds=KINDS)
     whole = 64 * 64 * 12

@@ -69,7 +69,7 @@ def test_any_model_rules_and_members(
 def test_experts_that_no_axis_cuts(stage: int) -> None:
     vps = VirtualParameterSpace(
         test_axes.TENSORS,
-        ZeroRules(persistence_threshold=0),
+        ZeroRules(),
         standard_kinds(2, moments=[Kind("momentum_buffer", 2, groups=frozenset({0, 2}), whole_tensors=True)]),
         Layout(zero_stage=1, data=3),
         range(3),

@@ -38,8 +38,6 @@ def tensor_lists(draw: st.DrawFn) -> list[LogicalTensor]:
 zero_rules = st.builds(
     ZeroRules,
     sub_group_size=st.integers(1, 20),
-    persistence_threshold=st.sampled_from([0, 3, 100]),
-    model_persistence_threshold=st.sampled_from([10, 10**9]),
     round_robin_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
     aligned_stages=st.sets(st.sampled_from([1, 2])).map(frozenset),
     weight_alignment=st.sampled_from([1, 4, 8]),
@@ -54,9 +52,7 @@ def space(
     return VirtualParameterSpace(tensors, rules, standard_kinds(weight, stale_grad=weight), layout, members)
 
 
-def addresses_under(
-    vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str
-) -> tuple[dict[int, Address], dict[int, Address]]:
+def addresses_under(vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str) -> dict[int, Address]:
     """`addresses` under any layout: the tensors are cut by numpy's own splitting, element numbers in hand."""
     if vps.partitioner is None:
         return addresses(list(vps.tensors), vps.rules, layout, rank, kind, vps.kind(kind).whole_tensors)
@@ -74,10 +70,10 @@ def addresses_under(
     main: dict[int, Address] = {}
     for experts, ranks, place in ((False, width, index), (True, size, neighbour // layout.expert)):
         plain, whole = Layout(data=ranks, zero_stage=layout.zero_stage), vps.kind(kind).whole_tensors
-        part, _ = addresses(local, vps.rules, plain, place, kind, whole)
+        part = addresses(local, vps.rules, plain, place, kind, whole)
         chosen = {step for step, flag in enumerate(_flags(vps, local)) if flag == experts}
         main |= {numbers[step]: where for step, where in part.items() if step in chosen}
-    return main, {}
+    return main
 
 
 def _flags(vps: VirtualParameterSpace, local: list[LogicalTensor]) -> list[bool]:
@@ -100,16 +96,15 @@ def _split(held: npt.NDArray[np.int64], cut: Cut, place: int) -> npt.NDArray[np.
 
 def addresses(
     tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, rank: int, kind: str, whole: bool = False
-) -> tuple[dict[int, Address], dict[int, Address]]:
-    """Where each coordinate lies on a rank, as (place, index, offset): its holding and its copies.
+) -> dict[int, Address]:
+    """Where each coordinate lies on a rank, as (place, index, offset).
 
     whole: the kind is one that stages 1 and 2 keep of whole tensors.
     """
     base = [sum(tensor.numel for tensor in tensors[:number]) for number in range(len(tensors) + 1)]
     main: dict[int, Address] = {}
-    copy: dict[int, Address] = {}
     if kind == "stale_grad" and layout.zero_stage < 3:
-        return main, copy
+        return main
     numbers = [number for number, tensor in enumerate(tensors) if tensor.trainable or kind == "weight"]
     if layout.zero_stage == 0:
         for number in numbers:
@@ -119,12 +114,7 @@ def addresses(
         main = widened(tensors, base, main) if whole else main
     else:
         _parted(tensors, rules, layout.data, rank, numbers, base, main)
-        room = rules.model_persistence_threshold
-        for number, tensor in enumerate(tensors):
-            if kind == "weight" and tensor.numel <= rules.persistence_threshold and tensor.numel <= room:
-                room -= tensor.numel
-                copy |= {base[number] + i: ("tensor", number, i) for i in range(tensor.numel)}
-    return main, copy
+    return main
 
 
 def _flat(

@@ -23,7 +23,7 @@ def space(tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout) -> Vir
 
 def held_by_rank(vps: VirtualParameterSpace, kind: str) -> list[dict[int, Address]]:
     groups = vps.kind(kind).groups
-    found = [addresses_under(vps, vps.layout, rank, kind)[0] for rank in range(vps.layout.data)]
+    found = [addresses_under(vps, vps.layout, rank, kind) for rank in range(vps.layout.data)]
     return [
         {at: place for at, place in held.items() if groups is None or vps.locate(at)[0].group in groups}
         for held in found

@@ -12,7 +12,6 @@ from ds_dynatrain.space import (
     Kind,
     Layout,
     LogicalTensor,
-    Pieces,
     VirtualParameterSpace,
     ZeroRules,
     standard_kinds,
@@ -31,7 +30,7 @@ def space(layout: Layout, members: tuple[int, ...], weight: int = 2) -> VirtualP
         LogicalTensor(f"t{number}", shape, FROZEN if number == last else int(number > 3))
         for number, shape in enumerate(SHAPES)
     ]
-    rules = ZeroRules(persistence_threshold=200, sub_group_size=20_000)
+    rules = ZeroRules(sub_group_size=20_000)
     return VirtualParameterSpace(tensors, rules, standard_kinds(weight), layout, members)
 
 
@@ -48,27 +47,21 @@ def logical_state(vps: VirtualParameterSpace) -> dict[str, torch.Tensor]:
     return state
 
 
-def pieces_of(vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str) -> list[Pieces]:
-    return [vps.holding(layout, rank, kind), vps.copies(layout, rank, kind)]
-
-
 def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, state: dict[str, torch.Tensor] | None) -> Buffers:
     """The buffers of a rank, each a little longer than needed: filled from `state`, or with the sentinel all over."""
     buffers: dict[tuple[str, BufferId], torch.Tensor] = {}
     for kind in vps.kinds:
-        for pieces in pieces_of(vps, layout, rank, kind.name):
-            ends: dict[BufferId, int] = {}
-            for piece in pieces:
-                ends[piece.buffer] = max(ends.get(piece.buffer, 0), piece.offset + piece.stop - piece.start)
-            for name, end in ends.items():
-                buffers[kind.name, name] = torch.full((end + PAD,), SENTINEL, dtype=dtype_of(kind))
-            if state is None:
-                continue
-            for piece in pieces:
-                into = buffers[kind.name, piece.buffer]
-                into[piece.offset : piece.offset + piece.stop - piece.start] = state[kind.name][
-                    piece.start : piece.stop
-                ]
+        pieces = vps.holding(layout, rank, kind.name)
+        ends: dict[BufferId, int] = {}
+        for piece in pieces:
+            ends[piece.buffer] = max(ends.get(piece.buffer, 0), piece.offset + piece.stop - piece.start)
+        for name, end in ends.items():
+            buffers[kind.name, name] = torch.full((end + PAD,), SENTINEL, dtype=dtype_of(kind))
+        if state is None:
+            continue
+        for piece in pieces:
+            into = buffers[kind.name, piece.buffer]
+            into[piece.offset : piece.offset + piece.stop - piece.start] = state[kind.name][piece.start : piece.stop]
     return buffers
 
 
