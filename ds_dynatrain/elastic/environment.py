@@ -21,7 +21,6 @@ JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
 """What an agent hands to its workers: their node, where the coordinator is, the job, and its own process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-RANK, SIZE = "RANK", "WORLD_SIZE"
 """What torchrun hands to them: the latter two are the node's own world, until a worker has joined."""
 
 
@@ -82,11 +81,6 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
         job=variables.get(JOB, ""),
         agent=_number(variables, AGENT, 0) or None,
     )
-
-
-def rewrite_rank(rank: int, size: int, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Let RANK and WORLD_SIZE speak of the present world."""
-    variables[RANK], variables[SIZE] = str(rank), str(size)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

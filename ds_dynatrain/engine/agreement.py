@@ -32,7 +32,6 @@ class Proposal:
     layout: Layout
     members: tuple[int, ...]
     at: int | None
-    asked_at: int
     forms_anew: bool = False
 
     @property

@@ -111,10 +111,6 @@ class Control:
         """Number of this call among all members' calls for `key`, from 1."""
         return int(self._store.add(key, 1))
 
-    def erase(self, key: str) -> None:
-        """Take a key away; harmless if there is none."""
-        self._store.delete_key(key)
-
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
         """Whether `key/member` is there for every member."""
         return bool(self._store.check([f"{key}/{member}" for member in members]))

@@ -126,8 +126,7 @@ class Switcher(Attempts):
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
         wish = Wish(target.to_dict(), at, engine.global_steps, refusal)
-        before, now = (engine.layout, engine.members), engine.global_steps
-        return wish, Proposal(self.attempt + 1, *before, target, members, at, now)
+        return wish, Proposal(self.attempt + 1, engine.layout, engine.members, target, members, at)
 
     def register(self, groups: list[Mapping[str, Any]], window_is_open: bool) -> bool:
         """See `DynatrainEngine.register_parameters`."""

@@ -147,13 +147,6 @@ class Moves:
         last = np.append(first[1:], len(moves)) - 1
         return moves.cut(first, moves.start[first], moves.stop[last])
 
-    def in_place(self) -> Ints:
-        """Row numbers of the moves whose name of kind, buffer and offset is equal on both sides."""
-        code = {buffer: number for number, buffer in enumerate(self.target_buffers)}
-        same = np.array([code.get(buffer, -1) for buffer in self.source_buffers] or [-1], dtype=np.int64)
-        alike = (same[self.source_buffer] == self.target_buffer) & (self.source_offset == self.target_offset)
-        return np.flatnonzero(alike & (self.source_kind == self.kind) & (self.source == self.target))
-
     def chunks(self, budget_bytes: int) -> Iterator[Moves]:
         """The moves in order, cut so that no part exceeds `budget_bytes`; ConfigError if not one element fits."""
         if not len(self):

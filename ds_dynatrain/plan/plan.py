@@ -53,19 +53,9 @@ class MemberPlan:
     rounds: tuple[Exchange, ...]
 
     @property
-    def bytes_kept_local(self) -> int:
-        """Bytes of its new state that it held already."""
-        return self.local.nbytes
-
-    @property
     def bytes_sent(self) -> int:
         """Bytes to other members."""
         return sum(exchange.sends.nbytes for exchange in self.rounds)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes from other members."""
-        return sum(exchange.receives.nbytes for exchange in self.rounds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,30 +8,22 @@ set operations on runs (`interval`). Where ZeRO keeps whole tensors on several r
 `VirtualParameterSpace` holds it all together for one model.
 
 Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
-(`box`), a run of a row-major block is a few boxes (`run`), and `cut` composes the cuts of several axes. `AxisCuts`
-says how these axes deal one tensor out (`axes`); a `Mesh` puts ranks that are dealt the same into decks, each with a
-line of its own that ZeRO cuts, and an atlas back to the logical line; `deckwise` answers a sharding's questions there.
+(`box`), and `cut` composes the cuts of several axes. `AxisCuts` says how these axes deal one tensor out (`axes`); a
+`Mesh` puts ranks that are dealt the same into decks, each with a line of its own that ZeRO cuts, and an atlas back to
+the logical line; `deckwise` answers a sharding's questions there.
 
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 """
 
 from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned, shared_stages
-from ds_dynatrain.space.box import Box, row_major
+from ds_dynatrain.space.box import Box, row_major, runs_of_box
 from ds_dynatrain.space.cut import (
     Cut,
     DimCut,
-    Flat,
-    FlatRun,
     Pick,
     Placed,
     Shard,
-    apply,
     compose,
-    even,
-    expert,
-    fused_blocks,
-    fused_qkv,
-    padded,
     uneven,
 )
 from ds_dynatrain.space.kind import (
@@ -48,7 +40,6 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.local import LocalSpace
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
-from ds_dynatrain.space.run import boxes_of_run, runs_of_box
 from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import FROZEN, Line, LogicalTensor
 from ds_dynatrain.space.vps import VirtualParameterSpace
@@ -69,8 +60,6 @@ __all__ = [
     "BufferId",
     "Cut",
     "DimCut",
-    "Flat",
-    "FlatRun",
     "Kind",
     "Layout",
     "Line",
@@ -87,15 +76,8 @@ __all__ = [
     "Sharding",
     "VirtualParameterSpace",
     "ZeroRules",
-    "apply",
-    "boxes_of_run",
     "compose",
-    "even",
-    "expert",
-    "fused_blocks",
-    "fused_qkv",
     "is_partitioned",
-    "padded",
     "row_major",
     "runs_of_box",
     "shared_stages",

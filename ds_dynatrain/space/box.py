@@ -7,7 +7,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.tensor import Ints
 
 
 @dataclass(frozen=True, order=True)
@@ -64,3 +68,21 @@ class Box:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
+    """The fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
+    if not Box.whole(shape).contains(box):
+        raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}")
+    if not box.numel:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    strides = row_major(shape)
+    inner = len(shape)
+    while inner and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = range(max(inner - 1, 0))
+    length = math.prod(box.shape[len(outer) :])
+    base = sum(low * stride for low, stride in zip(box.start, strides, strict=True))
+    steps = [np.arange(box.shape[dim], dtype=np.int64) * strides[dim] for dim in outer]
+    start = np.array([base + sum(step) for step in itertools.product(*steps)], dtype=np.int64)
+    return interval.union(start, start + length)

@@ -2,8 +2,8 @@
 
 A *shard* is a list of pieces: a piece is a box of the logical tensor and where its elements lie in the rank's local
 buffer (`offset` and `strides`, in elements). A cut looks at the local tensor that the cuts before it have left and
-keeps a part of it, so pipeline, expert, tensor and ZeRO cuts are applied one after another:
-`compose(shape, [(cut, index), ...])`.
+keeps a part of it, so the cuts of several axes are applied one after another: `compose(shape, [(cut, index), ...])`.
+ZeRO is none of them: it cuts the line of what they leave (`zero`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Protocol
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.box import Box, row_major
-from ds_dynatrain.space.run import boxes_of_run
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Cut(Protocol):
 
 @dataclass(frozen=True)
 class Pick:
-    """The whole tensor on some ranks and nothing on the others (pipeline stages; several holders of a tied weight)."""
+    """The whole tensor on some ranks and nothing on the others (an expert that is not stacked with others)."""
 
     count: int
     holders: tuple[int, ...]
@@ -124,135 +123,32 @@ class DimCut:
         return local, tuple(pieces)
 
 
-@dataclass(frozen=True)
-class Flat:
-    """The row-major elements dealt in equal runs of ceil(numel / count), the last ones padded (ZeRO-3)."""
-
-    count: int
-
-    def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """The boxes of the rank's run, one after another in a one-dimensional buffer."""
-        _check_index(self, index)
-        width = -(-math.prod(shape) // self.count)
-        return FlatRun(index * width, width).parts(shape, 0)
-
-
-@dataclass(frozen=True)
-class FlatRun:
-    """One run of the row-major elements, in a buffer of `length` elements; what lies past the tensor's end is padding.
-
-    A flat buffer that cuts tensors anywhere (ZeRO-1/2) gives each tensor such a run.
-    """
-
-    start: int
-    length: int
-    count: int = 1
-
-    def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """The boxes of the run, one after another."""
-        numel, pieces, here = math.prod(shape), [], 0
-        start = min(self.start, numel)
-        for box in boxes_of_run(shape, start, min(start + self.length, numel)):
-            pieces.append(Placed(box, here, row_major(box.shape)))
-            here += box.numel
-        return (self.length,), tuple(pieces)
-
-
-def even(dim: int, size: int, count: int) -> DimCut:
-    """A dim of `size` cut evenly; LayoutError with the remainder if it does not divide."""
-    if size % count:
-        raise LayoutError(f"dim {dim} of {size} does not divide by {count} (remainder {size % count})")
-    return DimCut(dim, ((size // count,) * count,))
-
-
-def padded(dim: int, size: int, count: int, multiple: int = 1) -> DimCut:
-    """A dim padded to a multiple of `multiple` x `count`, then cut evenly (a vocabulary)."""
-    step = multiple * count
-    return DimCut(dim, ((-(-size // step) * multiple,) * count,))
-
-
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:
     """A dim cut in parts of the sizes given, in rank order."""
     return DimCut(dim, (tuple(sizes),))
-
-
-def fused_blocks(dim: int, sizes: Iterable[int], count: int) -> DimCut:
-    """Several blocks along a dim, each cut evenly (gate-and-up; query, key and value of unequal sizes)."""
-    return DimCut(dim, tuple(even(dim, size, count).blocks[0] for size in sizes))
-
-
-def fused_qkv(dim: int, heads: int, kv_heads: int, head_size: int, count: int) -> DimCut:
-    """Query, key and value rows in one dim, cut by whole heads; LayoutError if the key-value heads do not divide."""
-    if heads % count or kv_heads % count:
-        raise LayoutError(f"{heads} query heads and {kv_heads} key-value heads do not both divide by {count}")
-    return fused_blocks(dim, (heads * head_size, kv_heads * head_size, kv_heads * head_size), count)
-
-
-def expert(experts: int, count: int) -> DimCut:
-    """Whole experts, in order, of a tensor whose dim 0 counts them; LayoutError if they do not divide."""
-    return even(0, experts, count)
-
-
-def apply(cut: Cut, shard: Shard, index: int) -> Shard:
-    """What rank `index` of a cut keeps of a local shard: the cut sees the shard's buffer as a dense tensor."""
-    local, kept = cut.parts(shard.shape, index)
-    pieces = [placed for part in kept for piece in shard.pieces for placed in _through(part, piece, shard.shape)]
-    return Shard(local, tuple(pieces))
 
 
 def compose(shape: tuple[int, ...], cuts: Iterable[tuple[Cut, int]]) -> Shard:
     """The shard of a tensor after several cuts, each with the rank's index in it, outermost axis first."""
     shard = Shard.whole(shape)
     for cut, index in cuts:
-        shard = apply(cut, shard, index)
+        local, kept = cut.parts(shard.shape, index)
+        found = (_through(part, piece, shard.shape) for part in kept for piece in shard.pieces)
+        shard = Shard(local, tuple(piece for piece in found if piece is not None))
     return shard
 
 
-def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> list[Placed]:
-    """The elements of a piece that a further cut keeps at `part`, a box of the buffer that the piece lies in."""
-    if len(piece.strides) == len(buffer):
-        return _in_same_dims(part, piece, buffer)
-    return [found for dense in _dense_parts(piece) for found in _in_flat_buffer(part, dense)]
-
-
-def _in_same_dims(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> list[Placed]:
-    """The piece is a box of the buffer: intersect, and name what is common by the logical box."""
+def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> Placed | None:
+    """What a further cut keeps of a piece: `part` is a box of the buffer that the piece is a box of, too."""
     left, start = piece.offset, []
     for stride in row_major(buffer):
         index, left = divmod(left, stride)
         start.append(index)
     common = part.restrict(Box.whole(piece.box.shape).shift(tuple(start)))
     if common is None:
-        return []
+        return None
     by = tuple(first - index for first, index in zip(piece.box.start, start, strict=True))
-    return [Placed(common.box.shift(by), common.offset, common.strides)]
-
-
-def _dense_parts(piece: Placed) -> list[Placed]:
-    """A piece split until each part fills a run of the buffer (padding of an earlier cut may lie between its rows)."""
-    dense = row_major(piece.box.shape)
-    loose = [dim for dim, size in enumerate(piece.box.shape) if size > 1 and piece.strides[dim] != dense[dim]]
-    if not loose:
-        return [piece]
-    dim, parts = loose[0], []
-    for index in range(piece.box.start[dim], piece.box.stop[dim]):
-        start = (*piece.box.start[:dim], index, *piece.box.start[dim + 1 :])
-        stop = (*piece.box.stop[:dim], index + 1, *piece.box.stop[dim + 1 :])
-        row = piece.restrict(Box(start, stop))
-        parts += _dense_parts(row) if row else []
-    return parts
-
-
-def _in_flat_buffer(part: Placed, piece: Placed) -> list[Placed]:
-    """The piece is a dense run of a one-dimensional buffer: keep a part of the run, which is a few boxes again."""
-    common = part.restrict(Box((piece.offset,), (piece.offset + piece.box.numel,)))
-    if common is None:
-        return []
-    found, here = [], common.offset
-    for box in boxes_of_run(piece.box.shape, common.box.start[0] - piece.offset, common.box.stop[0] - piece.offset):
-        found.append(Placed(box.shift(piece.box.start), here, row_major(box.shape)))
-        here += box.numel
-    return found
+    return Placed(common.box.shift(by), common.offset, common.strides)
 
 
 def _dim(shape: tuple[int, ...], dim: int) -> int:

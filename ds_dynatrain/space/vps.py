@@ -210,12 +210,6 @@ class VirtualParameterSpace:
             object.__setattr__(other, name, getattr(self, name))
         return other
 
-    def with_kinds(self, kinds: Iterable[Kind]) -> VirtualParameterSpace:
-        """The same tensors with other state kinds."""
-        return VirtualParameterSpace(
-            self.line, self.rules, kinds, self.layout, self.members, self.planner, self.partitioner
-        )
-
     def plan(self, target: Layout, *args: Any, **kwargs: Any) -> Any:
         """The planner's plan of a switch to `target`; LayoutError if the space was built without a planner."""
         if self.planner is None:

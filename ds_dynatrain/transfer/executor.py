@@ -25,17 +25,14 @@ TAG = 1
 class TransferStats:
     """What a member's part of a switch moved, in bytes, and how long each phase took.
 
-    bytes_in_place: stayed where it lay. bytes_local: copied within the member. bytes_derived: written by casts.
-    staging_peak: most staging bytes in use at once. seconds is the whole, the other times are its parts.
+    bytes_in_place: stayed where it lay. bytes_local: copied within the member. staging_peak: most staging bytes
+    in use at once.
     """
 
     bytes_sent: int
-    bytes_received: int
     bytes_local: int
     bytes_in_place: int
-    bytes_derived: int
     staging_peak: int
-    seconds: float
     seconds_local: float
     seconds_exchange: float
     seconds_derived: float
@@ -88,19 +85,16 @@ def execute(
     exchange_done = time.monotonic()
     for cast in ready.casts:
         _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
-    end = time.monotonic()
+    derived_done = time.monotonic()
     bytes_moved = int(read.length[moved].sum())
     return TransferStats(
         bytes_sent=sum(int(sends.length.sum()) for sends, _ in exchanges),
-        bytes_received=sum(int(receives.length.sum()) for _, receives in exchanges),
         bytes_local=bytes_moved,
         bytes_in_place=int(read.length.sum()) - bytes_moved,
-        bytes_derived=int(ready.derived[1].length.sum()),
         staging_peak=ready.staging.peak,
-        seconds=end - begin,
         seconds_local=local_done - begin,
         seconds_exchange=exchange_done - local_done,
-        seconds_derived=end - exchange_done,
+        seconds_derived=derived_done - exchange_done,
     )
 
 

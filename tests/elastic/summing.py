@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_dynatrain.data import WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
-from ds_dynatrain.elastic.environment import rewrite_rank, token_from, worker_place
+from ds_dynatrain.elastic.environment import token_from, worker_place
 from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished, WorldChanged
@@ -156,7 +156,7 @@ class Script:
                 self.member.broken(world)
                 continue
             self.member.enter(world)
-            rewrite_rank(rank, len(world.members))
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(world.members)))
             what: dict[str, Any] = {"change": world.change, "members": world.members, "survivors": world.survivors}
             self.work.say(event="formed", reason=world.reason, lost=world.lost, leaving=world.leaving, **what)
             return True

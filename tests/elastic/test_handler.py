@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ds_dynatrain.elastic import environment
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine, is_child, processes_of
-from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, rewrite_rank, token_from, worker_place
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, token_from, worker_place
 from ds_dynatrain.elastic.handler import NAME, create, get_handler
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.rendezvous import NodeRendezvous
@@ -147,8 +147,6 @@ class TestEnvironment:
         variables: dict[str, str] = {environment.LOCAL_RANK: "3", environment.LOCAL_SIZE: "8"}
         hand_over(place, variables)
         assert worker_place(variables) == place
-        rewrite_rank(5, 7, variables)
-        assert (variables["RANK"], variables["WORLD_SIZE"]) == ("5", "7")
 
     def test_without_a_launch_there_is_none(self) -> None:
         assert worker_place({"LOCAL_RANK": "0"}) is None

@@ -32,9 +32,6 @@ def test_post_and_read(boards: Any) -> None:
     one.post("key", {"a": [1, None, "ä"]})
     assert other.read("key") == {"a": [1, None, "ä"]}
     assert boards(0, prefix="another job").read("key") is None
-    one.erase("key")
-    one.erase("key")
-    assert other.read("key") is None
 
 
 def test_the_first_decision_counts(boards: Any) -> None:
@@ -84,7 +81,7 @@ TWO, FOUR = Layout(data=2, zero_stage=1), Layout(data=4, zero_stage=1)
 
 
 def proposal(target: Layout = FOUR, at: int | None = None) -> Proposal:
-    return Proposal(2, TWO, (0, 1), target, (0, 1, 2, 3), at, 5)
+    return Proposal(2, TWO, (0, 1), target, (0, 1, 2, 3), at)
 
 
 def wish(target: Layout = FOUR, at: int | None = None, step: int = 5, refusal: tuple[str, str] | None = None) -> Wish:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,16 @@ from ds_dynatrain.space import (
 )
 
 Address = tuple[str, int, int]
+
+
+def fused(dim: int, sizes: Sequence[int], count: int) -> DimCut:
+    """Blocks along a dim, each cut evenly: gate-and-up; query, key and value."""
+    return DimCut(dim, tuple((size // count,) * count for size in sizes))
+
+
+def even(dim: int, size: int, count: int) -> DimCut:
+    """A dim cut evenly."""
+    return fused(dim, [size], count)
 
 
 @st.composite

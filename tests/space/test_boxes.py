@@ -1,4 +1,4 @@
-"""Boxes, runs as boxes, and cuts that compose, each against a count element by element."""
+"""Boxes, their runs, and cuts that compose, each against a count element by element."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from ds_dynatrain.space import (
     Box,
     Cut,
     DimCut,
-    Flat,
-    FlatRun,
     Pick,
     Shard,
-    boxes_of_run,
     compose,
-    even,
-    expert,
-    fused_blocks,
-    fused_qkv,
-    padded,
     runs_of_box,
     uneven,
 )
+from tests.space.models import even, fused
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 PADDING = -1
@@ -53,14 +46,6 @@ def test_intersection_is_what_both_contain(data: st.DataObject, shape: tuple[int
 
 
 @given(st.data(), shapes)
-def test_a_run_is_a_few_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    start, stop = sorted((data.draw(st.integers(0, math.prod(shape))), data.draw(st.integers(0, math.prod(shape)))))
-    found = boxes_of_run(shape, start, stop)
-    assert [index for box in found for index in flat_indices(shape, box)] == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-@given(st.data(), shapes)
 def test_a_box_is_the_fewest_runs(data: st.DataObject, shape: tuple[int, ...]) -> None:
     box = data.draw(boxes(shape))
     start, stop = runs_of_box(shape, box)
@@ -75,7 +60,8 @@ def dim_cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> DimCut:
     size, count = shape[dim], draw(st.integers(1, 3))
     style = draw(st.sampled_from(["uneven", "padded", "blocks"]))
     if style == "padded":
-        return padded(dim, size, count, draw(st.integers(1, 2)))
+        step = count * draw(st.integers(1, 2))
+        return DimCut(dim, ((-(-size // step) * step // count,) * count,))
     blocks = draw(st.integers(1, 2)) if style == "blocks" else 1
     ends = sorted(draw(st.lists(st.integers(0, size), min_size=blocks * count - 1, max_size=blocks * count - 1)))
     sizes = np.diff([0, *ends, size]).tolist()
@@ -84,23 +70,15 @@ def dim_cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> DimCut:
 
 @st.composite
 def any_cut(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
-    style = draw(st.sampled_from(["flat", "pick", "dim", "dim"]))
-    if style == "dim" and shape:
+    if shape and draw(st.sampled_from([True, True, False])):
         return draw(dim_cuts(shape))
-    if style == "pick":
-        return Pick(2, draw(st.sampled_from([(0,), (1,), (0, 1)])))
-    return Flat(draw(st.integers(1, 4)))
+    return Pick(2, draw(st.sampled_from([(0,), (1,), (0, 1)])))
 
 
 def deal(local: np.ndarray, cut: Cut, index: int) -> np.ndarray:
     """What a rank keeps of a local array, by numpy slices: another way than `cut.parts`."""
     if isinstance(cut, Pick):
         return local if index in cut.holders else np.full(0, PADDING)
-    if isinstance(cut, Flat):
-        width = math.ceil(local.size / cut.count)
-        line = np.full(width * cut.count, PADDING)
-        line[: local.size] = local.reshape(-1)
-        return line[index * width : (index + 1) * width]
     assert isinstance(cut, DimCut)
     rows = np.moveaxis(local, cut.dim, 0)
     total = sum(sum(block) for block in cut.blocks)
@@ -141,43 +119,33 @@ def test_composed_cuts_equal_cutting_an_array_step_by_step(data: st.DataObject, 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), shapes)
 def test_the_shards_of_all_ranks_tile_the_tensor(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    outer = data.draw(dim_cuts(shape)) if shape else Flat(2)
-    inner = Flat(data.draw(st.integers(1, 3)))
-    seen = [
-        number
-        for first in range(outer.count)
-        for second in range(inner.count)
-        for number in written(compose(shape, [(outer, first), (inner, second)]), shape).reshape(-1).tolist()
-        if number != PADDING
-    ]
+    outer = data.draw(dim_cuts(shape)) if shape else Pick(2, (1,))
+    seen: list[int] = []
+    for first in range(outer.count):
+        local = compose(shape, [(outer, first)]).shape
+        inner = data.draw(dim_cuts(local)) if local else Pick(2, (0,))
+        for second in range(inner.count):
+            held = written(compose(shape, [(outer, first), (inner, second)]), shape).reshape(-1).tolist()
+            seen += [number for number in held if number != PADDING]
     assert sorted(seen) == list(range(math.prod(shape)))
 
 
-def test_named_cuts() -> None:
-    assert even(1, 6, 3).blocks == ((2, 2, 2),)
+def test_cuts_as_models_have_them() -> None:
     assert uneven(0, [3, 1]).blocks == ((3, 1),)
-    assert padded(0, 10, 4).blocks == ((3, 3, 3, 3),)
-    assert padded(0, 50257, 2, 64).blocks == ((25152, 25152),)
-    assert fused_blocks(0, [8, 8], 2).blocks == ((4, 4), (4, 4))
-    assert fused_qkv(0, heads=8, kv_heads=2, head_size=4, count=2).blocks == ((16, 16), (4, 4), (4, 4))
-    assert compose((4, 2, 3), [(expert(4, 2), 1)]).pieces[0].box == Box((2, 0, 0), (4, 2, 3))
-
-
-def test_flat_twice_over_a_padded_dim() -> None:
-    shard = compose((2, 1), [(DimCut(1, ((2,),)), 0), (Flat(1), 0), (Flat(1), 0)])
-    assert written(shard, (2, 1)).tolist() == [0, PADDING, 1, PADDING]
-
-
-def test_a_flat_run_over_a_fused_shard() -> None:
-    shard = compose((6, 2), [(fused_blocks(0, [4, 2], 2), 1), (FlatRun(1, 4), 0)])
-    assert written(shard, (6, 2)).tolist() == [5, 6, 7, 10]
+    padded = DimCut(0, ((3, 3, 3, 3),))
+    assert [compose((10,), [(padded, index)]).numel for index in range(4)] == [3, 3, 3, 1]
+    heads = fused(0, [8, 4, 4], 2)
+    assert [piece.box for piece in compose((16, 2), [(heads, 1)]).pieces] == [
+        Box((4, 0), (8, 2)),
+        Box((10, 0), (12, 2)),
+        Box((14, 0), (16, 2)),
+    ]
+    assert compose((4, 2, 3), [(even(0, 4, 2), 1)]).pieces[0].box == Box((2, 0, 0), (4, 2, 3))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: even(0, 7, 2), "remainder 1"),
-        (lambda: fused_qkv(0, 8, 3, 4, 2), "3 key-value heads"),
         (lambda: uneven(0, [3, 3]).parts((5, 2), 2), "index 2"),
         (lambda: uneven(0, [3, 1]).parts((5, 2), 0), "do not cover"),
         (lambda: uneven(2, [3, 1]).parts((5, 2), 0), "no dim 2"),
@@ -185,7 +153,6 @@ def test_a_flat_run_over_a_fused_shard() -> None:
         (lambda: DimCut(0, ((1, -2),)), "negative"),
         (lambda: Box((1,), (0,)), "start <= stop"),
         (lambda: Box((1,), (2, 3)), "1 starts"),
-        (lambda: boxes_of_run((2, 3), 0, 7), "not in a tensor"),
         (lambda: runs_of_box((2,), Box((0,), (3,))), "not in a tensor"),
         (lambda: Box((0,), (1,)).intersect(Box((), ())), "dims"),
     ],

@@ -47,7 +47,7 @@ def load(
         refusal_of(engine, is_open and f"{is_open}: load after engine.step(), with no switch pending", tag),
     )
     ask(Session(control, f"load/{place}", members, "load_universal"), request)
-    same = (engine.layout, members, engine.layout, members, None, int(engine.global_steps))
+    same = (engine.layout, members, engine.layout, members, None)
     control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")

@@ -70,8 +70,8 @@ class Leader:
         proposals = []
         for engine, target in zip(self.engines, targets, strict=True):
             before = engine.layout, () if change.restores else engine.members
-            step, torn = int(engine.global_steps), self.elastic.is_torn
-            proposals.append(Proposal(engine._switcher.attempt + 1, *before, *target, None, step, forms_anew=torn))
+            attempt = engine._switcher.attempt + 1
+            proposals.append(Proposal(attempt, *before, *target, None, forms_anew=self.elastic.is_torn))
         change.board.post(f"change/{change.tries + 1}", [proposal.to_json() for proposal in proposals])
 
     def _targets(self, change: Change) -> list[Destination] | None:

@@ -29,13 +29,6 @@ class Roll:
         """Without those that have gone, whose numbers are not given again. KeyError for a member without one."""
         return Roll({member: self.numbers[member] for member in members}, self.following)
 
-    def id_of(self, number: int) -> str:
-        """The inverse of `numbers`; KeyError if nobody has that number."""
-        for member, its in self.numbers.items():
-            if its == number:
-                return member
-        raise KeyError(number)
-
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
         """The ids of several members."""
         wanted = set(numbers)
