@@ -90,4 +90,4 @@ def check_drawing() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError("the page needs matplotlib: pip install ds-dynatrain[demo]") from error
+        raise ConfigError("the page needs matplotlib: pip install matplotlib") from error

@@ -25,6 +25,11 @@ VARIABLES = (
 )
 """Environment variables that decide about a launch."""
 LONGEST_COMPILATION_MINUTES = 15
+STATUS = (
+    "CPU processes over gloo only: a job on GPUs is refused at its start. "
+    "Not for the Trainer of Hugging Face, Accelerate or Lightning yet."
+)
+"""What everybody should know first; the box at the top of README.md says it in these words."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,14 @@ class Environment:
     variables: dict[str, str]
 
     @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of what stands against a start."""
+        return tuple(check.name for check in self.checks if check.is_well is False)
+
+    @property
     def is_well(self) -> bool:
         """Whether nothing stands against a start."""
-        return all(check.is_well is not False for check in self.checks)
+        return not self.failed
 
     @property
     def has_deepspeed(self) -> bool:
@@ -57,7 +67,8 @@ class Environment:
 
 def examine_environment() -> Environment:
     """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
-    checks = (*_versions(), *_deepspeed(), _compiler(), *_digests(), *_broken_off())
+    status = Check("status", "alpha", note=STATUS)
+    checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
 
@@ -79,7 +90,7 @@ def _torch() -> Check:
         return Check("torch", "not installed", False, "pip install 'torch>=2.13'")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     fits = numbers >= OLDEST_TORCH
-    return Check("torch", found, fits, "" if fits else "2.13 or newer is needed")
+    return Check("torch", found, fits, "" if fits else "2.13 or newer is needed: pip install 'torch>=2.13'")
 
 
 def _deepspeed_version() -> Check:
@@ -103,18 +114,22 @@ def _deepspeed() -> Iterator[Check]:
     """The private names, and the accelerator; what DeepSpeed prints while it is imported goes to stderr."""
     with redirect_stdout(sys.stderr):
         try:
+            import torch
             from deepspeed.accelerator import get_accelerator
 
             from ds_dynatrain import adapters  # noqa: F401
 
             device = str(get_accelerator().device_name())
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
         except Exception as error:  # a broken installation fails in many ways: each is what the user wants to know
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
     row = practice("accelerator")
-    fits = device == "cpu"
-    yield Check("accelerator", device, fits, "" if fits else f"{row.why}; {row.instead}")
+    if device != "cpu":
+        yield Check("accelerator", device, False, f"{row.why}; {row.instead}")
+    else:
+        yield Check("accelerator", device, True, f"torch is built for {built} too, which does no harm" if built else "")
 
 
 def _compiler() -> Check:
@@ -142,12 +157,17 @@ def _digests() -> Iterator[Check]:
 
 
 def _broken_off() -> Iterator[Check]:
-    """Locks of compilations that nobody goes on with: torch waits for their end without a word and without a limit."""
+    """Locks of compilations that nobody goes on with: torch waits for their end without a word and without a limit.
+
+    Since 2.14 it is the kernel that holds them, and lets go of a dead process's; the files stay for good.
+    """
     if _version("torch") is None:
         return
-    from torch.utils.cpp_extension import get_default_build_root
+    from torch.utils import cpp_extension
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not hasattr(cpp_extension, "FileBaton"):
+        return
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
         try:
             minutes = (time.time() - lock.stat().st_mtime) / 60

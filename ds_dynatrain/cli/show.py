@@ -24,12 +24,13 @@ def report(environment: Environment, job: JobReport | None) -> None:
     """Print it for a reader, the verdict last."""
     console = Console(highlight=False)
     console.print(_machine(environment))
-    is_well = environment.is_well
+    against = list(environment.failed)
     if job is not None:
         _print_job(console, job)
-        is_well = is_well and job.would_start
+        against += [] if job.would_start else ["the configuration"]
     what = "a job" if job is None else f"a job with {escape(job.path)}"
-    verdict = f"[bold green]{what} would start[/]" if is_well else f"[bold red]{what} would be refused[/]"
+    refused = f"[bold red]{what} would be refused[/]: {escape(', '.join(against))}"
+    verdict = refused if against else f"[bold green]{what} would start[/]"
     console.print(f"\n{verdict}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Loss curves with the switches marked, as a PNG. Needs matplotlib, which `pip install ds-dynatrain[demo]` brings."""
+"""Loss curves with the switches marked, as a PNG. Needs matplotlib, which the extra `demo` brings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures as pictures, drawn by matplotlib, which `pip install ds-dynatrain[demo]` brings."""
+"""The figures as pictures, drawn by matplotlib, which the extra `demo` brings."""
 
 from __future__ import annotations
 

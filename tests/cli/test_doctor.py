@@ -30,14 +30,15 @@ GOOD: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU, whatever this machine has, and no launch."""
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU, whatever this machine has, no launch, and nothing compiled yet."""
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     monkeypatch.setattr(real_accelerator, "ds_accelerator", CPU_Accelerator())
     for name in environment.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
 def doctor(*arguments: object) -> Result:
@@ -205,6 +206,27 @@ def test_an_accelerator_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert checks["accelerator"]["ok"] is False and "DS_ACCELERATOR=cpu" in checks["accelerator"]["note"]
 
 
+def test_on_gpus_the_report_begins_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
+    lines = doctor().stdout.splitlines()
+    assert lines[0].startswith("status") and "GPUs is refused" in " ".join(" ".join(lines[:5]).split())
+    assert lines[-1] == "a job would be refused: accelerator"
+
+
+def test_a_torch_that_is_built_for_gpus_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    result = doctor("--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["environment"]}
+    assert result.exit_code == 0 and "CUDA 13.0 too" in checks["accelerator"]["note"]
+
+
+def test_readme_says_the_status_in_the_same_words() -> None:
+    words = " ".join((ROOT / "README.md").read_text().replace("\n>", "\n").split())
+    assert environment.STATUS in words[:1500]
+
+
 def test_deepspeed_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The support table speaks without it."""
     monkeypatch.setitem(sys.modules, "ds_dynatrain.adapters", None)
@@ -223,6 +245,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compilation_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
@@ -233,6 +258,19 @@ def test_a_compilation_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.M
     (check,) = [check for check in json.loads(result.stdout)["environment"] if check["name"] == "lock"]
     assert result.exit_code == 1
     assert check["value"] == str(lock) and "begun 60 minutes ago was broken off" in check["note"]
+
+
+def test_lock_files_of_newer_torch_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 2.14 torch leaves the file there after every compilation, and locks it by the kernel."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 3600,) * 2)
+    assert doctor().exit_code == 0
 
 
 def test_the_whole_table() -> None:
