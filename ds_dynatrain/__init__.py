@@ -1,4 +1,4 @@
-"""ds_dynatrain: DeepSpeed training that changes world size and ZeRO stage while it runs.
+"""ds_dynatrain: DeepSpeed training that changes world size, ZeRO stage and parallel sizes while it runs.
 
     engine, optimizer, loader, scheduler = ds_dynatrain.initialize(model=model, config=config, training_data=data)
     engine.switch(data=4, zero_stage=3)

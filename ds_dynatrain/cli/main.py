@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Live changes of world size and ZeRO stage for DeepSpeed jobs.",
+    help="Live changes of world size, ZeRO stage and parallel sizes for DeepSpeed jobs.",
 )
 
 
@@ -191,7 +191,7 @@ def compare(
         raise typer.Exit(REFUSED)
 
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints.")
+checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints, prove them, convert them.")
 app.add_typer(checkpoint, name="checkpoint")
 
 Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: then the latest.")]
