@@ -22,7 +22,7 @@ from ds_dynatrain.errors import DataError
 STOCK_WORKERS = 2
 """Worker processes per loader where none are asked for: DeepSpeed's own number."""
 
-MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loader of your own"
+MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loop with engine.boundary()"
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
 
 
