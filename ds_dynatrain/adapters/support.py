@@ -13,14 +13,17 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_uncuttable
 from ds_dynatrain.adapters.regroup import changes
 from ds_dynatrain.adapters.sequence import refuse_sequence
 from ds_dynatrain.adapters.versions import refuse_axes, refuse_for_series
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice, refuse_config
+from ds_dynatrain.support.checks import offloads
 
 
 def refuse_unsupported(
@@ -53,6 +56,8 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
         named = [key for key in ("round_robin_gradients", "parameter_alignment", "offload_optimizer") if zero.get(key)]
         if low and layout.zero_stage == 0 and named:
             raise practice("options of ZeRO for a pipeline in bf16 without it").refused(f"{named[0]} in {layout}")
+    if is_on(config) or any(layers(model)):
+        _refuse_beside_experts(layout, config)
     wrapped = compiled_by_wrapping(model)
     if wrapped and layout.zero_stage == 3:
         raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
@@ -88,6 +93,22 @@ def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a section that was not tried with pipelines."""
     if (config.get("data_efficiency") or {}).get("enabled"):
         raise practice("data_efficiency beside a pipeline").error("data_efficiency")
+
+
+def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
+    """SwitchRefused for what DeepSpeed's optimizer of stages 1 and 2 asserts of a model with experts."""
+    zero = config.get("zero_optimization") or {}
+    apart = zero.get("contiguous_gradients") is False and not offloads(config)
+    if layout.zero_stage in (1, 2) and zero.get("reduce_scatter") is False:
+        key, nearest = "reduce_scatter", layout.replace(zero_stage=0)
+    elif layout.zero_stage == 2 and apart:
+        key, nearest = "contiguous_gradients", layout.replace(zero_stage=1)
+    else:
+        return
+    row = practice("options of ZeRO beside experts")
+    raise SwitchRefused(
+        f"zero_optimization.{key} = false in {layout}: {row.why}", f"{row.instead}, or nearest: {nearest}"
+    )
 
 
 def _refuse_model(model: nn.Module) -> None:

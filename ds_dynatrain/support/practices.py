@@ -63,6 +63,13 @@ PRACTICES = (
         "built with the ep_size of the start, or with 1; see [experts](experts.md)",
         "tests/engine/test_transitions.py::test_walk",
     ),
+    _switch(
+        "options of ZeRO beside experts",
+        "with experts DeepSpeed's stages 1 and 2 have no reduce_scatter false, and stage 2 no contiguous_gradients "
+        "false (but with offload)",
+        "leave the key out",
+        "tests/engine/test_moe.py::test_what_zero_asserts_of_experts_is_refused_when_asked",
+    ),
     _start(
         "experts of your own",
         "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",

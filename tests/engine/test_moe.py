@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,39 @@ def refused() -> None:
 def test_stage_3_is_refused(pool: RankPool) -> None:
     """And sizes that do not divide; the job goes on."""
     pool.run(refused)
+
+
+def keys_of_zero(key: str, start: Layout, target: Layout) -> tuple[str, str, int]:
+    """What is said when a switch is asked for, and by `plan`; and the steps that were trained then and afterwards."""
+    subject = native(2)
+    subject = replace(subject, settings={**subject.settings, "zero_optimization": {key: False}})
+    with axis_walks.started(subject, "fp32", start) as made:
+        batches = iter(made.loader)
+        jobs.one_micro_batch(made.engine, next(batches), jobs.Record())
+        with pytest.raises(SwitchRefused) as asked:
+            made.engine.switch(target, at=made.engine.global_steps)
+        planned = made.engine.plan(target)
+        jobs.one_micro_batch(made.engine, next(batches), jobs.Record())
+        assert made.engine.last_switch is None
+        return str(asked.value), f"{planned.refusal}; {planned.way_out}", made.engine.global_steps
+    raise AssertionError("it was let go")
+
+
+KEYS = [
+    ("contiguous_gradients", at(4, 2, 1), at(4, 2, 2), "nearest: data=4 expert=2 zero_stage=1"),
+    ("reduce_scatter", at(4, 2, 0), at(4, 2, 1), "nearest: data=4 expert=2 zero_stage=0"),
+]
+
+
+@pytest.mark.parametrize(("key", "start", "target", "way_out"), KEYS, ids=[row[0] for row in KEYS])
+def test_what_zero_asserts_of_experts_is_refused_when_asked(
+    pool: RankPool, key: str, start: Layout, target: Layout, way_out: str
+) -> None:
+    """Before: the switch was tried, training stood still, and it was rolled back."""
+    for asked, planned, steps in pool.run(keys_of_zero, key=key, start=start, target=target):
+        assert f"zero_optimization.{key}" in asked and way_out in asked
+        assert f"zero_optimization.{key}" in planned and way_out in planned
+        assert steps == 2
 
 
 def uneven(drop_tokens: bool) -> str:
