@@ -1,37 +1,51 @@
-"""A switch played out in dictionaries, and its least bytes counted in plain Python, apart from the planner."""
+"""A switch played out on arrays, element by element, and its least bytes counted apart from the planner.
+
+Every element has a value that no other one has, but those of kinds of equal bytes. A plan has to bring each element of
+the target's buffers there once, out of where the source has it; padding stays as it was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from ds_dynatrain.plan import MemberPlan, Move, Moves, SwitchPlan
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
-from tests.space.models import addresses, addresses_under
+from tests.space.expected import PADDING, Ints, buffers, buffers_under
 
-Memory = dict[tuple[str, str, int, int], tuple[str, int]]
+Memory = dict[tuple[str, str, int], Ints]
+"""Values by (kind, place, index of the buffer)."""
+EMPTY = -1
 
 
-def value(vps: VirtualParameterSpace, kind: str, coordinate: int) -> tuple[str, int]:
-    """What an element holds: equal for kinds of equal bytes."""
-    return min(vps.kind(kind).sources), coordinate
+def value(vps: VirtualParameterSpace, kind: str, coordinate: Ints) -> Ints:
+    """What elements hold."""
+    code = [other.name for other in vps.kinds].index(min(vps.kind(kind).sources))
+    return code * len(vps.line) + coordinate
 
 
 def memory(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Iterable[str]) -> Memory:
-    """All elements on a rank, by (kind, place, index, offset)."""
-    found: Memory = {}
-    for kind in kinds:
-        groups = vps.kind(kind).groups
-        for at, where in addresses_under(vps, layout, rank, kind).items():
-            if groups is None or vps.locate(at)[0].group in groups:
-                found[(kind, *where)] = value(vps, kind, at)
-    return found
+    """All elements on a rank."""
+    return {
+        (kind, *name): np.where(line == PADDING, EMPTY, value(vps, kind, line))
+        for kind in kinds
+        for name, line in buffers_under(vps, layout, rank, kind).items()
+    }
 
 
-def play(plan: SwitchPlan) -> tuple[dict[int, Memory], int]:
-    """Memory of every target member after the plan is carried out, and the bytes that crossed."""
+def coordinates(vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str) -> set[int]:
+    """The elements of one kind on a rank."""
+    return set().union(*(line.tolist() for line in buffers_under(vps, layout, rank, kind).values())) - {PADDING}
+
+
+def play(plan: SwitchPlan) -> int:
+    """Carry a plan out; the bytes that crossed. AssertionError unless every element arrives, once, and nothing else."""
     vps = plan.sides.vps
     old = {member: memory(vps, vps.layout, rank, plan.kinds) for rank, member in enumerate(vps.members)}
-    new: dict[int, Memory] = {member: {} for member in plan.target_members}
+    due = {member: memory(vps, plan.target_layout, rank, plan.kinds) for rank, member in enumerate(plan.target_members)}
+    new = {member: {name: np.full_like(line, EMPTY) for name, line in held.items()} for member, held in due.items()}
     parts = {member: plan.for_member(member) for member in plan.members}
     crossed = 0
     for member, part in parts.items():
@@ -42,9 +56,14 @@ def play(plan: SwitchPlan) -> tuple[dict[int, Memory], int]:
             _copy(vps, exchange.sends, old.get(member, {}), new.get(exchange.peer, {}))
             crossed += exchange.sends.nbytes
     for member, part in parts.items():
-        _copy(vps, part.derived, dict(new.get(member, {})), new.get(member, {}))
+        before = {name: line.copy() for name, line in new.get(member, {}).items()}
+        _copy(vps, part.derived, before, new.get(member, {}))
+    for member, held in due.items():
+        for name, line in held.items():
+            wrong = np.flatnonzero(new[member][name] != line)
+            assert not len(wrong), f"member {member}: {name} is not written, or is padding, at {wrong.tolist()}"
     _check_sums(plan, parts, crossed)
-    return new, crossed
+    return crossed
 
 
 def stays(move: Move) -> bool:
@@ -58,12 +77,19 @@ def stays(move: Move) -> bool:
 
 def _copy(vps: VirtualParameterSpace, moves: Moves, source: Memory, target: Memory) -> None:
     for move in moves:
-        for step in range(move.stop - move.start):
-            got = source[(move.source_kind, *move.source_buffer, move.source_offset + step)]
-            assert got == value(vps, move.source_kind, move.start + step)
-            place = (move.kind, *move.target_buffer, move.target_offset + step)
-            assert place not in target, f"written twice: {place}"
-            target[place] = value(vps, move.kind, move.start + step)
+        run = np.arange(move.start, move.stop)
+        read = _part(source, (move.source_kind, *move.source_buffer), move.source_offset, len(run))
+        assert np.array_equal(read, value(vps, move.source_kind, run)), f"reads something else: {move}"
+        into = _part(target, (move.kind, *move.target_buffer), move.target_offset, len(run))
+        assert (into == EMPTY).all(), f"writes twice: {move}"
+        into[:] = value(vps, move.kind, run)
+
+
+def _part(memory: Memory, name: tuple[str, str, int], offset: int, length: int) -> Ints:
+    """A run of a buffer, to read or to write; AssertionError if it is not in there."""
+    assert name in memory, f"there is no {name}"
+    assert 0 <= offset < offset + length <= len(memory[name]), f"[{offset}, {offset + length}) is not in {name}"
+    return memory[name][offset : offset + length]
 
 
 def _check_sums(plan: SwitchPlan, parts: dict[int, MemberPlan], crossed: int) -> None:
@@ -83,17 +109,20 @@ def lacking_bytes(
     """Least bytes that one member must receive, element by element: source and target as (layout, rank or None)."""
     present = set(kinds)
 
-    def held(layout: Layout, rank: int, kind: str) -> set[int]:
-        return set(addresses(tensors, rules, layout, rank, kind)) if kind in present else set()
-
-    def had(kind: str) -> set[int]:
-        return set() if source[1] is None else held(source[0], source[1], kind)
+    def held(layout: Layout, rank: int | None, kind: str) -> npt.NDArray[np.bool_]:
+        """For each coordinate, whether it is there."""
+        marks = np.zeros(sum(tensor.numel for tensor in tensors) + 1, dtype=bool)  # the last one stands for PADDING
+        if kind in present and rank is not None:
+            for line in buffers(tensors, rules, layout, rank, kind).values():
+                marks[line] = True
+        return marks[:-1]
 
     weight, master = held(*target, "weight"), held(*target, "master")
     if weight_bytes == 4:
-        total = 4 * len((weight | master) - had("weight") - had("master"))
+        total = 4 * np.count_nonzero((weight | master) & ~held(*source, "weight") & ~held(*source, "master"))
     else:
-        total = 2 * len(weight - had("weight") - master) + 4 * len(master - had("master"))
+        total = 2 * np.count_nonzero(weight & ~held(*source, "weight") & ~master)
+        total += 4 * np.count_nonzero(master & ~held(*source, "master"))
     for kind, size in (("exp_avg", 4), ("exp_avg_sq", 4), ("stale_grad", weight_bytes)):
-        total += size * len(held(*target, kind) - had(kind))
-    return total
+        total += size * np.count_nonzero(held(*target, kind) & ~held(*source, kind))
+    return int(total)

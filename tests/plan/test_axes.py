@@ -23,7 +23,8 @@ from ds_dynatrain.space import (
     standard_kinds,
     uneven,
 )
-from tests.plan.simulate import memory, play, stays
+from tests.plan.simulate import play, stays
+from tests.space.expected import buffers_under, equal, laid_out
 from tests.space.models import even, fused
 
 TENSORS = [
@@ -101,10 +102,7 @@ def check(source: Layout, target: Layout, weight: int, seed: int) -> None:
     vps = space(source, tuple(range(source.world_size)), weight)
     members = tuple(random.Random(seed).sample(range(9), target.world_size))
     kinds = kinds_of(source, target)
-    plan = plan_switch(vps, target, members, kinds)
-    after, crossed = play(plan)
-    assert after == {member: memory(vps, target, rank, kinds) for rank, member in enumerate(members)}
-    assert crossed == bytes_minimum(vps, target, members, kinds)
+    assert play(plan_switch(vps, target, members, kinds)) == bytes_minimum(vps, target, members, kinds)
 
 
 @pytest.mark.parametrize("source", SIZES, ids=str)
@@ -128,13 +126,7 @@ def test_pieces_are_owned_once_and_held_where_numpy_says(layout: Layout) -> None
         owned: list[int] = []
         for rank in range(layout.world_size):
             pieces = vps.holding(layout, rank, kind).validate()
-            places = {
-                (kind, *piece.buffer, piece.offset + step): piece.start + step
-                for piece in pieces
-                for step in range(piece.stop - piece.start)
-            }
-            expected = memory(vps, layout, rank, (kind,))
-            assert {where: value for where, (_, value) in expected.items()} == places
+            assert equal(laid_out(pieces), buffers_under(vps, layout, rank, kind))
             held = {step for piece in pieces for step in range(piece.start, piece.stop)}
             mine = [step for piece in vps.owned(layout, rank, kind) for step in range(piece.start, piece.stop)]
             assert held.issuperset(mine)

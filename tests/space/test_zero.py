@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import FROZEN, Kind, Layout, Line, LogicalTensor, Pieces, VirtualParameterSpace, ZeroRules, zero
-from tests.space.models import Address, addresses, layouts, space, tensor_lists, zero_rules
+from tests.space.expected import Address, addresses
+from tests.space.models import layouts, space, tensor_lists, zero_rules
 
 KINDS = ("weight", "master", "exp_avg", "stale_grad")
 
