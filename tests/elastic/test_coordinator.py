@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_join_leave_kill_and_end() -> None:
         assert not served.thread.is_alive(), "a coordinator ends with its job"
 
 
-def test_death_is_told_at_once() -> None:
+def test_death_is_told_at_once(in_time: Callable[[float, float], None]) -> None:
     with serving() as served:
         a = served.join("a")
         enter(a, told(a).generation)
@@ -74,10 +75,10 @@ def test_death_is_told_at_once() -> None:
         b.close()
         begin = time.monotonic()
         assert told(a).change == "failure"
-        assert time.monotonic() - begin < 1
+        in_time(time.monotonic() - begin, 1)
 
 
-def test_a_silent_worker_is_fenced_through_its_agent() -> None:
+def test_a_silent_worker_is_fenced_through_its_agent(in_time: Callable[[float, float], None]) -> None:
     with serving(silent_seconds=0.4) as served:
         agent = served.connect()
         agent.send(Agent(node="a"))
@@ -90,7 +91,8 @@ def test_a_silent_worker_is_fenced_through_its_agent() -> None:
                 break
             except TimeoutError:
                 continue
-        assert 0.3 < time.monotonic() - begin < 2
+        assert time.monotonic() - begin > 0.3
+        in_time(time.monotonic() - begin, 2)
         told(a)
         with pytest.raises(PeerRefused, match="no heartbeat"):
             a.expect(SECONDS)
@@ -251,12 +253,12 @@ def test_random_bytes_disturb_nobody() -> None:
         assert served.status().members[0].phase == "working"
 
 
-def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
     monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 0.2)
     with serving() as served, raw(served.address) as peer:
         begin = time.monotonic()
         rest(peer)
-        assert time.monotonic() - begin < 2
+        in_time(time.monotonic() - begin, 2)
 
 
 def test_many_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:

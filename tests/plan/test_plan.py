@@ -180,6 +180,7 @@ def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:
     assert cost.highest_peak_bytes == (2_000 + 6_000) + (1_000 + 6_000) + 1_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), [((3, 512), (3, 384)), ((3, 384), (3, 512)), ((1, 512), (3, 512))])
 def test_one_rank_of_a_large_world_plans_quickly(source: tuple[int, int], target: tuple[int, int]) -> None:
     tensors = [LogicalTensor(f"t{i}", (1000 + i, 1000) if i % 2 else (1000 + i,)) for i in range(1000)]

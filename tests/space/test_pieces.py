@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -104,11 +105,11 @@ def test_validation_names_the_piece() -> None:
     assert len(Pieces.empty()) == 0 and Pieces.empty().numel == 0
 
 
-def test_a_hundred_thousand_pieces_are_quick() -> None:
+def test_a_hundred_thousand_pieces_are_quick(in_time: Callable[[float, float], None]) -> None:
     start = np.arange(100_000, dtype=np.int64) * 10
     a = Pieces(start, start + 9, np.zeros_like(start), start, (BufferId("group", 0),))
     b = Pieces(start + 5, start + 14, np.zeros_like(start), start, (BufferId("group", 0),))
     begun = time.perf_counter()
     assert a.intersect(b)[0].numel == 100_000 * 4 + 99_999 * 4
     assert a.subtract(b.start, b.stop).numel + a.intersect(b)[0].numel == a.numel
-    assert time.perf_counter() - begun < 1.0
+    in_time(time.perf_counter() - begun, 1.0)
