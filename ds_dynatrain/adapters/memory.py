@@ -1,6 +1,4 @@
-"""The local buffers that a layout needs: their sizes as DeepSpeed pads them, allocated,
-or kept from the present layout.
-"""
+"""The local buffers that a layout needs: allocated, or kept from the present layout."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ from ds_dynatrain.space import (
     Pieces,
     VirtualParameterSpace,
 )
-from ds_dynatrain.space.widened import is_widened
-from ds_dynatrain.space.zero import group_sizes, has_flat_groups, partition_size, subgroups
 
 SLACK = 2048
 """Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
@@ -54,48 +50,6 @@ def dtypes(types: ElementTypes, kinds: tuple[str, ...]) -> dict[str, torch.dtype
     return {kind: types.of(kind) for kind in kinds}
 
 
-def sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
-    """Elements of every buffer of a rank, padding included."""
-    line, layout, rules = local.line, local.layout, local.rules
-    kinds, ranks = local.present_kinds(), group_sizes(line, layout)
-    flat = has_flat_groups(rules, layout)
-    found: dict[tuple[str, BufferId], int] = {}
-    for number, tensor in enumerate(local.tensors):
-        if layout.zero_stage < 3 and not (tensor.trainable and flat):
-            held = [kind for kind in kinds if local.has(kind, tensor.group)] if tensor.trainable else [WEIGHT]
-            found.update({(kind, BufferId("tensor", number)): tensor.numel for kind in held})
-        elif layout.zero_stage == 3 and not tensor.trainable:
-            found[WEIGHT, BufferId("partition", number)] = -(-tensor.numel // int(ranks[number]))
-    if flat:
-        for group in sorted({tensor.group for tensor in local.tensors if tensor.trainable}):
-            size, width = partition_size(line, rules, layout, group), int(ranks[line.groups == group][0])
-            for kind in kinds:
-                if local.has(kind, group) and not is_widened(local.kind(kind), layout):
-                    whole = kind == WEIGHT and layout.zero_stage > 0
-                    found[kind, BufferId("group", group)] = size * width if whole else size
-        found.update(_widened_sizes(local))
-    if layout.zero_stage == 3:
-        parts = (-(-line.numels // ranks))[: line.trainable_count]
-        numbers = subgroups(line, rules, layout)
-        totals = np.bincount(numbers, weights=parts).astype(np.int64)
-        group_of = dict(zip(numbers.tolist(), line.groups.tolist(), strict=False))
-        for kind in kinds:
-            present = [j for j in range(len(totals)) if local.has(kind, group_of[j])]
-            found.update({(kind, BufferId("subgroup", j)): int(totals[j]) for j in present})
-    return found
-
-
-def _widened_sizes(local: LocalSpace) -> dict[tuple[str, BufferId], int]:
-    """Elements of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
-    found: dict[tuple[str, BufferId], int] = {}
-    for kind in local.kinds:
-        for pieces in local.holding(kind.name) if is_widened(kind, local.layout) else ():
-            for piece in pieces:
-                key = kind.name, piece.buffer
-                found[key] = found.get(key, 0) + piece.stop - piece.start
-    return found
-
-
 def reusable(
     vps: VirtualParameterSpace, rank: int | None, target: Layout, target_rank: int, live: Buffers
 ) -> set[tuple[str, BufferId]]:
@@ -104,7 +58,7 @@ def reusable(
     """
     if rank is None:
         return set()
-    wanted = sizes(vps.local(target, target_rank))
+    wanted = vps.local(target, target_rank).sizes()
     kept: set[tuple[str, BufferId]] = set()
     for kind in vps.present_kinds(target):
         if kind not in vps.present_kinds():
@@ -162,7 +116,7 @@ def provide(
     Sub-group buffers of a kind are slices of one tensor; where weight and master are of one type (fp32), those of ZeRO
     stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
-    wanted = {key: size for key, size in sizes(local).items() if key[0] in types}
+    wanted = {key: size for key, size in local.sizes().items() if key[0] in types}
     one_memory = types[WEIGHT] == types.get(MASTER) and local.layout.zero_stage in (0, 3)
     buffers: Buffers = {}
     for kind, dtype in types.items():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
-from ds_dynatrain.adapters.memory import dtypes, provide, sizes, zeros
+from ds_dynatrain.adapters.memory import dtypes, provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.regroup import Regrouping, regroup
@@ -215,7 +215,7 @@ class _Registration:
         types = dtypes(self.engine.element_types, self.new_kinds)
         need = sum(
             size * types[kind].itemsize
-            for (kind, _), size in sizes(vps.local(self.layout, self.engine.rank)).items()
+            for (kind, _), size in vps.local(self.layout, self.engine.rank).sizes().items()
             if kind in types
         )
         need += 2 * max(tensor.numel for tensor in vps.tensors) * max(each.itemsize for each in types.values())

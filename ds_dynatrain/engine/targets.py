@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_dynatrain.adapters.memory import dtypes, sizes
+from ds_dynatrain.adapters.memory import dtypes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
@@ -101,7 +101,7 @@ class Targets:
     def _state_bytes(self, local: LocalSpace) -> int:
         """Bytes of all buffers of a rank."""
         types, accumulates = self.types(local.layout), self.engine.batch_for(local.layout).accumulation > 1
-        state = sum(size * types[kind].itemsize for (kind, _), size in sizes(local).items())
+        state = sum(size * types[kind].itemsize for (kind, _), size in local.sizes().items())
         offloads = self.engine.zero_use_cpu_optimizer()
         return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)
 

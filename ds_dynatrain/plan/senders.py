@@ -11,9 +11,8 @@ import numpy as np
 
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan.sides import Sides
-from ds_dynatrain.space import ABSENT, Kind, interval
+from ds_dynatrain.space import ABSENT, Kind, Sharding, interval
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.vps import AnySharding
 
 Rows = tuple[Ints, Ints, Ints]
 
@@ -51,7 +50,7 @@ def receivers_of(sides: Sides, kind: Kind, sender: int) -> Rows:
     return _join(parts)
 
 
-def _receivers_of_owned(sides: Sides, kind: Kind, cut: AnySharding, sender: int) -> Rows:
+def _receivers_of_owned(sides: Sides, kind: Kind, cut: Sharding, sender: int) -> Rows:
     owned = cut.owned(sender)
     _, low, high, rank = sides.target(kind.name).holders(owned.start, owned.stop)
     rows = low, high, rank
@@ -63,13 +62,13 @@ def _receivers_of_owned(sides: Sides, kind: Kind, cut: AnySharding, sender: int)
     return rows
 
 
-def _within(start: Ints, stop: Ints, cut: AnySharding) -> tuple[Ints, Ints]:
+def _within(start: Ints, stop: Ints, cut: Sharding) -> tuple[Ints, Ints]:
     """The parts of runs that a sharding covers."""
     _, _, low, high = interval.intersect(start, stop, *cut.region())
     return low, high
 
 
-def _drop_held(rows: Rows, cut: AnySharding, holder: Ints) -> Rows:
+def _drop_held(rows: Rows, cut: Sharding, holder: Ints) -> Rows:
     """What of each row its `holder` (a rank of `cut`, or ABSENT) does not hold."""
     start, stop, rank = rows
     if not len(start) or cut.is_empty:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, Sharding, VirtualParameterSpace
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.vps import AnySharding, check_members
+from ds_dynatrain.space.vps import check_members
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +57,11 @@ class Sides:
         """For each target rank, the source rank of its member, or ABSENT."""
         return np.array([self.source_rank.get(member, ABSENT) for member in self.members], dtype=np.int64)
 
-    def source(self, kind: str) -> AnySharding:
+    def source(self, kind: str) -> Sharding:
         """How the source holds a kind."""
         return self.vps.sharding(self.vps.layout, kind)
 
-    def target(self, kind: str) -> AnySharding:
+    def target(self, kind: str) -> Sharding:
         """How the target holds a kind."""
         return self.vps.sharding(self.layout, kind)
 

@@ -24,13 +24,12 @@ from ds_dynatrain.space import (
     WEIGHT,
     Kind,
     Layout,
+    Sharding,
     VirtualParameterSpace,
     interval,
 )
-from ds_dynatrain.space.deckwise import DeckSharding
-from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.even import EvenSharding
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.vps import AnySharding
 
 
 def assign_slots(
@@ -87,7 +86,7 @@ def _cut_like(kind: Kind) -> object:
 def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
     """Elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
     slots = sides.layout.world_size
-    shared = _shared(sides.target(kind.name))
+    shared = sides.target(kind.name).shared
     if shared is None:
         columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
         return np.stack(columns, axis=1)
@@ -102,13 +101,6 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
     return result
 
 
-def _shared(cut: AnySharding) -> list[tuple[Ints, Ints, Ints]] | None:
-    """(ranks, start, stop) of what several ranks hold alike, which is all there is of the kind; None if it is not."""
-    if isinstance(cut, DeckSharding):
-        return cut.shared
-    return [(np.arange(cut.ranks), *cut.region())] if cut.replicated else None
-
-
 def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     """Elements of tidy runs of a kind that a member lacks: at each source rank, and last one that was at none."""
     ranks = sides.vps.layout.world_size
@@ -118,7 +110,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
     result[:ranks] = int((stop - start).sum())
-    if not all(isinstance(cut, Sharding) for cut in cuts):
+    if not all(isinstance(cut, EvenSharding) for cut in cuts):
         return _missing_by_holder(cuts, start, stop, result)
     seen: list[Ints] = []
     for cut in cuts:
@@ -131,13 +123,13 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     return result
 
 
-def _missing_by_holder(cuts: list[AnySharding], start: Ints, stop: Ints, result: Ints) -> Ints:
+def _missing_by_holder(cuts: list[Sharding], start: Ints, stop: Ints, result: Ints) -> Ints:
     """The same where an element may have several holders, each of which lacks it no more."""
-    earlier: list[AnySharding] = []
+    earlier: list[Sharding] = []
     for cut in cuts:
         if cut.is_empty:
             continue
-        shared = None if earlier else _shared(cut)
+        shared = None if earlier else cut.shared
         if shared is not None:
             for ranks, first, last in shared:
                 _, _, low, high = interval.intersect(start, stop, first, last)

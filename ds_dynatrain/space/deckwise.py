@@ -11,23 +11,22 @@ import numpy as np
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.mesh import Atlas, Deck, Mesh
 from ds_dynatrain.space.pieces import BufferId, Pieces
-from ds_dynatrain.space.sharding import ABSENT
+from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.widened import ZeroSharding
 
-Cutter = Callable[[Deck], ZeroSharding]
+Cutter = Callable[[Deck], Sharding]
 """The sharding of one kind on a deck's local line, over the ranks of the deck."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeckSharding:
-    """The same questions as `Sharding` answers, with ranks of the whole layout and coordinates of the logical line.
+    """A sharding of ranks of the whole layout and coordinates of the logical line.
 
     cuts: of each deck of the mesh. buffers: of all ranks, by the numbers of the local buffers.
     """
 
     mesh: Mesh
-    cuts: tuple[ZeroSharding, ...]
+    cuts: tuple[Sharding, ...]
     buffers: tuple[BufferId, ...]
 
     replicated = False
@@ -48,7 +47,7 @@ class DeckSharding:
     @property
     def is_empty(self) -> bool:
         """Whether nobody holds an element."""
-        return not any(len(cut.start) for cut in self.cuts)
+        return all(cut.is_empty for cut in self.cuts)
 
     def holding(self, rank: int) -> Pieces:
         """What a rank holds."""
@@ -62,7 +61,7 @@ class DeckSharding:
         """The runs that the ranks hold together, touching ones joined."""
         found = []
         for deck, cut in self._pairs():
-            _, _, start, stop = deck.atlas.to_line(cut.start, cut.stop)
+            _, _, start, stop = deck.atlas.to_line(*cut.region())
             found.append((start, stop))
         start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
         return interval.union(start, stop)
@@ -78,7 +77,7 @@ class DeckSharding:
     def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
 
-        Of several decks that hold it the first, of the ranks of that deck the one that `Sharding` names.
+        Of several decks that hold it the first, of the ranks of that deck the one that its own sharding names.
         """
         parts = [self._over(deck, deck.primary, cut.owners, start, stop) for deck, cut in self._pairs()]
         return _in_order(parts)
@@ -135,13 +134,13 @@ class DeckSharding:
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
 
-    def _code(self, cut: ZeroSharding) -> Ints:
+    def _code(self, cut: Sharding) -> Ints:
         return self._codes[id(cut.buffers)]
 
-    def _pairs(self) -> Iterator[tuple[Deck, ZeroSharding]]:
+    def _pairs(self) -> Iterator[tuple[Deck, Sharding]]:
         return zip(self.mesh.decks, self.cuts, strict=True)
 
-    def _pieces(self, rank: int, held: Callable[[ZeroSharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
+    def _pieces(self, rank: int, held: Callable[[Sharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
         parts = [Pieces.empty(self.buffers)]
         for deck, cut in self._pairs():
             index = np.flatnonzero(deck.ranks == rank)

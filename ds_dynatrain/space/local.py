@@ -8,14 +8,16 @@ import numpy as np
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
-from ds_dynatrain.space.kind import Kind
+from ds_dynatrain.space.buffers import buffers_of
+from ds_dynatrain.space.kind import WEIGHT, Kind
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.pieces import Pieces, split_by_tensor
-from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
-from ds_dynatrain.space.widened import WidenedSharding, ZeroSharding, is_widened
+from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
+from ds_dynatrain.space.sharding import Sharding
+from ds_dynatrain.space.tensor import FROZEN, Ints, Line, LogicalTensor
+from ds_dynatrain.space.widened import WidenedSharding, is_widened
 
 
-def cut_kind(line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> ZeroSharding:
+def cut_kind(line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
     """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `zero.sharding`."""
     cut = zero.sharding(line, rules, layout, kind.name, experts)
     if kind.groups is not None:
@@ -65,6 +67,29 @@ class LocalSpace:
         if self.line.experts.any():
             cut = cut_kind(self.line, self.rules, self.layout, self.kind(kind), experts=True)
             found.append(cut.holding(self.expert_rank))
+        return found
+
+    def sizes(self) -> dict[tuple[str, BufferId], int]:
+        """Elements of every buffer of this rank, by (kind, buffer), padding included."""
+        found: dict[tuple[str, BufferId], int] = {}
+        buffers = buffers_of(self.line, self.rules, self.layout)
+        for kind in self.present_kinds():
+            if is_widened(self.kind(kind), self.layout):
+                found.update(self._widened_sizes(kind))
+                continue
+            is_whole = zero.is_replicated(self.layout, kind)
+            for name, group, numel, whole in buffers:
+                if kind == WEIGHT or (group != FROZEN and self.has(kind, group)):
+                    found[kind, name] = whole if is_whole else numel
+        return found
+
+    def _widened_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
+        """Of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
+        found: dict[tuple[str, BufferId], int] = {}
+        for pieces in self.holding(kind):
+            for piece in pieces:
+                key = kind, piece.buffer
+                found[key] = found.get(key, 0) + piece.stop - piece.start
         return found
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:

@@ -1,22 +1,14 @@
-"""A sharding: how one layout cuts one state kind, as arithmetic that holds for every rank at once.
+"""A sharding: how one layout holds one state kind, as answers that hold for every rank at once.
 
-The line falls into segments (a run of a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment lies
-in one piece somewhere in a flat order, its first element at position `lead`; that order is cut in parts of a fixed
-`width`, and rank r holds the positions [r * width, (r + 1) * width), the first of them at `at` elements into its
-buffer. Where the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
-coordinate follow by integer division, so a rank finds its peers without walking over all of them.
+Three ways of holding give them: equal parts or all of it (`even`), whole tensors on several ranks (`widened`), and one
+of these for each group of ranks that other axes have dealt the same to (`deckwise`). Runs are given and answered as
+arrays: a *row* is one of the runs asked about, and every answer names the row that it is of.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space import interval
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.tensor import Ints
 
@@ -24,108 +16,49 @@ ABSENT = -1
 """In place of a rank: nobody."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sharding:
-    """How a world of `ranks` ranks holds one kind. All arrays have one entry per segment, sorted by start and disjoint.
+class Sharding(Protocol):
+    """Who holds which element of a kind, and where."""
 
-    start, stop: coordinates. width: elements of a rank's part (the segment's length if replicated). buffer: index into
-    `buffers`. at: where a rank's part begins in the buffer, in elements (the segment itself, if replicated). lead: the
-    segment's first position in the order that is cut, 0 if replicated. The buffers are the same on every rank.
-    """
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
 
-    start: Ints
-    stop: Ints
-    width: Ints
-    buffer: Ints
-    at: Ints
-    lead: Ints
-    buffers: tuple[BufferId, ...]
-    ranks: int
-    replicated: bool
+    @property
+    def buffers(self) -> tuple[BufferId, ...]:
+        """The buffers that a rank may have; pieces and places name them by their number here."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of it."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody holds an element."""
-        return not len(self.start)
+
+    @property
+    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
+        """(ranks, start, stop) of what several ranks hold alike, if that is all there is; None if it is not."""
 
     def holding(self, rank: int) -> Pieces:
-        """What a rank holds; LayoutError for a rank outside of the world."""
-        if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a world of {self.ranks}")
-        if self.replicated:
-            start, stop, offset = self.start, self.stop, self.at
-        else:
-            first = self.start - self.lead + rank * self.width
-            start, stop = np.maximum(first, self.start), np.minimum(first + self.width, self.stop)
-            offset = self.at + start - first
-        keep = start < stop
-        return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
+        """What a rank holds."""
 
     def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
-        held = self.holding(rank)
-        if not self.replicated:
-            return held
-        row, low, high, owner = self.owners(held.start, held.stop)
-        mine = owner == rank
-        return held.take(row[mine], low[mine], high[mine])
-
-    def only(self, rows: npt.NDArray[np.bool_]) -> Sharding:
-        """Some of the segments; a replicated kind's owners are then an even split of what is left."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self)}
-        cut: dict[str, Any] = {name: held[rows] for name, held in columns.items() if isinstance(held, np.ndarray)}
-        return replace(self, **cut)
+        """The part of `holding` that the rank owns: over all ranks these tile the kind, whoever else holds it."""
 
     def region(self) -> tuple[Ints, Ints]:
         """The runs that the ranks hold together, touching ones joined."""
-        return interval.union(self.start, self.stop)
 
     def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out.
-
-        Of a replicated kind every rank is a holder; its owners are an even split of the segments' span over the ranks.
-        """
-        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
-        if self.replicated:
-            base = np.zeros(len(low), np.int64) + (self.start[0] if len(self.start) else 0)
-            width = np.full(len(low), self._even_width())
-        else:
-            base, width = (self.start - self.lead)[segment], self.width[segment]
-        part, low, high, rank = interval.cut_every(low - base, high - base, width)
-        return row[part], low + base[part], high + base[part], rank
+        """Cut runs by the one rank that owns each element: (row, start, stop, rank); what nobody holds is left out."""
 
     def holders(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Every rank that holds a part of a run: (row, start, stop, rank)."""
-        if not self.replicated:
-            return self.owners(start, stop)
-        row, _, low, high = interval.intersect(start, stop, *self.region())
-        rank = np.repeat(np.arange(self.ranks, dtype=np.int64), len(row))
-        return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
-        absent = holder == ABSENT
-        row, low, high = interval.subtract(start, stop, *self.region())
-        beyond = ~absent[row]
-        parts = [(np.flatnonzero(absent), start[absent], stop[absent]), (row[beyond], low[beyond], high[beyond])]
-        if not self.replicated:
-            row, low, high, owner = self.owners(start, stop)
-            others = ~absent[row] & (owner != holder[row])
-            parts.append((row[others], low[others], high[others]))
-        rows, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return rows, low, high
-
-    def _even_width(self) -> int:
-        span = int(self.stop[-1] - self.start[0]) if len(self.start) else 0
-        return max(1, -(-span // self.ranks))
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
 
         rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
         """
-        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
-        offset = (self.at + self.lead - self.start)[segment] + low
-        if not self.replicated:
-            offset = offset - rank[row] * self.width[segment]
-        return row, low, high, self.buffer[segment], offset

@@ -15,10 +15,8 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.local import LocalSpace, cut_kind
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
+from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
-from ds_dynatrain.space.widened import ZeroSharding
-
-AnySharding = ZeroSharding | DeckSharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class VirtualParameterSpace:
     planner: Callable[..., Any] | None = None
     partitioner: Partitioner | None = None
     _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
-    _shardings: dict[tuple[Layout, str], AnySharding] = field(default_factory=dict, repr=False)
+    _shardings: dict[tuple[Layout, str], Sharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
 
     def __init__(
@@ -147,7 +145,7 @@ class VirtualParameterSpace:
         places = mesh.zero_rank(rank), layout.expert_place(rank)[1]
         return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, *places)
 
-    def sharding(self, layout: Layout, kind: str) -> AnySharding:
+    def sharding(self, layout: Layout, kind: str) -> Sharding:
         """How a layout holds a kind; computed once."""
         layout = zero.as_cut(self.rules, layout)
         key = (layout, kind)

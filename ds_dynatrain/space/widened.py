@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_dynatrain.space import interval
+from ds_dynatrain.space.even import EvenSharding
 from ds_dynatrain.space.kind import Kind
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces
-from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line
 
 
@@ -27,7 +27,7 @@ def is_widened(kind: Kind, layout: Layout) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class WidenedSharding:
-    """The same questions as `Sharding` answers, where an element may have several holders.
+    """A sharding in which an element may have several holders.
 
     part: the ordinary sharding, of flat groups. The other arrays have one entry per tensor, sorted by start. start,
     stop: its coordinates. buffer: index into `buffers`. at: elements of all tensors before it, in the flat order of one
@@ -35,7 +35,7 @@ class WidenedSharding:
     ascending in that order; opening: `at` in that order.
     """
 
-    part: Sharding
+    part: EvenSharding
     start: Ints
     stop: Ints
     buffer: Ints
@@ -46,9 +46,10 @@ class WidenedSharding:
     opening: Ints
 
     replicated = False
+    shared = None
 
     @staticmethod
-    def of(line: Line, part: Sharding) -> WidenedSharding:
+    def of(line: Line, part: EvenSharding) -> WidenedSharding:
         """The tensors of `line` that `part` cuts, which is over the flat groups of stage 1 or 2."""
         filled = np.flatnonzero(line.numels)
         row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])
@@ -120,7 +121,3 @@ class WidenedSharding:
     def _offset(self, tensor: Ints, rank: Ints) -> Ints:
         """Where tensors begin in the buffers of ranks that hold them: behind the first tensor that reaches the rank."""
         return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
-
-
-ZeroSharding = Sharding | WidenedSharding
-"""How one group of ranks that ZeRO deals to holds a kind."""

@@ -29,10 +29,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_dynatrain.space.even import EvenSharding
 from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD, WEIGHT
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId
-from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import Ints, Line
 
 
@@ -86,11 +86,13 @@ _Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
-    """The buffers that a rank has under a layout, for all of its shardings."""
+    """The names that all shardings of a layout number buffers by: of each tensor alone, then of several together.
+
+    Which of them a rank has, and how large they are, is in `buffers_of`.
+    """
     tensors, count = len(line.tensors), line.trainable_count
     if layout.zero_stage == 3:
-        subgroups = subgroup_count(line, rules, layout)
-        return _numbered(("tensor", tensors), ("partition", tensors), ("subgroup", subgroups))
+        return _numbered(("partition", tensors), ("subgroup", subgroup_count(line, rules, layout)))
     if has_flat_groups(rules, layout):
         return _numbered(("tensor", tensors), ("group", int(line.groups[:count].max(initial=-1)) + 1))
     return _numbered(("tensor", tensors))
@@ -102,7 +104,7 @@ def _numbered(*sorts: tuple[str, int]) -> Table:
     return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
 
 
-def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: bool = False) -> Sharding:
+def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: bool = False) -> EvenSharding:
     """How the layout holds the kind, one owner for each element where the kind is not replicated.
 
     experts: of the expert tensors, over the ranks of their group, or of all others.
@@ -185,9 +187,9 @@ def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> 
     return -(-numel // step) * step // ranks
 
 
-def _whole(line: Line, count: int, table: Table, ranks: int) -> Sharding:
+def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
     numbers = np.arange(count, dtype=np.int64)
-    return Sharding(
+    return EvenSharding(
         *_nonempty(line.bases[:count], line.bases[1 : count + 1], line.numels[:count], numbers, np.zeros_like(numbers)),
         buffers=table,
         ranks=ranks,
@@ -197,7 +199,7 @@ def _whole(line: Line, count: int, table: Table, ranks: int) -> Sharding:
 
 def _flat_groups(
     line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
-) -> Sharding:
+) -> EvenSharding:
     """Segments of optimizer groups, as long as the line and the flat order agree, then one per frozen tensor."""
     replicated = is_replicated(layout, kind)
     trainable = min(count, line.trainable_count)
@@ -215,7 +217,7 @@ def _flat_groups(
     last = np.append(first[1:], len(filled))[: len(first)] - 1
     start, stop = line.bases[filled[first]], line.bases[filled[last] + 1]
     nothing = np.zeros_like(first)
-    return Sharding(
+    return EvenSharding(
         start,
         stop,
         stop - start if replicated else width[filled[first]],
@@ -228,7 +230,7 @@ def _flat_groups(
     )
 
 
-def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int) -> Sharding:
+def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int) -> EvenSharding:
     """One segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
     trainable = min(count, line.trainable_count)
     width = -(-line.numels // group_sizes(line, layout))[:count]
@@ -237,9 +239,9 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     opens = np.append(True, np.diff(number) > 0)[:trainable]
     at = np.zeros(count, np.int64)
     at[:trainable] = before - np.maximum.accumulate(np.where(opens, before, 0))
-    buffer = np.arange(count, dtype=np.int64) + len(line.tensors)
-    buffer[:trainable] = number + 2 * len(line.tensors)
-    return Sharding(
+    buffer = np.arange(count, dtype=np.int64)
+    buffer[:trainable] = number + len(line.tensors)
+    return EvenSharding(
         *_nonempty(line.bases[:count], line.bases[1 : count + 1], width, buffer, at),
         buffers=table,
         ranks=ranks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_dynatrain.adapters.memory import provide, reusable, sizes
+from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.plan import bytes_minimum, plan_switch
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, standard_kinds
 from tests.plan.simulate import play
@@ -48,7 +48,7 @@ def test_buffers(layout: Layout) -> None:
     import torch
 
     vps = space(layout, tuple(range(layout.data)), 2)
-    found = sizes(vps.local(layout, 0))
+    found = vps.local(layout, 0).sizes()
     for rank in range(layout.data):
         for kind in vps.present_kinds():
             pieces = vps.holding(layout, rank, kind)

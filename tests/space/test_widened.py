@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.adapters.memory import sizes
 from ds_dynatrain.space import ABSENT, Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.space.expected import Address, addresses_in, buffers_under
 from tests.space.models import layouts, tensor_lists, zero_rules
@@ -46,7 +45,7 @@ def test_every_tensor_is_whole_where_a_part_of_it_is(
                 for place, index, offset in held[rank].values():
                     ends[place, index, 0] = max(ends.get((place, index, 0), 0), offset + 1)
                 found = {
-                    (*name, 0): size for (of, name), size in sizes(vps.local(layout, rank)).items() if of == kind.name
+                    (*name, 0): size for (of, name), size in vps.local(layout, rank).sizes().items() if of == kind.name
                 }
                 assert found == ends
 
@@ -85,7 +84,7 @@ def test_a_rank_without_a_part_has_no_buffer() -> None:
     held = [vps.holding(vps.layout, rank, "momentum_buffer").numel for rank in range(4)]
     assert held == [9, 9, 11, 0]  # parts of 4 elements: a, a, a and b, padding
     named = [
-        {name.index for kind, name in sizes(vps.local(vps.layout, rank)) if kind == "momentum_buffer"}
+        {name.index for kind, name in vps.local(vps.layout, rank).sizes() if kind == "momentum_buffer"}
         for rank in range(4)
     ]
     assert named == [{0}, {0}, {0}, set()]
