@@ -406,6 +406,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.optimizer.zero_grad()
         self._gradients.missing()
 
+    def break_off(self) -> None:
+        """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""
+        for timer in self.timers.get_timers().values():
+            if timer.started_:
+                timer.stop()
+
     @property
     def waiting_gradients(self) -> int:
         """Number of parameters with a gradient that no optimizer step has used yet."""

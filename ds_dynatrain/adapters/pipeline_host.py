@@ -99,6 +99,11 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.total_loss = self.total_additional_losses = self.agg_additional_losses = None
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
 
+    def break_off(self) -> None:
+        """As with any engine; no micro-batch ends a window any more."""
+        super().break_off()
+        self._force_grad_boundary = False
+
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """DeepSpeed's, but that a buffer of another type is not taken again.
 

@@ -23,6 +23,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
 
     _feed: Feed | None = None
     """What `train_batch()` goes on with."""
+    _read: Feed | None = None
+    """What the open global batch is read from, once its members stand at it."""
 
     def speak(self) -> None:
         """As with any engine; and of its stage."""
@@ -36,10 +38,12 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
+        self._read = None
         return surviving(self, self._train_batch, self._train_again)
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._stand()
+        self._read = self._feed
         before = int(self.global_samples)
         super().set_dataiterator(samples)
         loss: torch.Tensor = super().train_batch()
@@ -50,9 +54,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         return loss
 
     def _train_again(self) -> torch.Tensor:
-        """The world was torn in a global batch, and has been formed anew."""
-        if self._feed is not None:
-            self._feed.refuse_again()
+        """The world was torn, and has been formed anew; a function of `on_switch` may have given another feed."""
+        if self._read is not None and self._read is self._feed:
+            self._read.refuse_again()
         return self.train_batch()
 
     def _stand(self) -> Iterator[Any]:

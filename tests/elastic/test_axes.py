@@ -46,3 +46,27 @@ def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Pa
     assert processes(last) == processes(left) and last.changes[-1].change == "failure"
     finish_together(job)
     check_history(job, static, kills=1)
+
+
+def test_a_pipeline_that_reads_an_iterator_of_ones_own(train: Callable[..., Job], tmp_path: Path) -> None:
+    """A node joins and dies while it reads: `on_switch` gives another iterator, from which the batch is dealt again."""
+    variables = {"KIND": "pipeline", "FEED": "own", "STEPS": "150"}
+    static = Static(tmp_path / "static", [{"data": 1, "pipe": 2}, {"data": 2, "pipe": 2}], **variables)
+    variables["STEPS"] = "100000"
+    block = {"layout": {"data": 1, "pipe": 2, "zero_stage": 0}}
+    job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
+    job.coordinator("coordinator")
+    for name in "ab":
+        gated(job, name)
+    open_gate(job, "a")
+    first = job.settled(2)
+    open_gate(job, "b")
+    joined = job.settled(4, first.generation)
+    steps_on(job)
+    (job.folder / "hold").touch()
+    job.wait(lambda: job.rows("held") or None, "a member that reads")
+    job.kill("b")
+    last = job.settled(2, joined.generation)
+    assert processes(last) == processes(first) and last.changes[-1].change == "failure"
+    finish_together(job)
+    check_history(job, static, kills=1)

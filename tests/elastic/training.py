@@ -13,12 +13,14 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_collate
 
 import ds_dynatrain
 from tests.elastic import faulted
@@ -34,6 +36,9 @@ STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.02"))
 HOW = os.environ.get("HOW", "")
 KIND = os.environ.get("KIND", "gpt")
 """Of the model: "gpt", "pipeline", "tensor", "experts", or "meta" for a large one without memory."""
+FEED = os.environ.get("FEED", "")
+"""Of a pipeline: "own" for an iterator of the user's own, which the second pipeline never gets anything from once
+`$OUT/hold` is there."""
 GATE = os.environ.get("GATE", "")
 LATE = float(os.environ.get("LATE", "0"))
 LIMIT = int(os.environ.get("LIMIT", "0"))
@@ -110,6 +115,9 @@ class Script:
         data = Sequences() if KIND == "pipeline" else Numbered()
         self.loader = self.engine.loader(data, num_workers=WORKERS)
         self.engine.on_switch(self.note)
+        if FEED == "own":
+            self.engine.on_switch(self.give)
+            self.give()
         self.say(event="ready")
         time.sleep(LATE)
 
@@ -140,7 +148,7 @@ class Script:
 
     def batches(self) -> bool:
         """One pass with a pipeline, which makes a whole step a call; every rank has the loss of all samples."""
-        feed = iter(self.loader)
+        feed = None if FEED == "own" else iter(self.loader)
         while not self.is_through():
             try:
                 loss = self.engine.train_batch(feed).item()
@@ -151,6 +159,21 @@ class Script:
             self.train_others()
             time.sleep(STEP_SECONDS)
         return True
+
+    def own_samples(self) -> Iterator[Any]:
+        """This member's micro-batches from the present step on, in an iterator of the user's own."""
+        data, batch = self.loader.dataset, self.engine.global_batch_size
+        while True:
+            first = int(self.engine.global_steps) * batch
+            for slot in self.engine.batch.deal(batch).rank(self.engine.data_rank):
+                while self.engine.data_rank == 1 and (OUT / "hold").exists():
+                    self.say(event="held")
+                    time.sleep(0.1)
+                yield default_collate([data[(first + at) % len(data)] for at in slot.positions])
+
+    def give(self, _: Any = None) -> None:
+        """Let `train_batch` read another iterator."""
+        self.engine.set_dataiterator(self.own_samples())
 
     def train_others(self) -> None:
         """After a step of a pipeline: what else there is to train."""

@@ -109,6 +109,7 @@ class TrainingCalls(EngineCore):
     def void_window(self) -> None:
         """The world is torn: drop the gradients of the open global batch, and go back to where it began."""
         dealt = self._dealt
+        self.break_off()
         self._window.void(dealt)
         self.micro_steps -= self.micro_steps % int(self.gradient_accumulation_steps())
         self._dealt, self._window_samples, self.window_tokens = False, None, None
