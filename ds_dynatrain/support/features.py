@@ -61,7 +61,7 @@ PARALLELISM = (
     *works(
         "",
         "pipeline",
-        "of a PipelineModule: `partition` is the partition_method of any number of stages (DeepSpeed keeps none); "
+        "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with; "
         "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
         _PIPELINE,
         below=True,

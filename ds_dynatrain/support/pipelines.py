@@ -14,6 +14,20 @@ PIPELINES = (
         proof="tests/engine/test_pipeline_start.py::test_only_the_call_is_another_one",
     ),
     Row(
+        "training_data of a pipeline",
+        Verdict.NOTE,
+        "read in its own order, as in DeepSpeed's pipeline engine; an epoch is a whole number of global batches, or "
+        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline.md#batches)",
+        proof="tests/engine/test_pipeline_data.py::test_training_data_is_what_deepspeed_trains_on",
+    ),
+    Row(
+        "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
+        Verdict.NOTE,
+        "it serves until a switch changes pipe, data or the members, then train_batch asks for another one: see "
+        "[pipelines](pipeline.md#batches)",
+        proof="tests/engine/test_pipeline_data.py::test_iterators_of_ones_own_across_changes",
+    ),
+    Row(
         "layers of deepspeed.moe in a pipeline",
         Verdict.NOTE,
         "stages and the expert size change together; a stage may be without experts: see [pipelines](pipeline.md)",
