@@ -107,6 +107,11 @@ class TrainLoader:
         """Whether a pass is under way: its iterator lives, or is still to come after `load_state_dict`."""
         return self._resume or (self._live is not None and self._live() is not None)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the next `iter` goes on with a pass that the job is in, after `load_state_dict`."""
+        return self._resume
+
     def __len__(self) -> int:
         """Micro-batches per epoch on each rank in the present world."""
         return self.order.steps * self._host.batch.accumulation

@@ -88,9 +88,13 @@ class Course:
 
     # ---- stations ----------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, loader: str) -> bool:
-        """A pass over a loader begins; False if it has no batches here, since the others are elsewhere."""
-        takes_part = self.arrive(f"an epoch of {loader!r}") is not None
+    def begin_epoch(self, loader: str, is_under_way: bool) -> bool:
+        """A pass over a loader begins; False if it has no batches here, since the others are elsewhere.
+
+        is_under_way: the others are in this very pass, which is no station then: another engine's loader, of which a
+        member that came in the middle asks first in the middle of a step.
+        """
+        takes_part = is_under_way or self.arrive(f"an epoch of {loader!r}") is not None
         self._epochs += 1
         return takes_part
 

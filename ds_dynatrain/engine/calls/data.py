@@ -21,7 +21,7 @@ class DataCalls(EngineCore):
 
     def begin_epoch(self, loader: TrainLoader) -> bool:
         """Called by a train loader where a pass over it begins."""
-        return self.turns.course.begin_epoch(loader.name)
+        return self.turns.course.begin_epoch(loader.name, loader.is_under_way)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """Called by an evaluation loader where a pass over it begins."""
