@@ -121,9 +121,9 @@ class DynatrainConfig(_Block):
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
     """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself may have drifted apart
     for a switch to take one for all, as a share of the tensor's largest value."""
-    transport: Literal["auto", "ring", "gloo"] = "auto"
-    """How bytes travel: "auto" reads the memory of members on the same machine where the kernel permits it, else shares
-    a ring of memory with them; "ring" never reads another's memory; "gloo" does neither."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """How bytes travel: "auto" reads the memory of members on the same machine where the kernel permits it, and takes
+    gloo elsewhere; "gloo" lets nobody read a member's memory."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long one member waits for another in a switch, in seconds."""
     data: DataConfig = DataConfig()
@@ -218,6 +218,11 @@ def _validated(block: object) -> DynatrainConfig:
     """Return the checked block; the first thing that is wrong with it is the error."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({_type_name(block)})")
+    if block.get("transport") == "ring":
+        raise ConfigError(
+            f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
+            'does not read the memory of other members either, or "auto", which does where the kernel permits it'
+        )
     try:
         return DynatrainConfig.model_validate(dict(block))
     except ValidationError as error:

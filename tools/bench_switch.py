@@ -47,7 +47,7 @@ RING: tuple[tuple[str, dict[str, int]], ...] = (
 )
 """Changes of one lap, each from where the one before it ended; stages change in a world of two."""
 
-WAYS = {"auto": "which read each other's memory", "ring": "which share rings of memory", "gloo": "over gloo"}
+WAYS = {"auto": "which read each other's memory", "gloo": "over gloo"}
 Record = dict[str, Any]
 
 

@@ -65,9 +65,7 @@ def _neighbors(member: int, size: int, kind: str) -> Neighbors:
         store.set(f"{what}/{member}", json.dumps(record))
         return {other: json.loads(store.get(f"{what}/{other}")) for other in range(size)}
 
-    found = Neighbors.meet(member, share, SECONDS, reads=kind == "auto")
-    found.reserve(found.members)
-    return found
+    return Neighbors.meet(member, share, SECONDS)
 
 
 def _touched(nbytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from raw import RawTransport
 
 from ds_dynatrain.transfer import allocate, prefault
 
-WAYS = ("auto", "ring", "gloo")
+WAYS = ("auto", "gloo")
 
 
 def copies(nbytes: int, repeats: int) -> list[float]:

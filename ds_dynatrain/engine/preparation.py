@@ -222,11 +222,9 @@ class Preparation:
             self.control.post(f"building/{self.proposal.generation}/{self.control.member}", said)
 
     def _meet_neighbors(self) -> Neighbors:
-        """Those on this machine, ready for what this member is to send them."""
-        seconds, reads = self.control.timeout_seconds, self.way == "auto"
-        found = Neighbors.meet(self.control.member, self._share, seconds, self._stop_if_abandoned, reads)
-        found.reserve({exchange.peer for ready in self.mine.values() for exchange in ready.plan.rounds})
-        return found
+        """Those on this machine whose memory may be read."""
+        board = self.control
+        return Neighbors.meet(board.member, self._share, board.timeout_seconds, self._stop_if_abandoned)
 
     def _share(self, what: str, record: Any) -> dict[int, Any]:
         """Tell all members of both worlds a record, and read theirs."""

@@ -1,12 +1,11 @@
 """The connection between two members on one machine: small packets over a Unix socket, and who has taken what.
 
-A sender offers a message; how its bytes then get across is what `ReadingLine` and `ring.RingLine` differ in. The
-receiver says when it has taken all of it. Messages are matched by tag and number, counted from 0.
+A sender offers a message. The receiver reads it from the sender's memory, one copy, and says when it has taken all of
+it. Messages are matched by tag and number, counted from 0.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections import deque
@@ -17,8 +16,8 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.transfer.cross_memory import read_memory
 
-OFFER, TAKEN, RING, SEND, FILLED, FREED = range(1, 7)
-"""A message is there; all of it has been taken. The others are those of rings (`ring`)."""
+OFFER, TAKEN = 1, 2
+"""A message is there; all of it has been taken."""
 PACKET = struct.Struct("<BxxxIQQQ")
 """What it is; the tag and the number of the message; two numbers, an offer's address and its length in bytes."""
 Key = tuple[int, int]
@@ -32,7 +31,7 @@ class Line:
     member: int
     process: int
     socket: socket.socket
-    outbox: deque[tuple[bytes, int | None]] = field(default_factory=deque)
+    outbox: deque[bytes] = field(default_factory=deque)
     sent: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
     offers: dict[Key, tuple[int, int]] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class Line:
         """Let the neighbor have the next message of a tag: contiguous bytes in host memory."""
         key = tag, self.sent.get(tag, 0)
         self.sent[tag] = key[1] + 1
-        self.say(OFFER, key, data.data_ptr(), data.numel())
+        self._say(OFFER, key, data.data_ptr(), data.numel())
         return key
 
     def want(self, tag: int, into: torch.Tensor) -> Key:
@@ -56,85 +55,60 @@ class Line:
         self.wanted[key] = into
         return key
 
-    def say(self, kind: int, key: Key, address: int = 0, length: int = 0, descriptor: int | None = None) -> None:
-        """Send a packet as soon as the socket takes it; a descriptor goes with it, and is closed here then."""
-        self.outbox.append((PACKET.pack(kind, *key, address, length), descriptor))
-        self.flush()
-
     def flush(self) -> None:
         """Send what the socket takes now; what a neighbor that has gone had said before still counts."""
         try:
             while self.outbox:
-                packet, descriptor = self.outbox[0]
-                if descriptor is None:
-                    self.socket.send(packet)
-                else:
-                    socket.send_fds(self.socket, [packet], [descriptor])
-                    os.close(descriptor)
+                self.socket.send(self.outbox[0])
                 self.outbox.popleft()
         except BlockingIOError:
             pass
         except OSError:
-            self._drop_outbox()
+            self.outbox.clear()
 
     def listen(self) -> None:
         """Take in what has come, and whether the neighbor has gone."""
         try:
             while True:
-                packet, descriptors, _, _ = socket.recv_fds(self.socket, PACKET.size, 1)
+                packet = self.socket.recv(PACKET.size)
                 if len(packet) != PACKET.size:
                     self.is_over = True
                     return
-                kind, tag, number, address, length = PACKET.unpack(packet)
-                self.hear(kind, (tag, number), address, length, descriptors)
+                self._hear(packet)
         except BlockingIOError:
             pass
         except OSError:
             self.is_over = True
 
-    def hear(self, kind: int, key: Key, address: int, length: int, descriptors: list[int]) -> None:
-        """One packet; descriptors that came with it belong to this line."""
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if kind == OFFER:
-            self.offers[key] = (address, length)
-        elif kind == TAKEN:
-            self.taken.add(key)
-
     def settle(self) -> None:
-        """Do what is due now, without waiting."""
+        """Read whatever is both offered and wanted, in the order of the offers.
 
-    def meets(self) -> list[tuple[Key, int, torch.Tensor]]:
-        """What is both offered and wanted, in the order of the offers: message, address, place.
-
-        TransferError where the lengths differ.
+        TransferError where the lengths differ, or the neighbor's memory cannot be read any more.
         """
-        found = []
         for key in [key for key in self.offers if key in self.wanted]:
             (address, length), into = self.offers.pop(key), self.wanted.pop(key)
             if length != into.numel():
                 raise TransferError(f"member {self.member} offers {length} bytes where {into.numel()} are awaited")
-            found.append((key, address, into))
-        return found
+            try:
+                read_memory(self.process, address, into)
+            except TransferError as error:
+                raise TransferError(f"receive of {length} bytes with member {self.member} failed: {error}") from error
+            self.arrived.add(key)
+            self._say(TAKEN, key)
 
     def close(self) -> None:
         """End the connection."""
-        self._drop_outbox()
+        self.outbox.clear()
         self.socket.close()
 
-    def _drop_outbox(self) -> None:
-        for _, descriptor in self.outbox:
-            if descriptor is not None:
-                os.close(descriptor)
-        self.outbox.clear()
+    def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:
+        """Send a packet as soon as the socket takes it."""
+        self.outbox.append(PACKET.pack(kind, *key, address, length))
+        self.flush()
 
-
-class ReadingLine(Line):
-    """The receiver reads from the sender's memory: one copy."""
-
-    def settle(self) -> None:
-        """Read whatever is both offered and wanted."""
-        for key, address, into in self.meets():
-            read_memory(self.process, address, into)
-            self.arrived.add(key)
-            self.say(TAKEN, key)
+    def _hear(self, packet: bytes) -> None:
+        kind, tag, number, address, length = PACKET.unpack(packet)
+        if kind == OFFER:
+            self.offers[tag, number] = (address, length)
+        elif kind == TAKEN:
+            self.taken.add((tag, number))

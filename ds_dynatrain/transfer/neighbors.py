@@ -1,8 +1,8 @@
-"""Members on one machine: they read each other's memory where the kernel permits it, else they share a ring.
+"""Members on one machine that read each other's memory, where the kernel permits it; else none is found.
 
-A sender offers a message over a Unix socket; the receiver takes it (`line`, `ring`) and says so. Nothing that a peer
-says is trusted beyond that: lengths must be those expected, and what was read is proved by the certificate of the
-switch as if it had come over a wire.
+A sender offers a message over a Unix socket; the receiver takes it (`line`) and says so. Nothing that a peer says is
+trusted beyond that: lengths must be those expected, and what was read is proved by the certificate of the switch as if
+it had come over a wire.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ import torch
 
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.transfer.cross_memory import NOBODY, machine, permit_readers, read_memory
-from ds_dynatrain.transfer.line import Key, Line, ReadingLine
-from ds_dynatrain.transfer.ring import RingLine, can_share
+from ds_dynatrain.transfer.line import Key, Line
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 Share = Callable[[str, Any], Mapping[int, Any]]
@@ -36,73 +35,56 @@ STOP_SECONDS = 0.05
 
 
 class Neighbors:
-    """The members on this machine, each by the best way there is to it. Built by `meet`; `close` it."""
+    """The members on this machine that may be read, and may read this one. Built by `meet`; `close` it."""
 
-    def __init__(self, lines: Mapping[int, Line], reads: bool = True) -> None:
+    def __init__(self, lines: Mapping[int, Line]) -> None:
         self._lines = lines
-        self._reads = reads
         self._poll = select.poll()
         self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
 
     @classmethod
-    def meet(
-        cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None, reads: bool = True
-    ) -> Neighbors:
+    def meet(cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None) -> Neighbors:
         """Find this member's neighbors. All members call it; each finds those of the same machine only.
 
-        stop: called while waiting for others; it may raise. reads: whether memory may be read; if not, nobody is let
-        read this member's. MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
+        stop: called while waiting for others; it may raise. MemberMissing for a neighbor that does not connect in
+        `seconds`, or whatever `share` raises.
         """
         deadline = time.monotonic() + seconds
         probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # from no stream of the training's
-        if reads:
-            permit_readers()
+        permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # Linux finds a name that is no file's
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
-            here = {"machine": machine(), "process": os.getpid(), "socket": name, "shares": can_share()}
+            here = {"machine": machine(), "process": os.getpid(), "socket": name}
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()]})
-            able = {other for other, card in cards.items() if other != member and reads and _can_read(card, here)}
+            able = {other for other, card in cards.items() if other != member and _can_read(card, here)}
             found = share("readable", sorted(able))
-            kinds = _kinds(member, here, cards, found)
+            near = {other for other in found[member] if member in found[other]}  # the same on both sides
             lines: dict[int, Line] = {}
             try:
-                for other in [each for each in sorted(kinds) if each > member]:
-                    lines[other] = kinds[other](other, *_call(other, cards[other], deadline))
-                while len(lines) < len(kinds):
-                    missing = {int(cards[each]["process"]): each for each in set(kinds) - set(lines)}
+                for other in [each for each in sorted(near) if each > member]:
+                    lines[other] = Line(other, *_call(other, cards[other], deadline))
+                while len(lines) < len(near):
+                    missing = {int(cards[each]["process"]): each for each in near - set(lines)}
                     other, process, link = _answer(listener, missing, deadline, stop)
-                    lines[other] = kinds[other](other, process, link)
+                    lines[other] = Line(other, process, link)
             except BaseException:
                 for line in lines.values():
                     line.close()
                 raise
-        return cls(lines, reads)
+        return cls(lines)
 
     @property
     def members(self) -> frozenset[int]:
         """Who they are."""
         return frozenset(self._lines)
 
-    @property
-    def ways(self) -> dict[int, str]:
-        """How the bytes of each get here: "memory" or "ring"."""
-        return {member: "ring" if isinstance(line, RingLine) else "memory" for member, line in self._lines.items()}
-
     def permit(self) -> None:
         """Let them read this process's memory, again if others that it had have been closed since: it is one permission
         for the whole process.
         """
-        if self._reads:
-            permit_readers()
-
-    def reserve(self, members: Collection[int]) -> None:
-        """Make ready what sending to these members takes, if they are neighbors."""
-        for member in members:
-            line = self._lines.get(member)
-            if isinstance(line, RingLine):
-                line.reserve()
+        permit_readers()
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer the tensor's bytes; an accelerator's are copied to the host first."""
@@ -155,7 +137,7 @@ class Neighbors:
 
 
 class RoutedTransport:
-    """Neighbors as neighbors, everybody else over the group."""
+    """From and into the memory of neighbors, everybody else over the group."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far
@@ -211,28 +193,9 @@ class _Received:
             self.data.copy_(self.host)
 
 
-def _kinds(
-    member: int, here: Mapping[str, Any], cards: Mapping[int, Any], readable: Mapping[int, Any]
-) -> dict[int, type[Line]]:
-    """How this member and each of its neighbors reach each other: the same on both sides, from what both have said."""
-    kinds: dict[int, type[Line]] = {}
-    for other, card in cards.items():
-        if other == member or not _is_near(card, here):
-            continue
-        if other in readable[member] and member in readable[other]:
-            kinds[other] = ReadingLine
-        elif here["shares"] and card["shares"]:
-            kinds[other] = RingLine
-    return kinds
-
-
-def _is_near(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    return bool(here["machine"]) and card["machine"] == here["machine"]
-
-
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether a member is on this machine and the kernel lets this process read it."""
-    if not _is_near(card, here):
+    if not here["machine"] or card["machine"] != here["machine"]:
         return False
     address, expected = card["probe"]
     seen = torch.zeros(PROBE_BYTES, dtype=torch.uint8)

@@ -87,7 +87,6 @@ class Way:
 
 WAYS: tuple[Way, ...] = (
     Way("live", "live, by memory", "live"),
-    Way("live-ring", "live, by a shared ring", "live", transport="ring"),
     Way("live-gloo", "live, over gloo", "live", transport="gloo"),
     Way("lean", "lean switch, through a checkpoint", "live", safety="lean"),
     Way("here", "checkpoint, same processes", "here"),

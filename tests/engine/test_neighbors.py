@@ -21,50 +21,42 @@ def forbidden(process: int, address: int, into: Any) -> None:
     raise TransferError("cannot read: Operation not permitted")
 
 
-def walked(transport: str, can_read: bool, can_share: bool) -> tuple[jobs.Record, list[dict[int, str]]]:
-    """A job, and how this rank reached its neighbors at each of its switches."""
-    config, seen = jobs.config(start=(2, 1)), list[dict[int, str]]()
+def walked(transport: str, can_read: bool) -> tuple[jobs.Record, list[set[int]]]:
+    """A job, and whose memory this rank read at each of its switches."""
+    config, seen = jobs.config(start=(2, 1)), list[set[int]]()
     config["dynatrain"]["transport"] = transport
     own = Preparation.transport
 
     def noted(self: Preparation) -> Transport:
-        seen.append(self.neighbors.ways if self.neighbors is not None else {})
+        seen.append(set(self.neighbors.members) if self.neighbors is not None else set())
         return own(self)
 
     reading = neighbors.read_memory if can_read else forbidden
     with (
         patch.object(Preparation, "transport", noted),
         patch.object(neighbors, "read_memory", reading),
-        patch.object(neighbors, "can_share", lambda: can_share),
     ):
         return jobs.run(config, 4, SCHEDULE), seen
 
 
-WAYS = {
-    ("auto", True, True): "memory",
-    ("auto", False, True): "ring",
-    ("ring", True, True): "ring",
-    ("auto", False, False): "",
-    ("gloo", True, True): "",
-}
-"""What is asked for and what the machine permits (reading, sharing), and how the bytes then travel; "" is gloo."""
+READS = {("auto", True): True, ("auto", False): False, ("gloo", True): False}
+"""What is asked for and whether the machine permits reading: are the bytes then read, or sent over gloo?"""
 
 
 def test_the_way_of_the_bytes(pool: RankPool) -> None:
     """It makes no difference to a loss; every switch is committed on its certificate."""
     losses = []
-    for (transport, can_read, can_share), expected in WAYS.items():
-        ranks = pool.run(walked, transport=transport, can_read=can_read, can_share=can_share)
+    for (transport, can_read), reads in READS.items():
+        ranks = pool.run(walked, transport=transport, can_read=can_read)
         losses.append(jobs.global_losses([rank[0] for rank in ranks]))
         for number, (_, seen) in enumerate(ranks):
             others = {member for member in range(4) if member != number}
             assert seen, number
-            if not expected:
-                assert seen == [{}] * len(seen)
+            if not reads:
+                assert not any(seen), number
                 continue
-            assert all(ways and set(ways) <= others for ways in seen)
-            assert others in map(set, seen)
-            assert {way for ways in seen for way in ways.values()} == {expected}
+            assert all(near and near <= others for near in seen)
+            assert others in seen
     assert all(each == losses[0] for each in losses)
 
 
@@ -75,3 +67,11 @@ def test_other_values_are_refused(value: Any) -> None:
 
     with pytest.raises(ConfigError, match=r"dynatrain\.transport"):
         DynatrainConfig.from_deepspeed({"dynatrain": {"transport": value}})
+
+
+def test_the_ring_that_was_is_refused_with_what_to_use() -> None:
+    from ds_dynatrain.config import DynatrainConfig
+    from ds_dynatrain.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r'dynatrain\.transport: "ring" is gone.* use "gloo"'):
+        DynatrainConfig.from_deepspeed({"dynatrain": {"transport": "ring"}})

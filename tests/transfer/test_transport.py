@@ -47,7 +47,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-every = pytest.mark.parametrize("way", ["gloo", "near", "ring"])
+every = pytest.mark.parametrize("way", ["gloo", "near"])
 
 
 @every
@@ -57,10 +57,8 @@ def test_all_bytes_arrive(seen: Seen, way: str, case: str) -> None:
 
 
 def test_processes_of_one_machine_are_neighbors(seen: Seen) -> None:
-    for way, name in (("near", "memory"), ("ring", "ring")):
-        for number, rank in enumerate(seen):
-            others = {str(10 + other): name for other in range(3) if other != number}
-            assert rank[way] == others
+    for number, rank in enumerate(seen):
+        assert rank["near"] == [10 + other for other in range(3) if other != number]
 
 
 def test_wrong_groups_are_refused(seen: Seen) -> None:
@@ -79,9 +77,8 @@ def test_wrong_uses_are_refused(seen: Seen, way: str) -> None:
         assert "1-D contiguous" in shape
 
 
-@pytest.mark.parametrize("way", ["near", "ring"])
-def test_a_message_of_another_length_is_refused(seen: Seen, way: str) -> None:
-    assert seen[1][f"{way} unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
+def test_a_message_of_another_length_is_refused(seen: Seen) -> None:
+    assert seen[1]["unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
 
 
 @every
@@ -110,12 +107,6 @@ def test_a_member_killed_in_the_middle_of_a_message_is_named(seen: Seen) -> None
     assert case["error"] == "TransferError"
     assert "with member 12 failed" in case["text"]
     assert case["seconds"] < 10
-
-
-def test_nothing_of_a_ring_is_left(seen: Seen) -> None:
-    """One to a neighbor and one from the other, each mapped, with the descriptor that Python's mmap keeps."""
-    for number, rank in enumerate(seen):
-        assert rank["closed"] == ["4 before"], number
 
 
 def test_finding_neighbors_draws_from_no_stream_of_the_training() -> None:

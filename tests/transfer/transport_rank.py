@@ -1,4 +1,4 @@
-"""One rank of the transports' tests: every case over gloo, the memory of neighbors, and rings; notes what it saw.
+"""One rank of the transports' tests: every case over gloo and the memory of neighbors; notes what it saw.
 
 Started by test_transport.py.
 """
@@ -23,7 +23,7 @@ from torch.distributed import _dist2
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout
-from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, ring, transport
+from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, line, transport
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
 MEMBERS = (10, 11, 12)
@@ -146,41 +146,27 @@ LAST_CASES = ("silent_member", "dying_member")
 
 
 def half_sent(rank: int, ends: Neighbors) -> dict[str, Any]:
-    """Rank 2 is killed in the middle of a message."""
-    data = torch.full((8 * ring.SLOT_BYTES,), 7, dtype=torch.uint8)
+    """Rank 2 is killed while rank 0 has read half of a message."""
+    data = torch.full((8 << 20,), 7, dtype=torch.uint8)
     if rank == 2:
-        copy = ring.RingLine._fill
-
-        def copy_and_die(self: ring.RingLine, way: Any) -> None:
-            copy(self, way)
-            if way.done >= 3 * ring.SLOT_BYTES:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        ring.RingLine._fill = copy_and_die  # type: ignore[method-assign]
         ends.send(data, MEMBERS[0], 1).wait(time.monotonic() + 20)
-    return outcome(lambda: ends.receive(torch.zeros_like(data), MEMBERS[2], 1), 20.0) if rank == 0 else {}
+    if rank != 0:
+        return {}
+    read = line.read_memory
+
+    def read_and_kill(process: int, address: int, into: torch.Tensor) -> None:
+        half = into.numel() // 2
+        read(process, address, into[:half])
+        os.kill(process, signal.SIGKILL)
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        read(process, address + half, into[half:])
+
+    line.read_memory = read_and_kill
+    return outcome(lambda: ends.receive(torch.zeros_like(data), MEMBERS[2], 1), 20.0)
 
 
-def closed(rank: int, ends: Neighbors) -> list[str]:
-    """What is left of a ring in this process after it was used and closed."""
-    every_dtype(rank, ends)
-    seen = [line for line in mapped() if "dynatrain-ring" in line]
-    ends.close()
-    return [f"{len(seen)} before", *(line for line in mapped() if "dynatrain-ring" in line)]
-
-
-def mapped() -> list[str]:
-    """What this process has mapped and open."""
-    found = Path("/proc/self/maps").read_text().splitlines()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # that of the listing itself
-            pass
-    return found
-
-
-def neighbors(store: Store, name: str, rank: int, reads: bool = True) -> Neighbors:
+def neighbors(store: Store, name: str, rank: int) -> Neighbors:
     """All three are on one machine."""
     prefixed = PrefixStore(name, store)
 
@@ -188,7 +174,7 @@ def neighbors(store: Store, name: str, rank: int, reads: bool = True) -> Neighbo
         prefixed.set(f"{what}/{MEMBERS[rank]}", json.dumps(record))
         return {member: json.loads(prefixed.get(f"{what}/{member}")) for member in MEMBERS}
 
-    return Neighbors.meet(MEMBERS[rank], share, 20, reads=reads)
+    return Neighbors.meet(MEMBERS[rank], share, 20)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -196,24 +182,19 @@ def main(rank: int, folder: Path) -> None:
     store = FileStore(str(folder / "store"), len(MEMBERS))
     group, seen = make_group(store, "shared", rank), dict[str, Any]()
     names = ("all", "unequal", *LAST_CASES)
-    near = {name: neighbors(store, f"near {name}", rank) for name in names}
-    rings = {name: neighbors(store, f"ring {name}", rank, reads=False) for name in (*names, "closed", "half_sent")}
+    near = {name: neighbors(store, f"near {name}", rank) for name in (*names, "half_sent")}
     far = {case: GroupTransport(make_group(store, case, rank), MEMBERS) for case in LAST_CASES}
     seen["wrong_groups"] = wrong_groups(group)
-    seen["near"], seen["ring"] = near["all"].ways, rings["all"].ways
-    for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["all"]), ("ring", rings["all"])):
+    seen["near"] = sorted(near["all"].members)
+    for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["all"])):
         seen |= {f"{way} {case.__name__}": case(rank, ends) for case in CASES}
-    seen["near unequal_lengths"] = unequal_lengths(rank, near["unequal"])
-    seen["ring unequal_lengths"] = unequal_lengths(rank, rings["unequal"])
-    for name in ("all", "unequal"):
-        rings[name].close()
-    seen["closed"] = closed(rank, rings["closed"])
-    for way, kinds in (("gloo", far), ("near", near), ("ring", rings)):
+    seen["unequal_lengths"] = unequal_lengths(rank, near["unequal"])
+    for way, kinds in (("gloo", far), ("near", near)):
         seen[f"{way} silent_member"] = silent_member(rank, kinds["silent_member"])
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    dying = [(way, kinds["dying_member"]) for way, kinds in (("gloo", far), ("near", near), ("ring", rings))]
+    dying = [(way, kinds["dying_member"]) for way, kinds in (("gloo", far), ("near", near))]
     waiting = [(way, ends.receive(torch.zeros(10), MEMBERS[2], 1)) for way, ends in dying if rank != 2]
-    seen["half_sent"] = half_sent(rank, rings["half_sent"])  # rank 2 ends here
+    seen["half_sent"] = half_sent(rank, near["half_sent"])  # rank 2 ends here
     for way, handle in waiting:
         seen[f"{way} dying_member"] = outcome(lambda: handle, 20.0)  # noqa: B023
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
