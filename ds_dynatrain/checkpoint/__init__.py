@@ -2,7 +2,7 @@
 
 | file | role |
 |---|---|
-| `flatbuffer` `arrow` | Arrow IPC files at offsets known beforehand |
+| `arrow` | Arrow IPC files, by pyarrow: tables, and data files but for their values |
 | `elements` | element types by name |
 | `stretches` `manifest` | what lies in one piece in a file; the table that says where |
 | `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |

@@ -1,264 +1,173 @@
-"""Arrow IPC files as far as a checkpoint needs them: columns without nulls, uncompressed, at offsets known beforehand.
+"""Arrow IPC files by pyarrow: it writes all of a data file but the values, and writes and reads tables.
 
-A file is a schema, record batches, and a footer that lists them; the metadata of each is a flatbuffer. All bodies begin
-at multiples of 64 bytes. The header of a batch has one size for one schema, so where a batch will lie is known before
-anything is written, and tensors are written and read in place. Any Arrow implementation reads the result.
+Values go from where they lie in memory to the file without pyarrow: it says where they belong. No other module imports
+pyarrow, and this one is imported when a checkpoint is touched.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import ipc
 
-from ds_dynatrain.checkpoint.flatbuffer import FormatError, Scalar, Structs, Table, View, encode
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
-ALIGN = 64
-MAGIC = b"ARROW1"
-_CONTINUES = b"\xff\xff\xff\xff"
-_VERSION = Scalar("h", 4)
-"""V5 of the metadata, since Arrow 1.0."""
-_SCHEMA, _RECORD_BATCH = 1, 3
-"""Numbers of a message's headers."""
-_INT, _FLOAT, _UTF8, _LIST, _BYTES = 2, 3, 5, 12, 15
-"""Numbers of types."""
-_BLOCK, _NODE, _BUFFER = "qi4xq", "qq", "qq"
 MOST_ROWS = 1 << 22
 """Of a table, which takes a hundred times the memory once it is taken apart."""
+_ARROWS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+"""Element types that Arrow has, too, under the same names; all others are bytes of a fixed number."""
+_TYPES = {
+    "text": pa.utf8(),
+    "int64": pa.int64(),
+    "uint64": pa.uint64(),
+    "ints": pa.list_(pa.field("item", pa.int64(), nullable=False)),
+}
+_OPENING = 8
+"""Bytes of a file before its messages."""
 
 
-@dataclass(frozen=True)
-class Type:
-    """Of a column's values. family: "int", "uint", "float", "bytes" (of `width` each), "text" or "ints" (lists)."""
-
-    family: str
-    width: int = 8
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the values in numpy."""
-        if self.family == "bytes":
-            return np.dtype(f"V{self.width}")
-        return np.dtype({"int": "<i", "uint": "<u", "float": "<f"}[self.family] + str(self.width))
-
-    @property
-    def buffers(self) -> int:
-        """Number of buffers in a batch, the unused ones for nulls among them."""
-        return {"text": 3, "ints": 4}.get(self.family, 2)
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes in a batch."""
-        return 2 if self.family == "ints" else 1
+# ---- data files -----------------------------------------------------------------------------------------------------
 
 
-INT64, UINT64, TEXT, INTS = Type("int"), Type("uint"), Type("text"), Type("ints")
+class Outline:
+    """A file of one column without its values: what stands around them, and where they belong."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        name = name_of(dtype)
+        self.type = getattr(pa, name)() if name in _ARROWS else pa.binary(dtype.itemsize)
+        self.schema = pa.schema([pa.field("values", self.type, nullable=False, metadata={"dtype": name})])
+        self._sink = _Sink()
+        self._writer = ipc.new_file(pa.PythonFile(self._sink, "w"), self.schema, options=ipc.IpcWriteOptions())
+
+    def batch(self, numel: int, nbytes: int) -> int:
+        """Add a batch; the byte of the file where its values begin."""
+        room = pa.py_buffer(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ))
+        values = pa.Array.from_buffers(self.type, numel, [None, room.slice(0, nbytes)])
+        self._sink.body = room.address
+        self._writer.write_batch(pa.RecordBatch.from_arrays([values], schema=self.schema))
+        if nbytes and self._sink.body is not None:
+            raise CheckpointError(f"pyarrow {pa.__version__} does not write a body as the one buffer that it was given")
+        return self._sink.place if nbytes else self._sink.at
+
+    def close(self) -> None:
+        """There are no more batches."""
+        self._writer.close()
+
+    def drain(self) -> list[tuple[int, bytearray]]:
+        """What is to be written since the last call, and at which byte."""
+        parts, self._sink.parts = self._sink.parts, [(self._sink.at, bytearray())]
+        return parts
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column by name. metadata: what Arrow has no type for, in words."""
+class _Sink:
+    """The file that pyarrow writes into. It keeps everything but bodies, which it knows by their address.
 
-    name: str
-    type: Type
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-Schema = Sequence[Column]
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    """Where a batch lies: its header at `offset`, and the body right behind it."""
-
-    offset: int
-    header: int
-    body: int
-
-
-def opening(schema: Schema) -> bytes:
-    """The first bytes of a file, up to the first batch."""
-    message = Table({0: _VERSION, 1: Scalar("B", _SCHEMA), 2: _schema(schema), 3: Scalar("q", 0)})
-    return MAGIC + b"\0\0" + _framed(encode(message), 8)
-
-
-def batch_header(schema: Schema, rows: int, lengths: Sequence[int], nodes: Sequence[int] | None = None) -> bytes:
-    """What stands before the body of a batch; of a multiple of 64 bytes, to be put at one.
-
-    lengths: bytes of the buffers, 0 for those that mark nulls; each begins at a multiple of 64. nodes: lengths of the
-    columns and, after that of a list, of its values; `rows` each if not given.
+    body: address of the one that is expected, until it comes. place: where the last one belongs.
     """
-    counts = [rows] * sum(column.type.nodes for column in schema) if nodes is None else nodes
-    at, buffers = 0, []
-    for length in lengths:
-        buffers.append((at, length))
-        at += padded(length)
-    batch = Table({0: Scalar("q", rows), 1: Structs(_NODE, [(n, 0) for n in counts]), 2: Structs(_BUFFER, buffers)})
-    message = Table({0: _VERSION, 1: Scalar("B", _RECORD_BATCH), 2: batch, 3: Scalar("q", at)})
-    return _framed(encode(message), 0)
 
+    def __init__(self) -> None:
+        self.at = self.place = 0
+        self.body: int | None = None
+        self.parts = [(0, bytearray())]
+        self.closed = False
 
-def closing(schema: Schema, blocks: Sequence[Block]) -> bytes:
-    """The last bytes of a file."""
-    rows = [(block.offset, block.header, block.body) for block in blocks]
-    footer = encode(Table({0: _VERSION, 1: _schema(schema), 2: Structs(_BLOCK, []), 3: Structs(_BLOCK, rows)}))
-    return _CONTINUES + bytes(4) + footer + struct.pack("<i", len(footer)) + MAGIC
-
-
-def padded(length: int) -> int:
-    """Bytes that a buffer takes up."""
-    return -(-length // ALIGN) * ALIGN
-
-
-def table_bytes(schema: Schema, columns: Mapping[str, Any]) -> bytes:
-    """A whole file with one batch. columns: by name a numpy array, a list of texts, or a list of lists of integers.
-
-    FormatError for more rows than could be read again.
-    """
-    rows = len(columns[schema[0].name])
-    if rows > MOST_ROWS:
-        raise FormatError(f"{rows} rows, and at most {MOST_ROWS} can be read")
-    buffers: list[bytes] = []
-    nodes: list[int] = []
-    for column in schema:
-        values = columns[column.name]
-        nodes.append(rows)
-        if column.type == TEXT:
-            parts = [str(value).encode() for value in values]
-            buffers += [b"", _ends([len(part) for part in parts]), b"".join(parts)]
-        elif column.type == INTS:
-            flat = [number for value in values for number in value]
-            buffers += [b"", _ends([len(value) for value in values]), b"", np.array(flat, "<i8").tobytes()]
-            nodes.append(len(flat))
+    def write(self, data: Any) -> None:
+        if isinstance(data, pa.Buffer) and data.address == self.body:
+            self.body, self.place = None, self.at
+            self.parts.append((self.at + len(data), bytearray()))
         else:
-            buffers += [b"", np.asarray(values, column.type.dtype).tobytes()]
-    first = opening(schema)
-    head = batch_header(schema, rows, [len(each) for each in buffers], nodes)
-    body = b"".join(each + bytes(padded(len(each)) - len(each)) for each in buffers)
-    return first + head + body + closing(schema, [Block(len(first), len(head), len(body))])
+            self.parts[-1][1].extend(memoryview(data))
+        self.at += len(data)
+
+    def tell(self) -> int:
+        return self.at
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
 
 
-def _ends(lengths: list[int]) -> bytes:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i4").tobytes()
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _framed(metadata: bytes, before: int) -> bytes:
-    """A message with its length before it, and padded so that what follows begins at a multiple of 64."""
-    room = padded(before + 8 + len(metadata)) - before
-    return _CONTINUES + struct.pack("<i", room - 8) + metadata + bytes(room - 8 - len(metadata))
+def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]]) -> bytes:
+    """A file of one batch. columns: "text", "int64", "uint64" or "ints" (lists of them) by name; values: by name.
 
-
-def _schema(schema: Schema) -> Table:
-    return Table({0: Scalar("h", 0), 1: [_field(column.name, column.type, column.metadata) for column in schema]})
-
-
-def _field(name: str, type_: Type, metadata: Mapping[str, str]) -> Table:
-    number, described = _described(type_)
-    children = [_field("item", INT64, {})] if type_ == INTS else []
-    pairs = [Table({0: key, 1: value}) for key, value in metadata.items()]
-    return Table(
-        {0: name, 1: Scalar("B", 0), 2: Scalar("B", number), 3: described, 5: children, **({6: pairs} if pairs else {})}
-    )
-
-
-def _described(type_: Type) -> tuple[int, Table]:
-    if type_.family in ("int", "uint"):
-        return _INT, Table({0: Scalar("i", 8 * type_.width), 1: Scalar("B", type_.family == "int")})
-    if type_.family == "float":
-        return _FLOAT, Table({0: Scalar("h", {2: 0, 4: 1, 8: 2}[type_.width])})
-    if type_.family == "bytes":
-        return _BYTES, Table({0: Scalar("i", type_.width)})
-    return (_UTF8, Table({})) if type_ == TEXT else (_LIST, Table({}))
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
-def read_table(data: bytes, schema: Schema) -> dict[str, Any]:
-    """The columns of a file of one batch, as `table_bytes` takes them.
-
-    Columns after those of `schema` are left out: later versions may add some. FormatError for anything else.
+    CheckpointError for more rows than could be read again.
     """
-    whole = memoryview(data)
-    footer = _footer(whole)
-    found = footer.table(1)
-    fields = [] if found is None else found.tables(1)
-    if len(fields) < len(schema) or any(_differs(one, column) for one, column in zip(fields, schema, strict=False)):
-        raise FormatError(f"its columns are not {', '.join(column.name for column in schema)}")
-    blocks = footer.structs(3, _BLOCK)
-    if len(blocks) != 1:
-        raise FormatError(f"it has {len(blocks)} batches, and 1 is expected")
-    offset, header, body = blocks[0]
-    if min(offset, header - 8, body) < 0 or offset + header + body > len(whole):
-        raise FormatError(f"a batch of {header} and {body} bytes at {offset} of {len(whole)}")
-    message = View.root(whole[offset + 8 : offset + header])
-    batch = message.table(2)
-    if message.scalar(1, "B") != _RECORD_BATCH or batch is None or batch.table(3) is not None:
-        raise FormatError("its batch is none, or compressed")
-    return _columns(schema, batch, whole[offset + header : offset + header + body])
-
-
-def _footer(whole: memoryview) -> View:
-    size = len(MAGIC)
-    if len(whole) < 2 * size + 12 or whole[:size] != MAGIC or whole[-size:] != MAGIC:
-        raise FormatError("it does not begin and end as an Arrow file does: it is cut off, or no such file")
-    length = struct.unpack_from("<i", whole, len(whole) - size - 4)[0]
-    if not 0 < length <= len(whole) - 2 * size - 4:
-        raise FormatError(f"a footer of {length} bytes in a file of {len(whole)}")
-    return View.root(whole[len(whole) - size - 4 - length : len(whole) - size - 4])
-
-
-def _differs(found: View, column: Column) -> bool:
-    number, described = _described(column.type)
-    if found.text(0) != column.name or found.scalar(2, "B") != number:
-        return True
-    held = found.table(3)
-    wanted = {key: value for key, value in described.fields.items() if isinstance(value, Scalar)}
-    return held is None or any(held.scalar(key, value.code) != value.value for key, value in wanted.items())
-
-
-def _columns(schema: Schema, batch: View, body: memoryview) -> dict[str, Any]:
-    rows, places, end = batch.scalar(0, "q"), iter(batch.structs(2, _BUFFER)), 0
+    rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:
-        raise FormatError(f"{rows} rows, and at most {MOST_ROWS} can be read")
+        raise CheckpointError(f"{rows} rows in one table, and at most {MOST_ROWS} can be read")
+    schema = pa.schema([pa.field(name, _TYPES[kind], nullable=False) for name, kind in columns.items()])
+    batch = pa.record_batch([pa.array(values[each.name], each.type) for each in schema], schema=schema)
+    sink = pa.BufferOutputStream()
+    with ipc.new_file(sink, schema, options=ipc.IpcWriteOptions()) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
 
-    def take() -> memoryview:
-        nonlocal end
-        begin, length = next(places, (0, -1))
-        if begin < end or length < 0 or begin + length > len(body):
-            raise FormatError(f"a buffer of {length} bytes at {begin} of {len(body)}, behind one that ends at {end}")
-        end = begin + length
-        return body[begin:end]
 
-    def numbers(raw: memoryview, dtype: Any, count: int) -> Any:
-        if count < 0 or count * np.dtype(dtype).itemsize > len(raw):
-            raise FormatError(f"{count} values in a buffer of {len(raw)} bytes")
-        return np.frombuffer(raw, dtype, count)
+def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The values of a file that `table_bytes` has written, in memory of the size that they take in Python.
 
-    found: dict[str, Any] = {}
-    for column in schema:
-        take()
-        if column.type not in (TEXT, INTS):
-            found[column.name] = numbers(take(), column.type.dtype, rows)
-            continue
-        ends = numbers(take(), "<i4", rows + 1).astype(np.int64)
-        if (np.diff(ends) < 0).any() or ends[0] < 0:
-            raise FormatError(f"column {column.name!r} has values of negative length")
-        if column.type == INTS:
-            take()
-            flat = numbers(take(), "<i8", int(ends[-1])).tolist()
-            found[column.name] = [flat[low:high] for low, high in pairwise(ends.tolist())]
-        else:
-            raw = bytes(numbers(take(), "u1", int(ends[-1])))
-            try:
-                found[column.name] = [raw[low:high].decode() for low, high in pairwise(ends.tolist())]
-            except UnicodeDecodeError as error:
-                raise FormatError(f"column {column.name!r}: a text is not UTF-8 ({error})") from None
-    return found
+    Columns after those that are asked for are left out: later versions may add some. CheckpointDamaged for other bytes.
+    """
+    try:
+        batch = _batch(pa.py_buffer(data), columns)
+    except Exception as error:  # pyarrow has many for damaged bytes, without a base of their own
+        raise CheckpointDamaged(f"it is no table that can be read: {error}") from None
+    return {name: _values(batch.column(number), columns[name]) for number, name in enumerate(columns)}
+
+
+def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
+    """The columns, valid and without nulls. Their values stay where they are in the data: no memory is taken."""
+    file = ipc.open_file(data)
+    found = [(each.name, each.type) for each in file.schema]
+    if found[: len(columns)] != [(name, _TYPES[kind]) for name, kind in columns.items()]:
+        raise ValueError(f"its columns are not {', '.join(columns)}")
+    if file.num_record_batches != 1:
+        raise ValueError(f"it has {file.num_record_batches} batches, and 1 is expected")
+    _, message = islice(ipc.MessageReader.open_stream(data.slice(_OPENING)), 2)
+    if message.type != "record batch" or _is_compressed(message.metadata):
+        raise ValueError("its batch is none, or compressed")
+    batch = ipc.read_record_batch(message, file.schema).select(range(len(columns)))
+    if batch.num_rows > MOST_ROWS:
+        raise ValueError(f"{batch.num_rows} rows, and at most {MOST_ROWS} can be read")
+    batch.validate(full=True)
+    if any(each.null_count or (pa.types.is_list(each.type) and each.values.null_count) for each in batch):
+        raise ValueError("a value is null")
+    return batch
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Whether a batch would be unpacked on reading, to any size. pyarrow has checked the offsets, and does not say."""
+    data = memoryview(metadata)
+
+    def place(table: int, number: int) -> int:
+        """Of a field of a flatbuffer's table, 0 if it is left out."""
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        within = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
+        offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if within else 0
+        return table + offset if offset else 0
+
+    header = place(struct.unpack_from("<I", data, 0)[0], 2)
+    return place(header + struct.unpack_from("<I", data, header)[0], 3) != 0
+
+
+def _values(column: Any, kind: str) -> list[Any]:
+    """As Python's; equal texts are one object."""
+    if kind == "text":
+        coded = column.dictionary_encode()
+        texts = coded.dictionary.to_pylist()
+        return [texts[index] for index in coded.indices.to_numpy().tolist()]
+    if kind == "ints":
+        flat, ends = column.values.to_numpy().tolist(), column.offsets.to_numpy().tolist()
+        return [tuple(flat[low:high]) for low, high in pairwise(ends)]
+    return list(column.to_numpy().tolist())

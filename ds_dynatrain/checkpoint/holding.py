@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from ds_dynatrain.checkpoint.arrow import padded
 from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.transfer import allocate
 
+ALIGN = 64
+"""Of each copy, in bytes."""
 Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -26,7 +27,7 @@ class HostMemory:
         for share in shares:
             for values in (share.matrix, *([] if share.master is None else [share.master])):
                 wanted.setdefault(_place(values), values)
-        need = sum(padded(_bytes(values)) for values in wanted.values())
+        need = sum(_padded(values) for values in wanted.values())
         if len(self._room) < need:
             self._room = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
             self._room = allocate(need, torch.uint8)
@@ -34,7 +35,7 @@ class HostMemory:
         for place, values in wanted.items():
             held = self._room[at : at + _bytes(values)].view(values.dtype).view(values.shape)
             held.copy_(values.detach())
-            found[place], at = held, at + padded(_bytes(values))
+            found[place], at = held, at + _padded(values)
         return [
             replace(
                 share,
@@ -47,6 +48,10 @@ class HostMemory:
 
 def _place(values: torch.Tensor) -> Place:
     return values.data_ptr(), values.dtype, values.shape, values.stride()
+
+
+def _padded(values: torch.Tensor) -> int:
+    return -(-_bytes(values) // ALIGN) * ALIGN
 
 
 def _bytes(values: torch.Tensor) -> int:

@@ -15,27 +15,28 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_dynatrain.checkpoint.arrow import ALIGN, INT64, INTS, TEXT, UINT64, Column, read_table, table_bytes
 from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.flatbuffer import FormatError
 from ds_dynatrain.checkpoint.stretches import Stretch, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import WEIGHT
 from ds_dynatrain.space.tensor import Ints
 
-SCHEMA = (
-    Column("tensor", TEXT),
-    Column("kind", TEXT),
-    Column("dtype", TEXT),
-    Column("shape", INTS),
-    Column("start", INT64),
-    Column("length", INT64),
-    Column("step", INT64),
-    Column("count", INT64),
-    Column("file", TEXT),
-    Column("offset", INT64),
-    Column("digest", UINT64),
-)
+COLUMNS = {
+    "tensor": "text",
+    "kind": "text",
+    "dtype": "text",
+    "shape": "ints",
+    "start": "int64",
+    "length": "int64",
+    "step": "int64",
+    "count": "int64",
+    "file": "text",
+    "offset": "int64",
+    "digest": "uint64",
+}
+"""As the table has them, in order, and of which type in `arrow`."""
+ALIGN = 8
+"""Of values in a data file: Arrow's least."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
 """Of one tensor and kind, as they are unfolded in memory."""
@@ -147,25 +148,25 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """As an Arrow IPC file."""
+        from ds_dynatrain.checkpoint import arrow
+
         rows = list(self)
         plain = ("tensor", "kind", "dtype", "shape", "file", "offset", "digest")
         columns = {name: [getattr(row, name) for row in rows] for name in plain}
         for name in ("start", "length", "step", "count"):
             columns[name] = [getattr(row.stretch, name) for row in rows]
-        return table_bytes(SCHEMA, columns)
+        return arrow.table_bytes(COLUMNS, columns)
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """The inverse of `to_bytes`; FormatError for other bytes. Nothing that it says is checked yet."""
-        found = read_table(data, SCHEMA)
-        numbers = {name: found[name].tolist() for name in ("start", "length", "step", "count", "offset", "digest")}
-        plain = zip(*(found[name] for name in ("tensor", "kind", "dtype", "shape", "file")), strict=True)
-        rows = []
-        for index, (tensor, kind, dtype, shape, file) in enumerate(plain):
-            stretch = Stretch(*(numbers[name][index] for name in ("start", "length", "step", "count")))
-            place = numbers["offset"][index], numbers["digest"][index]
-            rows.append(Row(tensor, kind, dtype, tuple(shape), stretch, file, *place))
-        return Manifest.of(rows)
+        """The inverse of `to_bytes`; CheckpointDamaged for other bytes. Nothing that it says is checked yet."""
+        from ds_dynatrain.checkpoint import arrow
+
+        found = arrow.read_table(data, COLUMNS)
+        stretches = map(Stretch, *(found[name] for name in ("start", "length", "step", "count")))
+        before, behind = ("tensor", "kind", "dtype", "shape"), ("file", "offset", "digest")
+        columns = *(found[name] for name in before), stretches, *(found[name] for name in behind)
+        return Manifest.of(map(Row, *columns))
 
 
 def _wrong_row(row: Row, first: Row) -> str:
@@ -183,7 +184,7 @@ def _wrong_row(row: Row, first: Row) -> str:
         return f"it leaves a tensor of {numel} elements"
     try:
         named(row.dtype)
-    except FormatError as error:
+    except CheckpointDamaged as error:
         return str(error)
     return ""
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.arrow import Block, batch_header, closing, opening, padded
-from ds_dynatrain.checkpoint.elements import name_of, values_column
+from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.manifest import Row
 from ds_dynatrain.checkpoint.stretches import Stretch, chunks, digest_of
 from ds_dynatrain.space import WEIGHT
@@ -106,26 +105,28 @@ class _Batches:
     """The batches of an open file, one after another. most: elements written and weighed at once."""
 
     def __init__(self, file: int, name: str, dtype: torch.dtype, most: int) -> None:
+        from ds_dynatrain.checkpoint.arrow import Outline
+
         self.file, self.name, self.dtype, self.most = file, name, dtype, most
-        self.schema = (values_column(dtype),)
-        self.blocks: list[Block] = []
-        self.at = _put(file, 0, opening(self.schema))
+        self.outline = Outline(dtype)
 
     def write(self, share: Share) -> Row:
         """The next batch."""
-        header = batch_header(self.schema, share.stretch.numel, [0, share.nbytes])
-        block = Block(self.at, len(header), padded(share.nbytes))
-        begin, total, numel = _put(self.file, self.at, header), 0, _numel(share)
+        begin, total, numel = self.outline.batch(share.stretch.numel, share.nbytes), 0, _numel(share)
+        self._put_outline()
         for place, values in chunks(share.matrix, self.most):
             _put(self.file, begin + place.start * self.dtype.itemsize, values.view(torch.uint8).numpy().data)
             total += digest_of(share.stretch, place, values, numel)
-        self.at = _put(self.file, begin + share.nbytes, bytes(block.body - share.nbytes))
-        self.blocks.append(block)
         return _row(share, self.name, begin, total)
 
     def close(self) -> None:
         """What stands behind the last batch."""
-        _put(self.file, self.at, closing(self.schema, self.blocks))
+        self.outline.close()
+        self._put_outline()
+
+    def _put_outline(self) -> None:
+        for at, data in self.outline.drain():
+            _put(self.file, at, data)
 
 
 @contextmanager
@@ -162,13 +163,12 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return words and np.array_equal(mine[end:], theirs[end:])
 
 
-def _put(file: int, at: int, data: bytes | memoryview) -> int:
-    """Write all of it; where it ends."""
+def _put(file: int, at: int, data: bytearray | memoryview) -> None:
+    """Write all of it."""
     view = memoryview(data)
     while view:
         done = os.pwrite(file, view, at)
         view, at = view[done:], at + done
-    return at
 
 
 def _digest(share: Share, dtype: torch.dtype, chunk_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The files as Arrow has them: alignment, what pyarrow reads of them, and bytes that are no such files."""
+"""The files as Arrow has them: where values lie, what any reader of Arrow finds, and bytes that are no such files."""
 
 from __future__ import annotations
 
@@ -7,88 +7,131 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import ipc
 
-from ds_dynatrain.checkpoint.arrow import ALIGN, INT64, INTS, TEXT, UINT64, Column, read_table, table_bytes
-from ds_dynatrain.checkpoint.elements import name_of, named, values_column
-from ds_dynatrain.checkpoint.flatbuffer import FormatError, Scalar, Structs, Table, View, encode
+from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.checkpoint.arrow import Outline, read_table, table_bytes
+from ds_dynatrain.checkpoint.elements import name_of, named
+from ds_dynatrain.checkpoint.manifest import ALIGN
+from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.checkpoint.worlds import save, state_of
 
-SCHEMA = (Column("name", TEXT), Column("shape", INTS), Column("at", INT64), Column("digest", UINT64))
-COLUMNS = {
+ROOT = Path(__file__).parents[2]
+COLUMNS = {"name": "text", "shape": "ints", "at": "int64", "digest": "uint64"}
+VALUES = {
     "name": ["a", "", "größe", "d" * 100],
-    "shape": [[1, 2], [], [3], [-(2**62), 4, 5]],
+    "shape": [(1, 2), (), (3,), (-(2**62), 4, 5)],
     "at": [0, -1, 2**62, 7],
     "digest": [0, 1, 2**64 - 1, 2**63],
 }
 
 
-def plain(table: dict[str, object]) -> dict[str, object]:
-    return {name: held.tolist() if isinstance(held, np.ndarray) else held for name, held in table.items()}
-
-
 def test_a_table_comes_back() -> None:
-    assert plain(read_table(table_bytes(SCHEMA, COLUMNS), SCHEMA)) == COLUMNS
-    empty = {name: [] for name in COLUMNS}
-    assert plain(read_table(table_bytes(SCHEMA, empty), SCHEMA)) == empty
+    assert read_table(table_bytes(COLUMNS, VALUES), COLUMNS) == VALUES
+    empty: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    assert read_table(table_bytes(COLUMNS, empty), COLUMNS) == empty
 
 
 def test_later_columns_are_left_out() -> None:
-    later = (*SCHEMA, Column("later", TEXT))
-    data = table_bytes(later, {**COLUMNS, "later": ["x"] * 4})
-    assert plain(read_table(data, SCHEMA)) == COLUMNS
+    data = table_bytes({**COLUMNS, "later": "text"}, {**VALUES, "later": ["x"] * 4})
+    assert read_table(data, COLUMNS) == VALUES
 
 
 @pytest.mark.parametrize("cut", [0, 5, 60, 200, -1, -8, -100])
 def test_cut_off(cut: int) -> None:
-    with pytest.raises(FormatError):
-        read_table(table_bytes(SCHEMA, COLUMNS)[:cut], SCHEMA)
+    with pytest.raises(CheckpointDamaged):
+        read_table(table_bytes(COLUMNS, VALUES)[:cut], COLUMNS)
 
 
 def test_other_columns() -> None:
-    with pytest.raises(FormatError, match="columns are not name, shape, at, digest"):
-        read_table(table_bytes(SCHEMA[1:], COLUMNS), SCHEMA)
-    with pytest.raises(FormatError, match="columns"):
-        read_table(table_bytes((*SCHEMA[:3], Column("digest", INT64)), {**COLUMNS, "digest": [0] * 4}), SCHEMA)
+    for number, kind in enumerate(("ints", "text", "uint64", "int64")):
+        name = list(COLUMNS)[number]
+        other = {"text": "x", "ints": (1,), "int64": 1, "uint64": 1}[kind]
+        data = table_bytes({**COLUMNS, name: kind}, {**VALUES, name: [other] * 4})
+        with pytest.raises(CheckpointDamaged, match="columns are not name, shape, at, digest"):
+            read_table(data, COLUMNS)
+    few = dict(list(COLUMNS.items())[1:])
+    with pytest.raises(CheckpointDamaged, match="columns"):
+        read_table(table_bytes(few, VALUES), COLUMNS)
+
+
+def of_strangers(values: list[Any], batches: int = 1, nullable: bool = True, compression: str | None = None) -> bytes:
+    """A table of one column "at", as pyarrow writes it."""
+    batch = pa.record_batch([pa.array(values, pa.int64())], schema=pa.schema([pa.field("at", pa.int64(), nullable)]))
+    sink = pa.BufferOutputStream()
+    with ipc.new_file(sink, batch.schema, options=ipc.IpcWriteOptions(compression=compression)) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def test_tables_of_strangers() -> None:
+    columns = {"at": "int64"}
+    assert read_table(of_strangers([1, 2]), columns) == {"at": [1, 2]}
+    refused = {
+        "a value is null": of_strangers([1, None]),
+        "2 batches": of_strangers([1], batches=2),
+        "0 batches": of_strangers([1], batches=0),
+        "4194305 rows": of_strangers([0] * (2**22 + 1)),
+    }
+    for words, data in refused.items():
+        with pytest.raises(CheckpointDamaged, match=words):
+            read_table(data, columns)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_what_is_packed_is_not_unpacked(compression: str) -> None:
+    """A few bytes may stand for any number of them."""
+    data, before = of_strangers([0] * (1 << 20), compression=compression), pa.total_allocated_bytes()
+    assert len(data) < 1 << 17
+    with pytest.raises(CheckpointDamaged, match="compressed"):
+        read_table(data, {"at": "int64"})
+    assert pa.total_allocated_bytes() <= before
 
 
 def test_changed_bytes_are_an_error_or_another_table() -> None:
     """Never another exception, and never more memory than the file has."""
-    data, draw = table_bytes(SCHEMA, COLUMNS), random.Random(5)
+    data, draw = table_bytes(COLUMNS, VALUES), random.Random(5)
     refused = 0
     for _ in range(3000):
         changed = bytearray(data)
         for _ in range(draw.randint(1, 4)):
             changed[draw.randrange(len(data))] = draw.choice([0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)])
         try:
-            read_table(bytes(changed), SCHEMA)
-        except FormatError:
+            read_table(bytes(changed), COLUMNS)
+        except CheckpointDamaged:
             refused += 1
     assert refused > 300
 
 
-def test_flatbuffers() -> None:
-    rows = [(1, 2), (-3, 4)]
-    made = Table(
-        {0: Scalar("h", -7), 2: "text", 3: Structs("qq", rows), 5: [Table({0: "x"}), Table({})], 6: Scalar("q", 2**60)}
-    )
-    found = View.root(memoryview(encode(made)))
-    assert (found.scalar(0, "h"), found.scalar(6, "q"), found.scalar(1, "i", 5)) == (-7, 2**60, 5)
-    assert found.text(2) == "text" and found.structs(3, "qq") == rows and found.text(4) == ""
-    assert [each.text(0) for each in found.tables(5)] == ["x", ""] and found.table(9) is None
-
-
 def test_all_types_have_a_column() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2):
-        column = values_column(dtype)
-        assert column.type.dtype.itemsize == dtype.itemsize and named(name_of(dtype)) is dtype
+        assert Outline(dtype).type.bit_width == 8 * dtype.itemsize and named(name_of(dtype)) is dtype
     for name in ("float33", "nn", "Tensor", "__name__", "half"):
-        with pytest.raises(FormatError):
+        with pytest.raises(CheckpointDamaged):
             named(name)
+
+
+def test_files_of_earlier_versions() -> None:
+    """They were written without pyarrow, and their values are at multiples of 64."""
+    saved = Saved.open(ROOT / "tests" / "checkpoint" / "earlier")
+    found: dict[tuple[str, str], list[float]] = {}
+    with Reader(saved.path, saved.manifest) as reader:
+        for row in saved.manifest:
+            assert not row.file or (reader.is_sound(row) and row.offset % 64 == 0)
+            found.setdefault((row.kind, row.tensor), []).extend(reader.values(row).tolist() if row.file else [])
+    first = {"master": 100.0, "exp_avg": 200.0, "exp_avg_sq": 300.0}
+    assert found == {
+        **{(kind, "a"): [begin + number for number in range(15)] for kind, begin in first.items()},
+        ("weight", "a"): [],
+        ("weight", "frozen"): [15.0, 16.0, 17.0, 18.0, 19.0],
+    }
 
 
 TENSORS = [LogicalTensor("a", (30, 50)), LogicalTensor("b", (7,)), LogicalTensor("frozen", (5,), -1)]
@@ -115,28 +158,57 @@ def test_values_are_aligned(tmp_path: Path) -> None:
 
 
 def test_pyarrow_reads_all_of_it(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
     vps, state = written(tmp_path)
     for file in tmp_path.glob("*.arrow"):
-        found = arrow.ipc.open_file(arrow.memory_map(str(file))).read_all()
+        found = ipc.open_file(pa.memory_map(str(file))).read_all()
         found.validate(full=True)
         if file.name == "manifest.arrow":
             continue
         assert found.schema.field(0).metadata[b"dtype"].decode() in file.name
-    rows = arrow.ipc.open_file(arrow.memory_map(str(tmp_path / "manifest.arrow"))).read_all().to_pylist()
+    rows = ipc.open_file(pa.memory_map(str(tmp_path / "manifest.arrow"))).read_all().to_pylist()
     for row in [each for each in rows if each["file"] and each["dtype"] == "float32"]:
-        batches = arrow.ipc.open_file(arrow.memory_map(str(tmp_path / row["file"])))
+        batches = ipc.open_file(pa.memory_map(str(tmp_path / row["file"])))
         first = int(vps.bases[vps.line.index(row["tensor"])]) + row["start"]
         wanted = state[row["kind"]][first : first + row["length"]].tolist()
         assert wanted in [batches.get_batch(n).column(0).to_pylist() for n in range(batches.num_record_batches)]
 
 
 def test_the_reader_of_the_docs(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
     vps, state = written(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text()
+    page = (ROOT / "docs" / "checkpoint.md").read_text()
     script = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "read_tensor.py" in code)
     (tmp_path / "read_tensor.py").write_text(script)
     arguments = [sys.executable, "read_tensor.py", str(tmp_path), "a", "exp_avg"]
     printed = subprocess.run(arguments, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert printed.strip() == str(state["exp_avg"][: 30 * 50].reshape(30, 50).numpy())
+
+
+def test_batches_of_any_size(tmp_path: Path) -> None:
+    """Values are put where pyarrow would have put them, and nothing else of them is needed in memory."""
+    sizes = (3, 0, 1, 8, 1 << 20)
+    for dtype in (torch.float32, torch.int8, torch.bfloat16):
+        outline, path, begins = Outline(dtype), tmp_path / f"{name_of(dtype)}.arrow", []
+        held = [torch.arange(size, dtype=torch.float32).to(dtype).view(torch.uint8).numpy().tobytes() for size in sizes]
+        with open(path, "wb") as file:
+            for size, data in zip(sizes, held, strict=True):
+                begins.append(outline.batch(size, len(data)))
+                file.seek(begins[-1])
+                file.write(data)
+            outline.close()
+            for at, other in outline.drain():
+                file.seek(at)
+                file.write(other)
+        found = ipc.open_file(pa.memory_map(str(path)))
+        assert found.num_record_batches == len(sizes)
+        for number, data in enumerate(held):
+            batch = found.get_batch(number)
+            batch.validate(full=True)
+            values = batch.column(0).buffers()[1]
+            assert bytes(values)[: len(data)] == data and begins[number] % ALIGN == 0
+
+
+def test_it_is_imported_when_it_is_needed() -> None:
+    """Whoever trains without checkpoints does not wait for it."""
+    code = "import sys, ds_dynatrain as d; d.initialize; import ds_dynatrain.engine.engine, ds_dynatrain.checkpoint"
+    code += "; assert 'pyarrow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
