@@ -18,7 +18,7 @@ import numpy as np
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.stretches import Stretch, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
-from ds_dynatrain.space import WEIGHT
+from ds_dynatrain.space import MASTER, WEIGHT
 from ds_dynatrain.space.tensor import Ints
 
 COLUMNS = {
@@ -116,14 +116,25 @@ class Manifest:
         """
         sizes: dict[str, int] = {}
         for (tensor, kind), held in self.rows.items():
-            first, runs = held[0], 0
+            first, runs, numel = held[0], 0, 0
             for row in held:
                 what = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, folder, sizes))
                 if what:
                     raise CheckpointDamaged(f"the manifest is wrong: {row}: {what}")
                 runs += row.stretch.count
+                numel += row.stretch.numel
+            if numel != first.numel:
+                what = f"is there twice or not at all: {numel} of {first.numel} elements"
+                raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} {what}")
             if runs > MOST_RUNS:
                 raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} in {runs} runs")
+
+            if not all(row.file for row in held) and (tensor, MASTER) not in self.rows:
+                raise CheckpointDamaged(
+                    f"the manifest is wrong: nothing is stored of {kind} of {tensor!r}, nor a master"
+                )
+        if folder is not None:
+            _check_apart(self)
 
     def runs(self, tensor: str, kind: str) -> Runs:
         """CheckpointDamaged unless the rows tile the tensor; call `check` before."""
@@ -167,6 +178,15 @@ class Manifest:
         before, behind = ("tensor", "kind", "dtype", "shape"), ("file", "offset", "digest")
         columns = *(found[name] for name in before), stretches, *(found[name] for name in behind)
         return Manifest.of(map(Row, *columns))
+
+
+def _check_apart(manifest: Manifest) -> None:
+    """CheckpointDamaged for bytes that would be several values: a small file could stand for any number of them."""
+    last: Row | None = None
+    for row in sorted((row for row in manifest if row.file), key=lambda row: (row.file, row.offset)):
+        if last is not None and last.file == row.file and last.offset + last.nbytes > row.offset:
+            raise CheckpointDamaged(f"the manifest is wrong: {last} and {row} are in one place")
+        last = row
 
 
 def _wrong_row(row: Row, first: Row) -> str:

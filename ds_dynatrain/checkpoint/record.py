@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ds_dynatrain import __version__
 from ds_dynatrain.checkpoint.files import dumped, parsed, read_small
-from ds_dynatrain.checkpoint.manifest import FILE_NAME, Manifest
+from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
-from ds_dynatrain.space import Layout, LogicalTensor
+from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor
+from ds_dynatrain.space.tensor import Line
 
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
@@ -57,6 +61,29 @@ class Record:
     def logical_tensors(self) -> tuple[LogicalTensor, ...]:
         """What was trained."""
         return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
+
+
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
+Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
+
+
+class _Types(BaseModel):
+    """What a record has to be before anything is made of it: the types of JSON, exactly, and numbers that can be."""
+
+    model_config = ConfigDict(strict=True)
+    step: Size
+    layout: dict[str, Any]
+    generation: Size
+    seed: int
+    kinds: list[str]
+    tensors: list[Annotated[tuple[str, Shape, Group, bool], Strict(False)]]
+    carry: dict[str, Any]
+    rests: list[Size]
+    sums: dict[str, str]
+    sizes: dict[str, Size]
+    written_by: str
+    converted_from: str = ""
 
 
 def rank_file(rank: int) -> str:
@@ -99,15 +126,47 @@ def from_bytes(data: bytes) -> Record:
     missing = [name for name in names if name not in content]
     if missing:
         raise CheckpointDamaged(f"{RECORD} has no {missing[0]!r}")
+    said = {name: content[name] for name in names}
     try:
-        record = Record(**{name: content[name] for name in names})
-        record.logical_tensors()
+        _Types.model_validate(said)
+        record = Record(**said)
+        check_tensors(record.logical_tensors())
         ranks = record.world.world_size
-    except (TypeError, ValueError, LayoutError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CheckpointDamaged(f"{RECORD}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except LayoutError as error:
         raise CheckpointDamaged(f"{RECORD}: {error}") from None
-    if len(record.rests) != ranks or not all(isinstance(rank, int) and 0 <= rank < ranks for rank in record.rests):
+    if len(record.rests) != ranks or not all(rank < ranks for rank in record.rests):
         raise CheckpointDamaged(f"{RECORD}: a rest for each of {ranks} ranks is expected, not {record.rests!r}")
     return record
+
+
+def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
+    """CheckpointDamaged for tensors that nobody can have trained: too large together, or one name for two."""
+    numel = 0
+    for tensor in tensors:
+        numel += math.prod(dim for dim in tensor.shape if dim)  # strides are of these, even if there are no elements
+        if numel > MOST_ELEMENTS:
+            raise CheckpointDamaged(f"{tensor.name!r} is of shape {tensor.shape}, which is too large to be true")
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise CheckpointDamaged("two tensors have one name")
+    try:
+        Line(tensors)
+    except LayoutError as error:
+        raise CheckpointDamaged(f"its tensors: {error}") from None
+
+
+def check_agreement(tensors: Sequence[LogicalTensor], kinds: Collection[str], manifest: Manifest) -> None:
+    """CheckpointDamaged unless the manifest is of these very tensors, in these shapes, and has weights of each."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    for (name, kind), rows in manifest.rows.items():
+        if kind in kinds and shapes.get(name) != rows[0].shape:
+            mine = f"{RECORD} has {shapes[name]}" if name in shapes else f"{RECORD} has no such tensor"
+            raise CheckpointDamaged(f"the manifest has {kind} of {name!r} in shape {rows[0].shape}, and {mine}")
+    for tensor in tensors:
+        if tensor.numel and (tensor.name, WEIGHT) not in manifest.rows:
+            raise CheckpointDamaged(f"{RECORD} has {tensor.name!r}, and the manifest has no weights of it")
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
@@ -139,6 +198,7 @@ class Saved:
                     f"{name} has {found.get(name, 0)} bytes, and {size} were saved: a part is missing"
                 )
         saved.manifest.check(path)
+        check_agreement(record.logical_tensors(), {*record.kinds, WEIGHT}, saved.manifest)
         return saved
 
     def of_rank(self, rank: int) -> dict[str, Any]:

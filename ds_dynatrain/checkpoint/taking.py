@@ -18,6 +18,7 @@ from ds_dynatrain.checkpoint import folder as folders
 from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.convert import whole
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.others.told import Told
@@ -42,7 +43,9 @@ def take(
     and cannot be true; CheckpointError if there is a checkpoint of that step already. Nothing is left of a failure.
     """
     check_names([each.name for each in told.tensors], told.kinds)
+    record.check_tensors(told.tensors)
     told.manifest.check(None)
+    record.check_agreement(told.tensors, told.kinds, told.manifest)
     for tensor, kind in told.manifest.rows:
         told.manifest.runs(tensor, kind)
     tag = f"step{told.step}"
@@ -52,9 +55,7 @@ def take(
             rows = list(_written(told, hidden, tensors, progress))
             sums = {
                 record.MANIFEST: _small(hidden, record.MANIFEST, _checked(rows, hidden)),
-                record.rank_file(0): _small(
-                    hidden, record.rank_file(0), record.dumped({"streams": None, "rest": rest})
-                ),
+                record.rank_file(0): _small(hidden, record.rank_file(0), dumped({"streams": None, "rest": rest})),
             }
             said = Record(
                 step=told.step,

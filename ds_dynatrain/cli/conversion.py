@@ -103,9 +103,8 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(the shared carry, the module's buffers of rank 0)."""
     from ds_dynatrain.engine.checkpoints.rests import rest_for
-    from ds_dynatrain.engine.encoding import decode
+    from ds_dynatrain.engine.checkpoints.shared import shared_of
 
     with Reader(saved.path, saved.manifest) as reader:
         rest = rest_for(saved, reader, saved.record.world, 0)
-    carry: dict[str, Any] = decode(saved.record.carry, [])
-    return carry, rest["buffers"]
+    return shared_of(saved), rest["buffers"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from ds_dynatrain.errors import ConfigError, TransferError
 
 _MARK = "__"
+MOST_DEPTH = 200
+_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
@@ -51,46 +54,105 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
 
 
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of `encode`."""
+    """The inverse of `encode`; TransferError, saying what, for anything that `encode` does not make."""
+    return _decoded(value, tensors, 0)
+
+
+def _decoded(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
+    if depth > MOST_DEPTH:
+        raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
-        return [decode(part, tensors) for part in value]
+        return [_decoded(part, tensors, depth + 1) for part in value]
     if not isinstance(value, dict):
         return value
-    if "__tensor__" in value:
-        return tensors[value["__tensor__"]]
-    if "__array__" in value:
-        return decode(value["__array__"], tensors).numpy()
-    if "__number__" in value:
-        return decode(value["__number__"], tensors).numpy()[0]
-    if "__bytes__" in value:
-        return base64.b64decode(value["__bytes__"])
-    if "__tuple__" in value:
-        return tuple(decode(part, tensors) for part in value["__tuple__"])
-    if "__items__" in value:
-        return {decode(key, tensors): decode(part, tensors) for key, part in value["__items__"]}
-    return {key: decode(part, tensors) for key, part in value.items()}
+    mark = next((key for key in value if key.startswith(_MARK)), None)
+    if mark is None:
+        return {key: _decoded(part, tensors, depth + 1) for key, part in value.items()}
+    make = _MAKERS.get(mark)
+    if make is None:
+        raise TransferError(f"an encoded value has the unknown mark {mark!r}")
+    held = value[mark]
+    return make(held if make in (_tensor, _bytes) else _decoded(held, tensors, depth + 1), tensors)
+
+
+def _tensor(number: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tensors):
+        raise TransferError(f"an encoded value is tensor {number!r}, and there are {len(tensors)}")
+    return tensors[number]
+
+
+def _bytes(text: Any, tensors: list[torch.Tensor]) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        raise TransferError(f"encoded bytes are no base64: {error}") from None
+
+
+def _array(held: Any, tensors: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+    if not isinstance(held, torch.Tensor) or held.dtype in _NOT_OF_NUMPY:
+        raise TransferError(f"an encoded array is a {type(held).__name__} that is none of numpy's")
+    found: np.ndarray[Any, Any] = held.numpy()
+    return found
+
+
+def _number(held: Any, tensors: list[torch.Tensor]) -> Any:
+    found = _array(held, tensors)
+    if found.shape != (1,):
+        raise TransferError(f"an encoded number is of shape {found.shape}")
+    return found[0]
+
+
+def _tuple(held: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    if not isinstance(held, list):
+        raise TransferError(f"an encoded tuple is a {type(held).__name__}")
+    return tuple(held)
+
+
+def _items(held: Any, tensors: list[torch.Tensor]) -> dict[Any, Any]:
+    if not isinstance(held, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
+        raise TransferError("an encoded table is no list of pairs")
+    try:
+        return dict(held)
+    except TypeError as error:
+        raise TransferError(f"a key of an encoded table cannot be one: {error}") from None
+
+
+_MAKERS: Mapping[str, Callable[[Any, list[torch.Tensor]], Any]] = {
+    "__tensor__": _tensor,
+    "__array__": _array,
+    "__number__": _number,
+    "__bytes__": _bytes,
+    "__tuple__": _tuple,
+    "__items__": _items,
+}
+"""Mark -> what makes the value of it, out of what stands there, decoded where it is a value itself."""
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-    """Number -> (type, shape) of the tensors that an encoded value asks for; TransferError for a type of no tensor."""
+    """Number -> (type, shape) of the tensors that an encoded value asks for; TransferError for an impossible one."""
     found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 
-    def visit(part: Any) -> None:
-        if isinstance(part, list):
-            for entry in part:
-                visit(entry)
-        elif isinstance(part, dict):
-            if "__tensor__" in part:
-                dtype = getattr(torch, part["dtype"], None)
-                if not isinstance(dtype, torch.dtype):
-                    raise TransferError(f"a tensor of type {part['dtype']!r} was announced, which torch does not know")
-                found[part["__tensor__"]] = dtype, tuple(part["shape"])
-            else:
-                for entry in part.values():
-                    visit(entry)
+    def visit(part: Any, depth: int) -> None:
+        if depth > MOST_DEPTH:
+            raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
+        if isinstance(part, dict) and "__tensor__" in part:
+            number, name, shape = (part.get(key) for key in ("__tensor__", "dtype", "shape"))
+            dtype = getattr(torch, name, None) if isinstance(name, str) else None
+            if not isinstance(dtype, torch.dtype):
+                raise TransferError(f"a tensor of type {name!r} was announced, which torch does not know")
+            if not isinstance(number, int) or not isinstance(shape, list) or not all(map(_is_size, shape)):
+                raise TransferError(f"tensor {number!r} of shape {shape!r} was announced, which there cannot be")
+            found[number] = dtype, tuple(shape)
+        elif isinstance(part, list | dict):
+            for entry in part.values() if isinstance(part, dict) else part:
+                visit(entry, depth + 1)
 
-    visit(value)
+    visit(value, 0)
     return found
+
+
+def _is_size(dim: object) -> bool:
+    return isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < 1 << 56
 
 
 def blank_tensors(value: Any) -> list[torch.Tensor]:

@@ -21,7 +21,8 @@ def rewritten(path: Path, change: Callable[[Any], object] = lambda said: None) -
     said.pop("sum", None)
     change(said)
     if isinstance(said.get("sums"), dict):
-        said["sums"].update({name: record.sum_of((path / name).read_bytes()) for name in said["sums"]})
+        there = {each.name for each in path.iterdir()} & {*said["sums"]}
+        said["sums"].update({name: record.sum_of((path / name).read_bytes()) for name in there})
     said["sum"] = record.sum_of(json.dumps(said, sort_keys=True).encode())
     (path / record.RECORD).write_text(json.dumps(said))
 

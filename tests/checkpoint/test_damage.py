@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_dynatrain.checkpoint import Manifest, Reader, Record, Row, Saved, Stretch, folder, record
+from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -44,7 +45,7 @@ def whole(path: Path, tag: str = "step7") -> Path:
     (hidden / record.MANIFEST).write_bytes(manifest)
     sums = {record.MANIFEST: record.sum_of(manifest)}
     for rank in range(2):
-        data = record.dumped({"streams": {}, "rest": REST})
+        data = dumped({"streams": {}, "rest": REST})
         (hidden / record.rank_file(rank)).write_bytes(data)
         sums[record.rank_file(rank)] = record.sum_of(data)
     tensors = [[each.name, list(each.shape), each.group, each.expert] for each in TENSORS]

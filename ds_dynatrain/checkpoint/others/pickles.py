@@ -49,7 +49,7 @@ def check_file(file: io.RawIOBase) -> None:
     """ValueError unless it is what torch.save writes (a zip without compression), and its pickle as `check_pickle`."""
     if file.read(len(ZIP)) != ZIP:
         raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
-    with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         names = {each.filename.lower() for each in entries}
         root = min(names).partition("/")[0]
@@ -74,12 +74,12 @@ def check_pickle(data: bytes) -> None:
     memo: dict[int, list[int] | None] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _PUTS:
-            index = len(memo) if argument is None else argument
+            index = len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
             if index > count:
                 raise ValueError(f"value {index} is noted by operation {count}")
             memo[index] = stack[-1]
         elif opcode.name in _GETS:
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         elif opcode.name == "DUP":
             raise ValueError("it doubles a value")
         elif opcode.name == "MARK":

@@ -3,6 +3,7 @@
 | file | what it does |
 |---|---|
 | `saving`, `snapshot` | the state of all members into a checkpoint |
+| `shared` | the shared carry of one, decoded and of the right types |
 | `restore`, `restoration` | out of one into the present layout; one member's part of that |
 | `opening`, `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
 | `converted`, `merging` | one that was converted from another tool's: what it lacks stays as it is |

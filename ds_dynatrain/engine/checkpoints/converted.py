@@ -19,8 +19,8 @@ from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
 from ds_dynatrain.engine.checkpoints.rests import rest_for
+from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.checkpoints.sources import Universal
-from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
@@ -104,7 +104,7 @@ class Converted(Universal):
         return Manifest(rows)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        said: dict[str, Any] = decode(self.saved.record.carry, [])
+        said = shared_of(self.saved)
         if "groups" in said:
             said["groups"] = self._groups(said["groups"])
         scalars, moments = said.get("scalars", {}), set(self.kinds) - {WEIGHT, MASTER}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
+from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.engine.certificate import drifts
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
@@ -205,7 +206,7 @@ class _Saving:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
         folder.write(hidden / _part(snapshot.rank), Manifest.of(rows).to_bytes())
-        data = record.dumped(snapshot.own)
+        data = dumped(snapshot.own)
         folder.write(hidden / record.rank_file(snapshot.rank), data)
         return {"sum": record.sum_of(data), "replicas": {} if replicas is None else replicas.result()}
 

@@ -28,7 +28,7 @@ from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import COUNTERS
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
 from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
-from ds_dynatrain.engine.encoding import decode
+from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace
@@ -117,7 +117,7 @@ class Universal:
         return {}
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        shared: dict[str, Any] = decode(self.saved.record.carry, [])
+        shared = shared_of(self.saved)
         scalars = shared["scalars"]
         shared["scalars"] = {
             name: {str(numbers[int(number)]): value for number, value in table.items()}
