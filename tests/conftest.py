@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import itemgetter
 
 import pytest
 
@@ -24,6 +27,7 @@ OPERATORS = {
 }
 """What DeepSpeed compiles, by the fixture that a test asks for it with."""
 BUILDS = pytest.StashKey[Builds]()
+SLOWEST = 10
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -42,6 +46,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_report_header() -> str | None:
     """What is left out with another DeepSpeed."""
     return f"not in this DeepSpeed, left out: {', '.join(collect_ignore)}" if collect_ignore else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The slowest files: where time is to be won."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest {SLOWEST} files")
+    for file, taken in sorted(seconds.items(), key=itemgetter(1), reverse=True)[:SLOWEST]:
+        terminalreporter.write_line(f"{taken:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")
