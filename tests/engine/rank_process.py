@@ -41,6 +41,8 @@ def main(descriptor: int) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # half a million objects of torch and DeepSpeed, that each collection in each rank would visit again
     with socket.socket(fileno=descriptor) as control:
         while True:
             request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
