@@ -54,6 +54,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid.partition("::")[0]] += report.duration
+    if not seconds:
+        return
     terminalreporter.section(f"slowest {SLOWEST} files")
     for file, taken in sorted(seconds.items(), key=itemgetter(1), reverse=True)[:SLOWEST]:
         terminalreporter.write_line(f"{taken:7.1f} s  {file}")
