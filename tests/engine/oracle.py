@@ -79,8 +79,10 @@ def gather(engine: Any, places: Places | None = None) -> State:
     for view in _views(engine):
         place = where[view.key[0]]
         index = place.index[view.start : view.start + view.flat.numel()]
-        flat = view.flat.detach().clone()[index >= 0]
-        mine.append(((place.name, view.key[1]), index[index >= 0], flat))
+        flat = view.flat.detach()[index >= 0].cpu()
+        if flat.numel():
+            as_bytes = flat.view(torch.uint8).numpy()  # pickles in a small part of the time that a tensor takes
+            mine.append(((place.name, view.key[1]), index[index >= 0].numpy(), as_bytes, flat.dtype))
     steps = {where[name].name: scalars for name, scalars in _steps(engine)}
     gathered: list[Any] = [None] * td.get_world_size()
     td.all_gather_object(gathered, (mine, steps, {place.name: place.numel for place in where.values()}))
@@ -89,7 +91,8 @@ def gather(engine: Any, places: Places | None = None) -> State:
     filled: dict[Key, torch.Tensor] = {}
     all_steps: dict[str, dict[str, float]] = {}
     for rank, (pieces, their_steps, _) in enumerate(gathered):
-        for key, run, flat in pieces:
+        for key, indices, as_bytes, dtype in pieces:
+            run, flat = torch.from_numpy(indices), torch.from_numpy(as_bytes).view(dtype)
             whole = tensors.setdefault(key, torch.zeros(sizes[key[0]], dtype=flat.dtype))
             seen = filled.setdefault(key, torch.zeros(sizes[key[0]], dtype=torch.bool))
             assert not (seen[run] & (_bits(whole[run]) != _bits(flat))).any(), f"{key}: rank {rank} holds another value"
