@@ -18,6 +18,7 @@ from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.pool import RankPool
+from tests.engine.walks import continued
 
 STEPS = 4
 WARM_STEPS = 3
@@ -78,15 +79,18 @@ def compare(
     of a loss. Returns how many continuations are bitwise those of static runs.
     """
     same: dict[str, Any] = {"find": find, "dtype": dtype}
-    state, position, answer = pool.run(reference_case, seconds=seconds, **same)[0]
-    layouts = sorted(set(path), key=str)
-    same |= {"state": state, "position": position}
-    static = jobs.means_by_place(pool.run(static_case, layouts=layouts, seconds=seconds, **same))
+    state, position, answer = pool.once(reference_case, seconds=seconds, **same)[0]
+    reference = {"state": state, "position": position}
+    static = {
+        layout: continued(pool.once(static_case, layout=layout, seconds=seconds, following=reference, **same))
+        for layout in dict.fromkeys(path)
+    }
+    same |= reference
     switched = jobs.means_by_place(pool.run(walk_case, path=list(path), answer=answer, seconds=seconds, **same))
     assert list(switched) == list(range(1, len(path)))
     bitwise = 0
     for place, (source, target) in enumerate(pairwise(path), start=1):
-        expected = static[layouts.index(target)]
+        expected = static[target]
         assert jobs.furthest(switched[place], expected) <= furthest, f"{source} -> {target}"
         bitwise += switched[place] == expected
     return bitwise
@@ -126,17 +130,16 @@ def reference_case(
 
 
 def static_case(
-    find: Callable[[], Subject], dtype: str, layouts: list[Layout], state: oracle.State, position: dict[str, Any]
-) -> Losses:
-    """Losses of the next steps from the reference state, each layout in an engine that starts in it."""
-    subject, found = find(), dict[int, list[float]]()
-    for number, layout in enumerate(layouts):
-        with started(subject, dtype, layout) as made:
-            batches = iter(made.loader)
-            subject.step(made.engine, next(batches))  # moments exist after it
-            set_back(made, subject, state, position)
-            found[number] = some_steps(made, subject, batches, next(batches))
-    return found
+    find: Callable[[], Subject], dtype: str, layout: Layout, state: oracle.State, position: dict[str, Any]
+) -> list[float]:
+    """Losses of the next steps from the reference state, in an engine that starts in a layout; none if idle there."""
+    subject = find()
+    with started(subject, dtype, layout) as made:
+        batches = iter(made.loader)
+        subject.step(made.engine, next(batches))  # moments exist after it
+        set_back(made, subject, state, position)
+        return some_steps(made, subject, batches, next(batches))
+    return []
 
 
 def walk_case(

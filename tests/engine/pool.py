@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -128,6 +128,8 @@ class RankPool:
     starts: int = 0
     reaped: dict[int, int] = field(default_factory=dict)
     first_failed: int | None = None
+    kept: dict[bytes, bytes] = field(default_factory=dict)
+    """What `once` has run, by its arguments."""
 
     def run(
         self,
@@ -156,6 +158,24 @@ class RankPool:
             title = f"{function.__qualname__}: rank {self.first_failed} failed first"
             raise CaseFailed(_report(title, arguments, answers, logs))
         return [answer if isinstance(answer, Died) else answer[0] for answer in answers]
+
+    def once(
+        self,
+        function: Callable[..., Any],
+        *,
+        seconds: float = CASE_SECONDS,
+        following: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """What `run` gives, made only at the first call with these arguments: for runs that others are held against.
+
+        following: further arguments, which follow from those. Each call gets a copy of its own.
+        """
+        key = pickle.dumps((function.__module__, function.__qualname__, arguments))
+        if key not in self.kept:
+            self.kept[key] = pickle.dumps(self.run(function, seconds=seconds, **arguments, **(following or {})))
+        results: list[Any] = pickle.loads(self.kept[key])
+        return results
 
     def renew(self) -> None:
         """End the ranks: the next case gets new ones."""

@@ -23,7 +23,8 @@ def training(start: jobs.Sizes, steps: int, schedule: jobs.Schedule, more: dict[
 
 
 def losses(pool: RankPool, start: jobs.Sizes, steps: int, schedule: jobs.Schedule, **more: Any) -> list[float]:
-    records = pool.run(training, start=start, steps=steps, schedule=schedule, more=more)
+    run = pool.run if schedule else pool.once
+    records = run(training, start=start, steps=steps, schedule=schedule, more=more)
     found = jobs.global_losses(records)
     assert len(found) == steps
     assert len(records[0].events) == len([step for step in schedule if step < steps])

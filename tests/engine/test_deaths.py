@@ -93,7 +93,7 @@ def test_hang_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target:
 
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
 def test_hang_before_the_vote(pool: RankPool, start: jobs.Sizes, target: jobs.Sizes, victim: int) -> None:
-    quiet = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=None)
+    quiet = pool.once(case, start=start, target=target, steps=ASK_AT + 5, fate=None)
     found = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=(victim, "_carry", True, False))
     events = check_decision(found, list(range(4)), "rolled_back")
     assert f"no answer from member {victim}" in events[0].reason
@@ -116,7 +116,7 @@ def test_death_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target
 )
 def test_death_of_a_waking_member_before_its_vote(pool: RankPool, method: str) -> None:
     """The others roll back and train on: the dead one had no part in the present world."""
-    quiet = pool.run(case, start=(2, 1), target=(3, 1), steps=ASK_AT + 5, fate=None)
+    quiet = pool.once(case, start=(2, 1), target=(3, 1), steps=ASK_AT + 5, fate=None)
     assert quiet[0]["event"] is None
     found = pool.run(
         case, start=(2, 1), target=(4, 1), steps=ASK_AT + 5, fate=(3, method, True, True), may_die=[3], seconds=40

@@ -136,7 +136,7 @@ def compare(pool: RankPool, given: Sequence[Kind]) -> None:
     """Together and alone: losses and states are the same, bit for bit."""
     together = pool.run(trained, given=given, seconds=200)
     for place, kind in enumerate(given):
-        alone = pool.run(trained, given=[kind], seconds=200)
+        alone = pool.once(trained, given=[kind], seconds=200)
         for rank, results in enumerate(alone):
             losses, events, state = together[rank][place]
             assert events == ["committed"] * len(kind.switches)
@@ -222,7 +222,7 @@ def test_a_switch_that_fails_changes_neither(pool: RankPool, which: int) -> None
     together = pool.run(failing, which=which, seconds=120)
     for place, kind in enumerate((ACTOR, CRITIC)):
         switches = {} if place == which else {2: "d2t2z1" if place == 0 else "d4z2"}
-        alone = pool.run(trained, given=[replace(kind, switches=switches)], seconds=120)
+        alone = pool.once(trained, given=[replace(kind, switches=switches)], seconds=120)
         for rank in range(4):
             losses, events, state = together[rank][place]
             assert events == ["rolled_back" if place == which else "committed"]
@@ -250,7 +250,7 @@ def ending(first: int) -> list[float]:
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_one_ends_and_the_others_stay(pool: RankPool, first: int) -> None:
     kind = (ACTOR, CRITIC)[1 - first]
-    for losses, alone in zip(pool.run(ending, first=first, seconds=120), pool.run(trained, given=[kind]), strict=True):
+    for losses, alone in zip(pool.run(ending, first=first, seconds=120), pool.once(trained, given=[kind]), strict=True):
         assert losses == alone[0][0]
 
 
@@ -309,7 +309,7 @@ def saving(folder: Path) -> list[Any]:
 
 
 def test_checkpoints_are_those_of_one_engine(pool: RankPool, tmp_path: Path) -> None:
-    alone = pool.run(trained, given=[CRITIC])
+    alone = pool.once(trained, given=[CRITIC])
     for (same, losses, step), expected in zip(pool.run(saving, folder=tmp_path, seconds=120), alone, strict=True):
         assert same and losses == expected[0][0] and step == 4
 

@@ -14,7 +14,7 @@ import pytest
 
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, jobs, oracle
+from tests.engine import axis_walks, jobs, oracle, walks
 from tests.engine.axis_walks import Subject
 from tests.engine.mixtures import autoep
 from tests.engine.pool import RankPool
@@ -71,8 +71,8 @@ def test_gradients_and_their_norm_are_those_of_one_rank(pool: RankPool) -> None:
     layouts = [at(1, 1, 1, 0), *(at(2, 2, 2, stage) for stage in range(4))]
     same: dict[str, Any] = {"find": with_sgd, "dtype": "fp32"}
     state, position, _ = pool.run(axis_walks.reference_case, **same)[0]
-    seen = pool.run(axis_walks.static_case, layouts=layouts, state=state, position=position, **same)
-    alone, *others = jobs.means_by_place(seen).values()
+    same |= {"state": state, "position": position}
+    alone, *others = (walks.continued(pool.run(axis_walks.static_case, layout=each, **same)) for each in layouts)
     assert [jobs.furthest(losses, alone) < 1e-6 for losses in others] == [True] * 4
 
 

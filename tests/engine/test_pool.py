@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as td
 
+from tests.engine import jobs
 from tests.engine.pool import CaseFailed, Died, RankPool
 
 
@@ -17,6 +19,13 @@ def summing(value: int) -> tuple[int, float]:
     total = torch.tensor(float(value + td.get_rank()))
     td.all_reduce(total)
     return td.get_rank(), total.item()
+
+
+def training(start: jobs.Sizes, mark: Path | None = None) -> jobs.Record:
+    """A short run; it leaves a mark where it has been."""
+    if mark is not None:
+        (mark / f"{td.get_rank()} {time.monotonic_ns()}").touch()
+    return jobs.run(jobs.config(start=start), 4)
 
 
 def failing_on(rank: int, how: str) -> Any:
@@ -49,3 +58,15 @@ def test_a_failure_names_its_rank_and_the_next_case_runs(pool: RankPool, how: st
 
 def test_a_rank_that_may_die(pool: RankPool) -> None:
     assert pool.run(failing_on, rank=3, how="die", may_die=[3]) == ["fine", "fine", "fine", Died(3)]
+
+
+def test_a_run_that_is_kept_is_what_a_fresh_one_gives(pool: RankPool, tmp_path: Path) -> None:
+    """Made once for the same arguments and once more for others; nobody sees what another one does to the results."""
+    given = {"start": (3, 2), "following": {"mark": tmp_path}}
+    first = pool.once(training, **given)
+    first[0].losses.clear()
+    kept, fresh = pool.once(training, **given), pool.run(training, start=(3, 2))
+    assert [each.losses for each in kept] == [each.losses for each in fresh] and kept[0].losses
+    assert len([*tmp_path.iterdir()]) == 4
+    other = pool.once(training, **{**given, "start": (2, 2)})
+    assert other[0].losses != kept[0].losses and len([*tmp_path.iterdir()]) == 8

@@ -137,7 +137,7 @@ def plain_losses(batches: list[Any]) -> list[float]:
 
 
 def test_as_plain_torch(pool: RankPool) -> None:
-    records = pool.run(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
+    records = pool.once(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
     record, wrong, batches = records[0]
     assert wrong == []
     assert jobs.furthest(jobs.global_losses([record]), plain_losses(batches)) <= 1e-6
@@ -153,7 +153,7 @@ WALKS: list[tuple[jobs.Sizes, jobs.Schedule]] = [
 @pytest.mark.parametrize(("start", "schedule"), WALKS)
 def test_freeze_switch_unfreeze_switch(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
     found = pool.run(job_case, dtype="fp32", start=start, schedule=schedule, sizes={})
-    still = pool.run(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
+    still = pool.once(job_case, dtype="fp32", start=(1, 0), schedule={}, sizes={})
     assert [wrong for _, wrong, _ in filter(None, found)] == [[]] * len([each for each in found if each])
     losses = jobs.global_losses([each and each[0] for each in found])
     assert len(losses) == STEPS

@@ -29,6 +29,7 @@ def at(stage: int, data: int = 1, sequence: int = 1) -> Layout:
 # ---- walks ----------------------------------------------------------------------------------------------------------
 
 
+STEPS = 5
 SHORT = [at(1, 2), at(1, 1, 2), at(3, 2, 2), at(0, 1, 2), at(2, 2), at(3, 1, 2)]
 
 
@@ -39,7 +40,7 @@ def test_walk(pool: RankPool, dtype: str) -> None:
     axis_walks.compare(pool, adam, SHORT, dtype)
 
 
-def trained(layout: Layout, steps: int, tokens: bool = False) -> list[float]:
+def trained(layout: Layout, tokens: bool = False) -> list[float]:
     """Losses of a run that never leaves a layout, the same on all its members."""
     found = []
     with axis_walks.started(sgd(), "fp32", layout) as made:
@@ -49,24 +50,24 @@ def trained(layout: Layout, steps: int, tokens: bool = False) -> list[float]:
             made.engine.backward(share, tokens=own_part(made.engine, batch)[1].numel() if tokens else None)
             made.engine.step()
             found.append(float(made.engine.mean(loss, made.loader.samples)))
-            if made.engine.global_steps == steps:
+            if made.engine.global_steps == STEPS:
                 break
     return found
 
 
 def test_every_layout_computes_the_same(pool: RankPool) -> None:
     """Also in stage 3, whose gradients DeepSpeed means over sequence ranks, where the other stages add them up."""
-    expected = pool.run(trained, layout=at(0), steps=5)[0]
+    expected = pool.once(trained, layout=at(0))[0]
     for layout in (at(3), at(0, 1, 2), at(1, 1, 4), at(2, 2, 2), at(3, 1, 2), at(3, 2, 2)):
-        found = pool.run(trained, layout=layout, steps=5)
+        found = pool.run(trained, layout=layout)
         assert all(losses in ([], found[0]) for losses in found)
         assert jobs.furthest(found[0], expected) <= 1e-6, layout
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_token_counts_need_no_division(pool: RankPool, stage: int) -> None:
-    expected = pool.run(trained, layout=at(0), steps=4)[0]
-    found = pool.run(trained, layout=at(stage, 2, 2), steps=4, tokens=True)[0]
+    expected = pool.once(trained, layout=at(0))[0]
+    found = pool.run(trained, layout=at(stage, 2, 2), tokens=True)[0]
     assert jobs.furthest(found, expected) <= 1e-6
 
 

@@ -241,7 +241,7 @@ def torn(method: str) -> Story:
 
 @pytest.mark.parametrize("method", ["make", "reshape", "enter"])
 def test_a_member_that_fails_inside_of_the_rebuild(pool: RankPool, method: str) -> None:
-    expected = pool.run(told, name="llama", start=at(2, 2, 1), schedule={}, steps=6)
+    expected = pool.once(told, name="llama", start=at(2, 2, 1), schedule={}, steps=6)
     found = pool.run(torn, method=method)
     for rank in range(4):
         assert [found[rank].notes[done] for done in (2, 3, 5)] == [None, "rolled_back", "committed"]

@@ -6,7 +6,7 @@ switch to a layout can be compared with one static run from the same state, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -56,18 +56,25 @@ def compare(
     furthest: the largest relative distance of a loss. Returns how many continuations are bitwise those of static runs.
     """
     same = {"config": config, "model": dict(model or {})}
-    state, position = pool.run(reference_case, **same)[0]
-    layouts = sorted(set(path))
-    same |= {"state": state, "position": position}
-    static = jobs.means_by_place(pool.run(static_case, layouts=layouts, seconds=180, **same))
-    switched = jobs.means_by_place(pool.run(walk_case, path=path, seconds=seconds, **same))
+    state, position = pool.once(reference_case, seconds=seconds, **same)[0]
+    reference = {"state": state, "position": position}
+    static = {
+        sizes: continued(pool.once(static_case, sizes=sizes, seconds=seconds, following=reference, **same))
+        for sizes in dict.fromkeys(path)
+    }
+    switched = jobs.means_by_place(pool.run(walk_case, path=path, seconds=seconds, **same, **reference))
     assert list(switched) == list(range(1, len(path)))
     bitwise = 0
     for place, (source, target) in enumerate(pairwise(path), start=1):
-        expected = static[layouts.index(target)]
+        expected = static[target]
         assert jobs.furthest(switched[place], expected) <= furthest, f"{source} -> {target}"
         bitwise += switched[place] == expected
     return bitwise
+
+
+def continued(ranks: Sequence[list[float] | None]) -> list[float]:
+    """The mean, step by step, over the ranks that worked in a layout: their shares are equal."""
+    return jobs.means_by_place([{0: losses} if losses else None for losses in ranks])[0]
 
 
 # ---- cases: they run on every rank ----------------------------------------------------------------------------------
@@ -86,17 +93,15 @@ def reference_case(config: dict[str, Any], model: Sizes) -> tuple[oracle.State, 
 
 
 def static_case(
-    config: dict[str, Any], model: Sizes, layouts: list[jobs.Sizes], state: oracle.State, position: dict[str, Any]
-) -> Losses:
-    """Losses of the next steps from the reference state, each layout in an engine that starts in it."""
-    found: Losses = {}
-    for number, sizes in enumerate(layouts):
-        with jobs.job(starting(config, sizes), small_gpt(**model), data()) as made:
-            iterator = iter(made.loader)
-            jobs.one_micro_batch(made.engine, next(iterator), jobs.Record())  # moments exist after it
-            set_back(made, state, position)
-            found[number] = some_steps(made, iterator, next(iterator))
-    return found
+    config: dict[str, Any], model: Sizes, sizes: jobs.Sizes, state: oracle.State, position: dict[str, Any]
+) -> list[float]:
+    """Losses of the next steps from the reference state, in an engine that starts in a layout; none if idle there."""
+    with jobs.job(starting(config, sizes), small_gpt(**model), data()) as made:
+        iterator = iter(made.loader)
+        jobs.one_micro_batch(made.engine, next(iterator), jobs.Record())  # moments exist after it
+        set_back(made, state, position)
+        return some_steps(made, iterator, next(iterator))
+    return []
 
 
 def walk_case(
