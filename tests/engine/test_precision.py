@@ -84,9 +84,8 @@ def _overflows(
 ) -> tuple[list[float], Scales, Norms]:
     """The losses of a job with forced overflows, and the scales, the same on all ranks that took a step."""
     more = {"overflows": OVERFLOWS, "fp16": {}, **more}
-    results = [
-        result for result in pool.run(overflow_case, dtype=dtype, start=start, schedule=schedule, **more) if result
-    ]
+    run = pool.run if schedule else pool.once
+    results = [result for result in run(overflow_case, dtype=dtype, start=start, schedule=schedule, **more) if result]
     scales: Scales = {}
     for result in results:
         for step, values in result[1].items():
