@@ -97,7 +97,7 @@ class Construction:
             return _engine_in(world, world, given)
         except BaseException:
             entry.launch.install()
-            drop(world)
+            drop(world).join(job.settings.timeout_seconds)  # who was refused may ask again at once
             raise
 
     def _idle(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
@@ -116,7 +116,7 @@ class Construction:
             engine.let_module_go()
             self.entry.launch.install()
             if engine.world is not None:
-                drop(engine.world)
+                drop(engine.world).join(engine.settings.timeout_seconds)
             raise
 
     def _settle(self, engine: DynatrainEngine, elastic: Elastic) -> None:

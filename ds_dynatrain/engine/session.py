@@ -238,4 +238,10 @@ def _refusal(
 
 def _words(error: BaseException, member: int) -> str:
     """An error for all members: one of a checkpoint speaks for itself, of others it says whose and what they are."""
-    return str(error) if isinstance(error, CheckpointError) else f"member {member}: {type(error).__name__}: {error}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return (
+        f"member {member}: {error}"
+        if isinstance(error, OSError)
+        else f"member {member}: {type(error).__name__}: {error}"
+    )
