@@ -57,7 +57,8 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         where `like` is the number of a present group. A group that trains nothing any more is removed.
 
         False if nothing has changed. SwitchRefused, on all members alike, naming the parameter, for what cannot be;
-        SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was registered.
+        SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was registered;
+        OutcomeUnknown if this member cannot know which.
         """
         if self.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
