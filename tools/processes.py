@@ -11,12 +11,28 @@ SAMPLES = 6
 """From so many on, it can be seen whether a process grows."""
 
 
+BATCHES = "/dev/shm/torch_"
+"""Where batches lie that a loader's processes hand over: one descriptor each, so many as are on the way just then."""
+
+
 def held(pid: int) -> dict[str, int]:
-    """Number of open descriptors and of threads; nothing if the process is gone."""
+    """Number of open descriptors, batches on the way apart, and of threads; nothing if the process is gone."""
     try:
-        return {name: len(os.listdir(f"/proc/{pid}/{folder}")) for name, folder in (("fd", "fd"), ("thread", "task"))}
+        links = [_link(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+        return {
+            "fd": sum(not link.startswith(BATCHES) for link in links),
+            "thread": len(os.listdir(f"/proc/{pid}/task")),
+        }
     except OSError:
         return {}
+
+
+def _link(path: str) -> str:
+    """Where a link leads; one that has gone meanwhile is still one."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def parent(pid: int) -> int:

@@ -71,8 +71,8 @@ class CheckpointCalls(EngineCore):
         from the position that was loaded.
 
         CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
-        was saved: training goes on as before the call. OutcomeUnknown if this member cannot know whether others have loaded
-        it: it trains no further.
+        was saved: training goes on as before the call. OutcomeUnknown if this member cannot know whether others
+        have loaded it: it trains no further.
         """
         if self.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
