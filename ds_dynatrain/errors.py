@@ -68,10 +68,10 @@ class TransferError(SwitchFailed):
 
 
 class MemberMissing(TransferError):  # noqa: N818
-    """A wait ran out of time; `members` are the ones that did not answer."""
+    """A wait for `what` ran out of time, after `seconds`; `members` are the ones that did not answer."""
 
     def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:
-        self.members = tuple(sorted(members))
+        self.what, self.members, self.seconds = what, tuple(sorted(members)), seconds
         names = ", ".join(str(member) for member in self.members)
         super().__init__(f"{what}: no answer from member {names} within {seconds:g} s")
 

@@ -24,8 +24,8 @@ from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.engine.meeting import Outcome
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.plan import bytes_minimum, plan_switch
 
 BATCH, LENGTH = 12, 8

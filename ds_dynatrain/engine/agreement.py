@@ -1,20 +1,21 @@
 """How members come to one decision: to switch at all, and at which step.
 
-Every working member posts its wish and reads all others'; all judge the same records by the same rule, and the
-judgement itself is written once (`decide`), so that a member that was late reads what the others decided.
+Every working member says what it wishes for; the first one judges that once for all, and a member that was late reads
+what was decided.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.session import Request, Session
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.engine.transaction.session import Request, Session
+from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout
+
+MOST_PLACES = 4
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], pr
     asked = {name: value for name, value in asdict(wish).items() if name != "refusal"}
     verdict = session.agree(Request(asked, wish.refusal), proposal.to_json(), SwitchRefused, _differ)
     agreed = Proposal.from_json(verdict)
-    control.decide(f"proposal/{agreed.generation}", agreed.to_json())
+    if session.is_first:  # for idle members
+        control.decide(f"proposal/{agreed.generation}", agreed.to_json())
     return agreed
 
 
@@ -92,6 +94,33 @@ def _words(wish: Wish) -> str:
     return f"{Layout.from_dict(wish.layout)}{when} (asked at step {wish.step})"
 
 
+def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
+    """This member is ready for the switch, or it cannot be; the last one says that all have said so."""
+    key = f"prepared/{proposal.generation}"
+    if error is not None:
+        control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
+    control.post(f"{key}/{control.member}", True)
+    if control.count(f"{key}/count") == len(proposal.union):
+        control.post(f"{key}/all", control.read(f"{key}/failed") or "")
+
+
+def all_prepared(control: Control, proposal: Proposal) -> bool:
+    """Whether all have said so (no wait)."""
+    return control.read(f"prepared/{proposal.generation}/all") is not None
+
+
+def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
+    """SwitchFailed if somebody cannot be, MemberMissing for who says nothing."""
+    key, what = f"prepared/{proposal.generation}", "preparing the switch"
+    try:
+        (failed,) = control.wait({proposal.union[0]: f"{key}/all"}, what, stop=stop).values()
+    except MemberMissing as missing:
+        silent = [member for member in proposal.union if not control.all_posted(key, [member])]
+        raise MemberMissing(what, silent or missing.members, missing.seconds) from None
+    if failed:
+        raise SwitchFailed(failed)
+
+
 def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahead: int = 1) -> int | None:
     """The step at which the members meet, None while that is open.
 
@@ -101,34 +130,50 @@ def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahe
     if proposal.at is not None:
         return proposal.at
     key = f"meet/{proposal.generation}"
-    if rank == 0 and control.all_posted(f"prepared/{proposal.generation}", proposal.union):
+    if rank == 0 and all_prepared(control, proposal):
         return int(control.decide(key, step + ahead))
     decided = control.read(key)
     return None if decided is None else int(decided)
 
 
+def key_of(proposal: Proposal) -> str:
+    """Of what the members of both worlds do together in a switch."""
+    return f"switch/{proposal.generation}"
+
+
 def wait_for_rank_0(control: Control, proposal: Proposal) -> bool:
     """On a member that does not work: whether rank 0 stands at the meeting (polled, no wait)."""
-    return control.all_posted(f"stand/{proposal.generation}", proposal.source_members[:1])
+    return control.all_posted(f"{key_of(proposal)}/meet/0", proposal.source_members[:1])
 
 
-def stand(control: Control, proposal: Proposal, step: int, place: str, stop: Callable[[], None] | None = None) -> None:
+def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
     """Be at the meeting, and see that all others are, at the same step and in the same loader.
 
-    stop: called while waiting; it may raise. MemberMissing for those that do not come in time, SwitchRefused where they
-    stand elsewhere.
+    MemberMissing for those that do not come in time, SwitchRefused where they stand elsewhere.
     """
-    key = f"stand/{proposal.generation}"
-    working = control.member in proposal.source_members
-    control.post(f"{key}/{control.member}", {"step": step if working else None, "place": place})
-    deadline = time.monotonic() + control.timeout_seconds
-    records = control.gather(key, proposal.union, f"meeting of switch {proposal.generation}", deadline, stop)
-    expected = records[proposal.source_members[0]]
-    for member, record in sorted(records.items()):
-        if record["place"] != expected["place"]:
-            raise SwitchRefused(
-                f"member {member} waits in {record['place']!r} and rank 0 stands in {expected['place']!r}",
-                "use one train loader at the step of a switch on all members",
-            )
-        if member in proposal.source_members and record["step"] != expected["step"]:
-            raise SwitchRefused(f"member {member} stands at step {record['step']}, rank 0 at step {expected['step']}")
+    member, leader = session.board.member, proposal.source_members[0]
+    here = [member, place, step if member in proposal.source_members else None]
+    mine = {"leader": here if member == leader else None, "elsewhere": [here]}
+    said = session.reduce("meet", mine, _places, _judge_places, f"meeting of switch {proposal.generation}")
+    if said is not None:
+        raise SwitchRefused(*said)
+
+
+def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Where rank 0 stands, and of each place and step one member that stands there; a few are enough to find a wrong
+    one.
+    """
+    stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
+    return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
+
+
+def _judge_places(found: dict[str, Any]) -> list[str] | None:
+    """Reason and way out, where one stands elsewhere than rank 0."""
+    _, wanted, at = found["leader"]
+    for member, place, step in found["elsewhere"]:
+        if place != wanted:
+            reason = f"member {member} waits in {place!r} and rank 0 stands in {wanted!r}"
+            return [reason, "use one train loader at the step of a switch on all members"]
+        if step is not None and step != at:
+            return [f"member {member} stands at step {step}, rank 0 at step {at}", ""]
+    return None

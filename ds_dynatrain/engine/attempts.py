@@ -21,14 +21,14 @@ from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
-from ds_dynatrain.engine.lean import LeanTransaction
-from ds_dynatrain.engine.meeting import Outcome
 from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.targets import Targets
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.lean import LeanTransaction
+from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
 from ds_dynatrain.space import Layout
 
@@ -125,9 +125,9 @@ class Attempts(Targets):
         if self.changes is not None:
             self.changes.after(self.engine, preparation.proposal, outcome)
 
-    def transaction(self, place: str) -> Transaction:
-        """One that the caller attempts and concludes, and notes; not for lean switches."""
-        return Transaction(self.engine, self._prepared(), place)
+    def part(self, place: str) -> Transaction:
+        """One that the caller votes in, concludes and notes, as a part of something larger; not for lean switches."""
+        return Transaction(self.engine, self._prepared(), place, is_part=True)
 
     def _prepared(self) -> Preparation:
         if self._preparation is None:
@@ -153,7 +153,7 @@ class Attempts(Targets):
                 self._writer.write(event)
         if event.outcome == "committed":
             if event.bytes_sent:
-                busiest = preparation.plans[outcome.kinds].bytes_busiest  # as `estimate` counts
+                busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
                 self._bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)

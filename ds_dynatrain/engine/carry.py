@@ -7,16 +7,55 @@ the user's own objects, the last gradient norm) may differ between members; one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.engine.encoding import decode, encode, fingerprint
+from ds_dynatrain.errors import SwitchFailed
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What rank 0 tells all members in a switch.
+
+    rest: encoded, without its tensors, which travel apart. prints, rest_print: hashes of what rank 0 has; the latter
+    only where a member starts to work. kinds: the state kinds that there are.
+    """
+
+    shared: dict[str, Any]
+    rest: Any
+    prints: dict[str, str]
+    rest_print: str
+    kinds: tuple[str, ...]
+
+    @staticmethod
+    def record(shared: dict[str, Any], rest: dict[str, Any], kinds: list[str], is_taken: bool) -> dict[str, Any]:
+        """On rank 0: as plain JSON. is_taken: whether a member starts to work. SwitchFailed for what cannot be."""
+        tensors: list[torch.Tensor] = []
+        record = {"shared": encode(shared, tensors), "rest": encode(rest, []), "kinds": kinds}
+        if tensors:  # they would have to travel apart from the record
+            raise SwitchFailed("a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers")
+        return {**record, "prints": fingerprints(shared), "rest_print": fingerprint(rest) if is_taken else ""}
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Carried:
+        """The inverse."""
+        shared, kinds = decode(record["shared"], []), tuple(record["kinds"])
+        return Carried(shared, record["rest"], record["prints"], record["rest_print"], kinds)
+
+
+def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:
+    """A hash of each part of the shared carry."""
+    return {part: fingerprint(value) for part, value in shared.items()}
 
 
 def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""The certificate: what every member reports of its state before and after, and what must be equal for a commit.
+"""Digests of one side of a change: what a member holds, and what the members hold together.
 
-Per state kind a member reports one 64-bit digest per logical tensor over the pieces it holds. Of a partitioned kind the
-members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole, and so is
-that of each holder where a kind keeps tensors whole. Every member reads all reports and comes to the same verdict.
+Per state kind a member has one 64-bit digest per logical tensor over the pieces that it holds. Of a partitioned kind
+the members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole, and so
+is that of each holder where a kind keeps tensors whole. `transaction.shares` makes of this what always adds up.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine import streams
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
 from ds_dynatrain.space.tensor import Ints
@@ -32,15 +30,6 @@ class SideDigests:
     """One member's digests of one side: kind -> one number per logical tensor."""
 
     of: Mapping[str, Digests]
-
-    def to_json(self) -> dict[str, str]:
-        """Plain JSON."""
-        return {kind: base64.b64encode(values.tobytes()).decode() for kind, values in self.of.items()}
-
-    @staticmethod
-    def from_json(record: Mapping[str, str]) -> SideDigests:
-        """The inverse of `to_json`."""
-        return SideDigests({kind: np.frombuffer(base64.b64decode(text), np.uint64) for kind, text in record.items()})
 
 
 def side_digests(
@@ -75,46 +64,6 @@ def side_digests(
     return SideDigests(found), share
 
 
-def verdict(
-    vps: VirtualParameterSpace,
-    source: Layout,
-    target: Layout,
-    reports: Mapping[int, Mapping[str, Any]],
-    source_members: tuple[int, ...],
-    target_members: tuple[int, ...],
-) -> str:
-    """One digest over the whole state, equal on both sides.
-
-    reports: of every member, with "source" and "target" digests and "carry" fingerprints. CertificateError names the
-    tensor, kind and member (a replica that differs), or the members whose carry differs.
-    """
-    _check_carry(reports, source_members, target_members)
-    _check_streams(reports, source, target, source_members, target_members)
-    _check_newcomers(reports, source_members, target_members)
-    given = {member: reports[member]["source"] for member in source_members}
-    arrived = {member: reports[member]["target"] for member in target_members}
-    before = whole_digests(vps, source, source_members, given, "source")
-    after = whole_digests(vps, target, target_members, arrived, "target")
-    kept: dict[str, Digests] = {}
-    for kind in before:
-        if kind not in after:
-            if not vps.is_held(target, kind):
-                continue
-            raise CertificateError(f"state kind {kind!r} was there before the switch and is not after it")
-        different = np.flatnonzero(before[kind] != after[kind])
-        if len(different):
-            name = vps.tensors[int(different[0])].name
-            raise CertificateError(
-                f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
-                f"differ in this kind){_hint(kind)}"
-            )
-        kept[kind] = before[kind]
-    extra = sorted(kind for kind in set(after) - set(before) if vps.is_held(source, kind))
-    if extra:
-        raise CertificateError(f"state kinds {extra} appeared in the switch")
-    return state_digest(kept)
-
-
 def state_digest(whole: Mapping[str, Digests]) -> str:
     """One digest over the whole state: of the tensors of every kind, in the order of the kinds' names."""
     summary = hashlib.blake2b(digest_size=16)
@@ -128,14 +77,13 @@ def whole_digests(
     vps: VirtualParameterSpace,
     layout: Layout,
     members: tuple[int, ...],
-    records: Mapping[int, Mapping[str, str]],
+    sides: Mapping[int, SideDigests],
     side: str,
 ) -> dict[str, Digests]:
     """Kind -> digests of whole tensors. members: at each rank of the layout.
 
     Replicas must agree, whether data-parallel copies or tensors that the other axes leave whole on several places.
     """
-    sides = {member: SideDigests.from_json(record) for member, record in records.items()}
     first = sides[members[0]]
     for member, other in sides.items():
         if set(other.of) != set(first.of):
@@ -150,22 +98,6 @@ def whole_digests(
             raise CertificateError(_replica_text(vps.tensors[number].name, (members[one], members[two]), what))
         whole[kind] = found[0] if mesh is None else _joined(mesh, found)
     return whole
-
-
-def drifts(
-    vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], records: Mapping[int, Mapping[str, str]]
-) -> dict[str, list[int]]:
-    """Kind -> numbers of the tensors whose replicas at several places of the pipe and tensor axes are not equal.
-
-    records: digests of the source by member. CertificateError for replicas of the data axis that are not.
-    """
-    mesh, found = vps.mesh(layout), dict[str, list[int]]()
-    sides = {member: SideDigests.from_json(record) for member, record in records.items()}
-    for kind in sides[members[0]].of:
-        held = {member: side.of[kind] for member, side in sides.items()}
-        of_decks = _of_decks(vps, layout, members, held, kind, f"source: {kind}")
-        found[kind] = sorted({number for number, _, _ in drifted(mesh, of_decks)}) if mesh is not None else []
-    return {kind: numbers for kind, numbers in found.items() if numbers}
 
 
 def _of_decks(
@@ -246,60 +178,16 @@ def _check_replica(vps: VirtualParameterSpace, one: Digests, other: Digests, pai
 
 def _replica_text(name: str, pair: tuple[int, int], what: str) -> str:
     kind = what.split(": ")[-1]
-    return f"{what} of {name!r} differs between the replicas of members {pair[0]} and {pair[1]}{_hint(kind)}"
+    return f"{what} of {name!r} differs between the replicas of members {pair[0]} and {pair[1]}{hint(kind)}"
 
 
-def _hint(kind: str) -> str:
-    """A weight is cast from its master where that is cheaper than to send it."""
+def hint(kind: str) -> str:
+    """What may be behind it: a weight is cast from its master where that is cheaper than to send it."""
     if kind not in (WEIGHT, MASTER):
         return ""
     return (
         "; was it changed in place, a weight without its fp32 master? Change both alike, or switch after the next step"
     )
-
-
-def _check_carry(
-    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
-) -> None:
-    expected = reports[source_members[0]]["carry_before"]
-    for when, members in (("before", source_members), ("after", target_members)):
-        for member in members:
-            mine = reports[member][f"carry_{when}"]
-            parts = sorted(part for part in expected if mine.get(part) != expected[part])
-            if parts:
-                raise CertificateError(
-                    f"carry of member {member} {when} the moves differs from rank 0's before them in: "
-                    f"{', '.join(parts)}"
-                )
-
-
-def _check_streams(
-    reports: Mapping[int, Mapping[str, Any]],
-    source: Layout,
-    target: Layout,
-    source_members: tuple[int, ...],
-    target_members: tuple[int, ...],
-) -> None:
-    """A place that lives on has the random streams it had, whoever holds it now."""
-    for rank, after in enumerate(target_members):
-        origin = streams.origin(source, target, rank)
-        if origin is None:
-            continue
-        before, which = source_members[origin], "shared_stream" if streams.is_forked(source, target, rank) else "stream"
-        if reports[before][f"{which}_before"] != reports[after][f"{which}_after"]:
-            raise CertificateError(
-                f"random streams of data index {target.coordinate(rank)['data']}: those of member {after} are not "
-                f"those that member {before} had"
-            )
-
-
-def _check_newcomers(
-    reports: Mapping[int, Mapping[str, Any]], source_members: tuple[int, ...], target_members: tuple[int, ...]
-) -> None:
-    """What only rank 0 could give (module buffers, the user's objects) arrived as it was sent."""
-    for member in target_members:
-        if member not in source_members and reports[member]["rest"] != reports[source_members[0]]["rest"]:
-            raise CertificateError(f"module buffers or carried objects of member {member} are not those of rank 0")
 
 
 def _same_memory(buffers: Buffers, names: list[BufferId]) -> bool:

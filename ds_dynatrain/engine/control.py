@@ -1,4 +1,4 @@
-"""The members' common notice board: small JSON records in the launcher's key-value store.
+"""The members' common notice board: small records in the launcher's key-value store.
 
 Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
 are written once and never used again.
@@ -6,10 +6,9 @@ are written once and never used again.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,16 +16,17 @@ from typing import Any
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
 
 SHORTEST_POLL_SECONDS = 0.0003
-POLL_SECONDS = 0.0015
 LONGEST_POLL_SECONDS = 0.005
-GROWTH = 1.25
-PATIENT_AFTER_SECONDS = 0.1
-"""A pause is short: poll fast at first. Soon spare the store, and the cores that those who are waited for work on."""
-STOP_SECONDS = 0.005
-"""Between two looks for a reason to give up."""
+POLLS_PER_SECOND = 30_000
+"""What all members that wait for the same may ask of the store together: it answers some 50,000."""
+LATER = 1 / 3
+"""The next look comes later by this share of the time that has been waited: a pause is short, other waits are long."""
+STOP_SECONDS = 0.01
+"""Between two looks for a reason to give up, at least."""
 AGAIN_SECONDS = 0.1
 """Between two attempts to reach the store for a decision."""
 
@@ -67,12 +67,16 @@ class Control:
         return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds, self.watch)
 
     def post(self, key: str, value: Any) -> None:
-        """Write `value` (plain JSON) under `key`."""
-        self._store.set(key, json.dumps(value))
+        """Write `value` (see `pack`) under `key`."""
+        self._store.set(key, pack(value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
         """The value under `key`, or None if nobody has posted it yet."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return unpack(self._store.get(key)) if self._store.check([key]) else None
+
+    def value(self, key: str) -> Any:
+        """The value under `key`, which is known to be there."""
+        return unpack(self._store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
         """Post `value` unless somebody was first; the value that counts, the same for all.
@@ -81,10 +85,10 @@ class Control:
         written once can be asked for twice). Only a fixed launch's store can be: that of a job whose members come and
         go may be another one by then, in which nothing was written yet. torch's DistError if there is no answer.
         """
-        text, begin = json.dumps(value), time.monotonic()
+        data, begin = pack(value), time.monotonic()
         while True:
             try:
-                return json.loads(self._store.compare_set(key, "", text))
+                return unpack(self._store.compare_set(key, "", data))  # type: ignore[arg-type]
             except td.DistError:
                 if self.watch is not None or time.monotonic() - begin > self.timeout_seconds:
                     raise
@@ -111,6 +115,14 @@ class Control:
         """Number of this call among all members' calls for `key`, from 1."""
         return int(self._store.add(key, 1))
 
+    def add_to_list(self, key: str, entry: int) -> None:
+        """Put a number on a list that all members write; nobody knows who else will."""
+        self._store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
+
+    def read_list(self, key: str) -> list[int]:
+        """The numbers on a list, ascending; it waits for the first one."""
+        return sorted(int(entry) for entry in self._store.get(key).decode().split(",") if entry)
+
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
         """Whether `key/member` is there for every member."""
         return bool(self._store.check([f"{key}/{member}" for member in members]))
@@ -128,26 +140,43 @@ class Control:
         deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it
         may raise. MemberMissing, naming the members and `what` was awaited, when the deadline passes.
         """
-        names = {member: f"{key}/{member}" for member in members}
-        begin = time.monotonic()
+        return self.wait({member: f"{key}/{member}" for member in members}, what, deadline, stop)
+
+    def wait(
+        self,
+        keys: Mapping[int, str],
+        what: str,
+        deadline: float | None = None,
+        stop: Callable[[], None] | None = None,
+        crowd: int = 1,
+        longest: float = LONGEST_POLL_SECONDS,
+        is_soon: bool = True,
+    ) -> dict[int, Any]:
+        """As `gather`, for one key of each member's own.
+
+        crowd: how many members wait at the same time. longest: seconds between two looks at most, for a small crowd.
+        is_soon: whether they may be there already.
+        """
+        begin, names = time.monotonic(), list(keys.values())
         end = begin + self.timeout_seconds if deadline is None else deadline
-        pause, look = SHORTEST_POLL_SECONDS, begin
-        while not self._store.check(list(names.values())):
-            if time.monotonic() > end:
-                missing = [member for member, name in names.items() if not self._store.check([name])]
-                if missing:
-                    raise MemberMissing(what, missing, time.monotonic() - begin)
+        shortest = max(SHORTEST_POLL_SECONDS, crowd / POLLS_PER_SECOND)
+        look = begin + STOP_SECONDS
+        if not is_soon:
+            time.sleep(shortest)
+        while not self._store.check(names):
             now = time.monotonic()
-            if now >= look:
-                for reason in (self.watch, stop):
-                    if reason is not None:
-                        reason()
-                look = now + STOP_SECONDS
-            time.sleep(pause)
-            is_long = now - begin > PATIENT_AFTER_SECONDS
-            pause = min(pause * GROWTH, LONGEST_POLL_SECONDS if is_long else POLL_SECONDS)
-        values = self._store.multi_get(list(names.values()))
-        return {member: json.loads(value) for member, value in zip(names, values, strict=True)}
+            if now > end:
+                missing = [member for member, name in keys.items() if not self._store.check([name])]
+                if missing:
+                    raise MemberMissing(what, missing, now - begin)
+            if self.watch is not None:
+                self.watch()
+            if stop is not None and now >= look:
+                stop()
+                look = now + max(STOP_SECONDS, LATER * (now - begin))
+            time.sleep(max(shortest, min(LATER * (now - begin), longest)))
+        values = self._store.multi_get(names)
+        return {member: unpack(value) for member, value in zip(keys, values, strict=True)}
 
     def bury(self, thread: threading.Thread) -> None:
         """Remember a thread that takes process groups down."""

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop
+from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.errors import SwitchFailed
-from ds_dynatrain.plan import SwitchPlan, plan_switch
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.errors import DynatrainError, SwitchFailed
+from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
 from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import (
     GroupTransport,
@@ -31,12 +34,32 @@ from ds_dynatrain.transfer import (
     allocate,
     prefault,
 )
+from ds_dynatrain.transfer.cross_memory import machine
 
 ABANDON_SECONDS = 5.0
+BACKGROUND_POLL_SECONDS = 0.05
+"""Nobody stands still meanwhile."""
+MOST_ERRORS = 4
+"""Those of so many members are told to all."""
 
 
 def _nothing() -> None:
     """For a job of fixed size."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a plan over all members. In bytes: sent by all, by or to the busiest, held at once by the fullest at most."""
+
+    bytes_sent: int
+    busiest_bytes: int
+    peak_bytes: int
+
+    @staticmethod
+    def of(plan: SwitchPlan, budget_bytes: int) -> Figures:
+        """Computed, from everybody's part."""
+        cost = estimate(plan, budget_bytes, 1.0)
+        return Figures(plan.bytes_sent, plan.bytes_busiest, cost.highest_peak_bytes)
 
 
 @dataclass
@@ -83,6 +106,15 @@ class Preparation:
     _stop: threading.Event = field(default_factory=threading.Event)
     _has_said: bool = False
 
+    @cached_property
+    def session(self) -> Session:
+        """What the members do together while they prepare."""
+        what = f"preparing the switch to {self.proposal.layout}"
+        key = f"prepare/{self.proposal.generation}"
+        return Session(
+            self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=BACKGROUND_POLL_SECONDS
+        )
+
     @property
     def target_rank(self) -> int | None:
         """This member's rank in the world to be."""
@@ -114,6 +146,13 @@ class Preparation:
             self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host)
         return self.plans[kinds], self.mine[kinds]
 
+    def figures(self, kinds: tuple[str, ...]) -> Figures:
+        """Of the plan for these state kinds, whole: what rank 0 has posted, or else computed here."""
+        known = self.board.read(f"figures/{self.proposal.generation}")
+        if known is not None and tuple(known["kinds"]) == kinds:
+            return Figures(*known["figures"])
+        return Figures.of(self.plan(kinds)[0], self.budget_bytes)
+
     def transport(self) -> Transport:
         """Between all members of both worlds; after `join`. SwitchFailed if there is none."""
         if self.world is None or self.world.transfer is None:
@@ -143,12 +182,13 @@ class Preparation:
 
     def _run(self) -> None:
         begin = time.monotonic()
-        record: dict[str, Any] = {"error": None}
         try:
             self.check()
             own = self.own()
             if not self.is_lean:
                 self._make_target()
+            if self.way != "gloo" and not self.is_lean:
+                self.control.add_to_list(self._machine, self.control.member)
             self._wait_for_all()
             with self.building():
                 self.world = self._build(own)
@@ -160,13 +200,14 @@ class Preparation:
                 self.world = None
         except Exception as error:
             self.error = error
-            record["error"] = f"{type(error).__name__}: {error}"
         self.live = {}
         self.seconds = time.monotonic() - begin
         try:
-            self._say_ready(record["error"])
-            self.control.post(f"prepared/{self.proposal.generation}/{self.control.member}", record)
-        except td.DistError as error:  # the store is gone, as the main thread will see, too
+            said = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+            if not self._has_said:
+                self._say_ready(said)
+            agreement.say_prepared(self.control, self.proposal, said)
+        except (td.DistError, DynatrainError) as error:  # the store is gone, as the main thread will see, too
             self.error = self.error or error
 
     def _make_target(self) -> None:
@@ -199,27 +240,21 @@ class Preparation:
         So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile, or
         somebody cannot come, or knows of other groups of the user's.
         """
-        key = f"building/{self.proposal.generation}"
-        self._say_ready(None)
-        said = self.control.gather(
-            key, self.proposal.union, "building the next world's groups", stop=self._stop_if_abandoned
-        )
-        failed = [f"member {member}: {record['error']}" for member, record in said.items() if record["error"]]
-        if failed:
-            raise SwitchFailed("; ".join(failed))
-        differs = [member for member, record in said.items() if record["own_groups"] != self.own_count]
-        if differs:
-            raise SwitchFailed(
-                f"member {self.control.member} has called engine.new_group {self.own_count} times and member "
-                f"{differs[0]} {said[differs[0]]['own_groups']} times: call it on every process, before the first batch"
-            )
+        wrong = self._say_ready(None)
+        if wrong:
+            raise SwitchFailed(wrong)
 
-    def _say_ready(self, error: str | None) -> None:
-        """That the others need not wait for this member any longer, or that they will wait in vain; once."""
-        if not self._has_said:
-            self._has_said = True
-            said = {"error": error, "own_groups": self.own_count}
-            self.control.post(f"building/{self.proposal.generation}/{self.control.member}", said)
+    def _say_ready(self, error: str | None) -> str:
+        """That the others need not wait for this member any longer, or that they will wait in vain; once.
+
+        Why no groups are to be built, or nothing.
+        """
+        self._has_said = True
+        mine = self.control.member
+        errors = [] if error is None else [f"member {mine}: {error}"]
+        said = {"errors": errors, "own_groups": [[mine, self.own_count]]}
+        wrong: str = self.session.reduce("building", said, _readiness, _unready, "building the next world's groups")
+        return wrong
 
     def _meet_neighbors(self) -> Neighbors:
         """Those on this machine whose memory may be read."""
@@ -227,10 +262,20 @@ class Preparation:
         return Neighbors.meet(board.member, self._share, board.timeout_seconds, self._stop_if_abandoned)
 
     def _share(self, what: str, record: Any) -> dict[int, Any]:
-        """Tell all members of both worlds a record, and read theirs."""
+        """Tell all members on this machine a record, and read theirs."""
         board, key = self.control, f"{what}/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", record)
-        return board.gather(key, self.proposal.union, "finding neighbors", stop=self._stop_if_abandoned)
+        return board.gather(key, self._on_machine, "finding neighbors", stop=self._stop_if_abandoned)
+
+    @cached_property
+    def _on_machine(self) -> list[int]:
+        """The members on this machine, this one too."""
+        return self.control.read_list(self._machine)
+
+    @property
+    def _machine(self) -> str:
+        """Where those on this machine are listed; the list is whole once all have said that they are ready."""
+        return f"machine/{self.proposal.generation}/{machine()}"
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():
@@ -238,9 +283,11 @@ class Preparation:
         self.stop()
 
     def _look_ahead(self) -> None:
-        """What would be computed once, and in the pause: what the certificate and the event are to ask."""
-        for plan in self.plans.values():
-            _ = plan.bytes_sent
+        """What would be computed once, and in the pause: what the certificate asks, and on one member the event."""
+        if self.control.member == self.proposal.source_members[0]:
+            kinds = self.vps.present_kinds()
+            figures = Figures.of(self.plan(kinds)[0], self.budget_bytes)
+            self.control.post(f"figures/{self.proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
         for layout in (self.proposal.source_layout, self.proposal.layout):
             mesh = self.vps.mesh(layout)
             _ = mesh and mesh.holders
@@ -261,3 +308,23 @@ class Preparation:
             return tensor.zero_()
         prefault(tensor, stop=self._stop)
         return tensor
+
+
+def _readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two parts of the members: the first errors, and two that have asked for different numbers of groups."""
+    first, *rest = one["own_groups"]
+    differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
+    errors = [*one["errors"], *other["errors"]]
+    return {"errors": errors[:MOST_ERRORS], "own_groups": [first, *differing[:1]]}
+
+
+def _unready(found: dict[str, Any]) -> str:
+    if found["errors"]:
+        return "; ".join(found["errors"])
+    if len(found["own_groups"]) == 1:
+        return ""
+    (one, first), (other, second) = found["own_groups"]
+    return (
+        f"member {one} has called engine.new_group {first} times and member {other} {second} times: call it on every "
+        "process, before the first batch"
+    )

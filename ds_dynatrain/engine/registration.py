@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as td
 
@@ -26,10 +27,12 @@ from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.carry import put_back, settle_counters, shared_carry
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import side_digests, whole_digests
+from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.engine.session import Request, Session
 from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.engine.transaction.session import Request, Session
+from ds_dynatrain.engine.transaction.shares import agreed
+from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CertificateError, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import MASTER, WEIGHT, VirtualParameterSpace
 from ds_dynatrain.transfer import digest
@@ -148,28 +151,30 @@ class _Registration:
         self.kinds: tuple[str, ...] = ()
         self.begun = _has_begun(engine)
         self.new_kinds: tuple[str, ...] = ()
-        self.is_detached = False
+        self.swap = Swap(engine)
+        self.swap.on_undo(self._require_as_before)
 
     def run(self) -> None:
         """Everything or nothing, on all members alike; SwitchFailed if it is nothing."""
         try:
-            decision = self.session.vote(lambda: self._verify(self._carry_out()))
+            decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
-            self._roll_back()
+            self.swap.undo()
             raise
         if decision.commit:
             self.engine.registered.append(self.asked.to_json())
             self.control.decide(f"registration/{len(self.engine.registered)}", self.asked.to_json())
+            self.swap.keep()
         else:
-            self._roll_back()
-        if self.is_detached and self.engine.compilations.count:
+            self.swap.undo()
+        if self.swap.has_begun and self.engine.compilations.count:
             self.engine.compilations.forget()
         decision.raise_interrupt()
         if not decision.commit:
             raise SwitchFailed(f"register_parameters: {decision.reason}; the engine goes on as before it")
 
-    def _carry_out(self) -> dict[str, Any]:
-        """Rebuild; what this member reports of both sides."""
+    def _carry_out(self) -> None:
+        """Rebuild, and compare both sides."""
         engine, old = self.engine, self.old
         self.kinds = self._kinds_held()
         check_census(engine, old.vps, engine.rank, old.buffers, "before registering")
@@ -182,11 +187,11 @@ class _Registration:
         self.new_kinds = self._kinds_of(vps)
         self._check_memory(vps)
         target, expected = self._filled(vps)
-        self.is_detached = True
-        engine.detach()
+        self.swap.off(self._back)
         _adopt(engine, self.asked, model)
         follow(self.lists, self.asked.origins)
         engine.adopt_space(vps)
+        self.swap.on_undo(engine.detach)
         engine.attach(self.layout, self.world, engine.present_config, target, scalars)
         settle_counters(engine, old.shared)
         held, found = engine.state_buffers()
@@ -198,13 +203,13 @@ class _Registration:
         if lost:
             raise CertificateError(f"{', '.join(lost)}: not the same after registering")
         after, _ = side_digests(vps, self.layout, engine.rank, held, self.new_kinds, set())
-        sides = {"source": digests.to_json(), "target": after.to_json()}
-        return {**sides, "expected": expected, "carry": fingerprint(shared)}
+        self._verify(digests, after, expected, fingerprint(shared))
 
     def _kinds_held(self) -> tuple[str, ...]:
         """The kinds that some member holds now."""
-        held = self.session.all("kinds", sorted({kind for kind, _ in self.old.buffers}))
-        return tuple(kind for kind in self.old.vps.present_kinds() if any(kind in kinds for kinds in held.values()))
+        mine = sorted({kind for kind, _ in self.old.buffers})
+        held = self.session.reduce("kinds", mine, lambda one, other: sorted({*one, *other}))
+        return tuple(kind for kind in self.old.vps.present_kinds() if kind in held)
 
     def _kinds_of(self, vps: VirtualParameterSpace) -> tuple[str, ...]:
         """What the new side holds: a moment that only new groups have begins with them."""
@@ -284,40 +289,44 @@ class _Registration:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _verify(self, mine: dict[str, Any]) -> None:
+    def _verify(self, source: SideDigests, target: SideDigests, expected: Mapping[str, int], carry: str) -> None:
         """CertificateError unless every tensor has the digests that it had, per state kind, on all members."""
-        reports = self.session.all("report", mine)
-        if len({report["carry"] for report in reports.values()}) != 1:
+        carries = self.session.reduce("carry", [carry], lambda one, other: sorted({*one, *other})[:2])
+        if len(carries) != 1:
             raise CertificateError("hyper-parameters, counts or the scheduler differ between members")
-        new, old = self.engine.vps, self.old.vps
-        given = {member: report["source"] for member, report in reports.items()}
-        arrived = {member: report["target"] for member, report in reports.items()}
-        before = whole_digests(old, self.layout, self.engine.members, given, "before")
-        after = whole_digests(new, self.layout, self.engine.members, arrived, "after")
+        new, old, rank = self.engine.vps, self.old.vps, self.engine.rank
+        before = agreed(self.session, "before", old, self.layout, rank, source, "before")
+        after = agreed(self.session, "after", new, self.layout, rank, target, "after")
+        masters = self._masters(expected)
         for kind in self.new_kinds:
             for number, tensor in enumerate(new.tensors):
                 if not (tensor.trainable or kind == WEIGHT) or not new.has(kind, tensor.group):
                     continue
-                source = old.line.index(tensor.name)
-                wanted = int(before[kind][source]) if kind in before else 0
-                if kind != WEIGHT and not old.tensors[source].trainable:
-                    wanted = 0 if kind != MASTER else self._master_of(tensor.name, reports)
+                was = old.line.index(tensor.name)
+                wanted = int(before[kind][was]) if kind in before else 0
+                if kind != WEIGHT and not old.tensors[was].trainable:
+                    wanted = 0 if kind != MASTER else int(masters[number])
                 if int(after[kind][number]) != wanted:
                     raise CertificateError(f"{kind} of {tensor.name!r} is not what it was, or is to be")
 
-    def _master_of(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> int:
-        """The digest of a new master, which is its weight in the master's type."""
-        shares = [int(report["expected"].get(name, 0)) for report in reports.values()]
-        return shares[0] if self.engine.vps.is_replicated(self.layout, MASTER) else sum(shares) % (1 << 64)
+    def _masters(self, expected: Mapping[str, int]) -> Digests:
+        """The digests of new masters, which are their weights in the masters' type; of parts they add up."""
+        new, mine = self.engine.vps, np.zeros(len(self.engine.vps.tensors), np.uint64)
+        if self.session.is_first or not new.is_replicated(self.layout, MASTER):
+            for name, value in expected.items():
+                mine[new.line.index(name)] = value
+        found: Digests = self.session.reduce("masters", mine, np.add)
+        return found
 
-    def _roll_back(self) -> None:
-        """The old optimizer over the old memory; what requires a gradient is what was registered."""
-        engine, old = self.engine, self.old
-        for parameter, was in zip(old.model.parameters, old.model.requires_grad, strict=True):
+    def _require_as_before(self) -> None:
+        """What requires a gradient is what was registered."""
+        for parameter, was in zip(self.old.model.parameters, self.old.model.requires_grad, strict=True):
             parameter.requires_grad_(was)
-        if not self.is_detached:
-            return
-        engine.detach()
+
+    def _back(self) -> None:
+        """The old optimizer over the old memory."""
+        engine, old = self.engine, self.old
+        self._require_as_before()
         for (group, values), listed in zip(old.groups, old.model.groups, strict=True):
             group.clear()
             group.update({**values, "params": list(listed)})

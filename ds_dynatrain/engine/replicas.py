@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -67,51 +66,57 @@ class Settlement:
             held, own = self.before.pop()
             held.copy_(own)
 
+    def take_owners(
+        self,
+        vps: VirtualParameterSpace,
+        rank: int,
+        buffers: Buffers,
+        drifting: Mapping[str, list[int]],
+        transport: Transport,
+        seconds: float,
+    ) -> None:
+        """Give every holder the owner's values of the tensors that drifted; each rank of the present layout calls it.
 
-def settle(
-    vps: VirtualParameterSpace,
-    rank: int,
-    buffers: Buffers,
-    drifting: Mapping[str, list[int]],
-    transport: Transport,
-    seconds: float,
-) -> Settlement:
-    """Give every holder the owner's values of the tensors that drifted; each rank of the present layout calls it.
-
-    buffers: this rank's, which are written to. drifting: kind -> tensor numbers, the same on all ranks. Raises as the
-    transport does when `seconds` have passed.
-    """
-    deadline, made = time.monotonic() + seconds, Settlement()
-    sends, receives = [], []
-    for parts in (part for kind, tensors in sorted(drifting.items()) for part in _exchanged(vps, kind, tensors)):
-        if rank == parts.owner:
-            _, views = _views(vps, parts, rank, buffers)
-            sends.append(transport.send(torch.cat(views), vps.members[parts.holder], TAG))
-        elif rank == parts.holder:
-            numbers, views = _views(vps, parts, rank, buffers)
-            names = [vps.tensors[number].name for number in numbers]
-            room = torch.empty_like(torch.cat(views))
-            receives.append((parts.kind, names, views, room, transport.receive(room, vps.members[parts.owner], TAG)))
-    for handle in sends:
-        handle.wait(deadline)
-    for kind, names, views, room, handle in receives:
-        handle.wait(deadline)
-        for name, held, values in zip(names, views, room.split([len(view) for view in views]), strict=True):
-            made.take(kind, name, held, values)
-    return made
+        buffers: this rank's, which are written to. drifting: kind -> tensor numbers, the same on all ranks. Raises as
+        the transport does when `seconds` have passed.
+        """
+        deadline = time.monotonic() + seconds
+        sends, receives = [], []
+        for parts in (part for kind, tensors in sorted(drifting.items()) for part in _exchanged(vps, kind, tensors)):
+            if rank == parts.owner:
+                _, views = _views(vps, parts, rank, buffers)
+                sends.append(transport.send(torch.cat(views), vps.members[parts.holder], TAG))
+            elif rank == parts.holder:
+                numbers, views = _views(vps, parts, rank, buffers)
+                names = [vps.tensors[number].name for number in numbers]
+                room = torch.empty_like(torch.cat(views))
+                arrival = transport.receive(room, vps.members[parts.owner], TAG)
+                receives.append((parts.kind, names, views, room, arrival))
+        for handle in sends:
+            handle.wait(deadline)
+        for kind, names, views, room, handle in receives:
+            handle.wait(deadline)
+            for name, held, values in zip(names, views, room.split([len(view) for view in views]), strict=True):
+                self.take(kind, name, held, values)
 
 
-def judge(distances: Iterable[Distances], tolerance: float, types: Mapping[str, torch.dtype]) -> str:
+def furthest(one: Distances, other: Distances) -> Distances:
+    """Of two parts of the ranks, the larger distance of each tensor."""
+    kinds = {kind: (one.get(kind, {}), other.get(kind, {})) for kind in {**one, **other}}
+    return {
+        kind: {name: max(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}}
+        for kind, (mine, theirs) in kinds.items()
+    }
+
+
+def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
     """What to say of replicas that were set to their owners' values; CertificateError if one was too far from it.
 
-    distances: of all ranks. types: of each kind; a kind of few bits may be off by one of its own steps, as a cast of
-    masters within the tolerance may.
+    distances: the furthest of all ranks. types: of each kind; a kind of few bits may be off by one of its own steps, as
+    a cast of masters within the tolerance may.
     """
-    furthest: dict[tuple[str, str], float] = {}
-    for kind, found in chain.from_iterable(each.items() for each in distances):
-        for name, far in found.items():
-            furthest[kind, name] = max(furthest.get((kind, name), 0.0), far)
-    for (kind, name), far in furthest.items():
+    far_of = {(kind, name): far for kind, found in distances.items() for name, far in found.items()}
+    for (kind, name), far in far_of.items():
         allowed = max(tolerance, torch.finfo(types[kind]).eps)
         if not far <= allowed:
             raise CertificateError(
@@ -119,10 +124,10 @@ def judge(distances: Iterable[Distances], tolerance: float, types: Mapping[str, 
                 f"its largest value, and {allowed:.1e} is allowed: train on from a checkpoint, or, if that much is "
                 "harmless, raise dynatrain.replica_tolerance"
             )
-    named = sorted(f"{kind} of {name!r}" for kind, name in furthest)
+    named = sorted(f"{kind} of {name!r}" for kind, name in far_of)
     more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
     return (
-        f"replicas of the {', '.join(named[:NAMED])}{more} had drifted apart by up to {max(furthest.values()):.1e} of "
+        f"replicas of the {', '.join(named[:NAMED])}{more} had drifted apart by up to {max(far_of.values()):.1e} of "
         "their largest value: those of one rank were taken for all"
     )
 

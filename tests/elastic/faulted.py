@@ -19,7 +19,7 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 
 PLACES: dict[str, tuple[type, str]] = {
     "prepare": (Preparation, "_build"),

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import ConfigError, SwitchFailed, SwitchRefused
 from ds_dynatrain.report import read_events
 from tests.engine import faults, jobs

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.pool import Died, RankPool
 
@@ -85,7 +85,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
 def test_hang_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target: jobs.Sizes, victim: int) -> None:
-    found = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=(victim, "_decide", True, False))
+    found = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=(victim, "conclude", True, False))
     events = check_decision(found, list(range(4)), "committed")
     assert any(f"no answer from member {victim}" in warning for event in events for warning in event.warnings)
     assert len(jobs.global_losses([each["record"] for each in found])) == ASK_AT + 5
@@ -103,7 +103,7 @@ def test_hang_before_the_vote(pool: RankPool, start: jobs.Sizes, target: jobs.Si
 
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
 def test_death_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target: jobs.Sizes, victim: int) -> None:
-    fate = (victim, "_report", False, True)
+    fate = (victim, "conclude", True, True)
     found = pool.run(case, start=start, target=target, steps=0, fate=fate, may_die=[victim])
     assert found[victim] == Died(9)
     events = check_decision(found, [member for member in range(4) if member != victim], "committed")

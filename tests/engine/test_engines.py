@@ -15,7 +15,7 @@ import torch
 import torch.distributed as td
 
 import ds_dynatrain
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import DynatrainError
 from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject

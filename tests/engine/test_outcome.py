@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from tests.engine import jobs, oracle
 from tests.engine.pool import RankPool
 
-DECISIONS = re.compile(r"(record/\d+|.*/record|lean/\d+)$")
+DECISIONS = re.compile(r"(record/\d+|.*/record)$")
 START: jobs.Sizes = (2, 1)
 CHANGED: jobs.Sizes = (2, 2)
 
@@ -37,21 +37,33 @@ def cut(board: Control) -> None:
 
 @contextmanager
 def cut_at_the_decision(forever: bool) -> Iterator[list[str]]:
-    """Inside the block this member's connection ends whenever it decides; forever: and there is no other one."""
-    decide, keys = Control.decide, list[str]()
+    """Inside the block this member's connection ends whenever it decides, or waits for a decision.
 
-    def cuts(board: Control, key: str, value: Any) -> Any:
+    forever: and there is no other one.
+    """
+    decide, wait, keys = Control.decide, Control.wait, list[str]()
+
+    def cut_at(board: Control, key: str) -> None:
         if DECISIONS.match(key) and (forever or not keys):
             keys.append(key)
             cut(board)
             board.timeout_seconds = 0.5 if forever else board.timeout_seconds
+
+    def decides(board: Control, key: str, value: Any) -> Any:
+        cut_at(board, key)
         return decide(board, key, value)
+
+    def waits(board: Control, awaited: Mapping[int, str], *arguments: Any, **named: Any) -> dict[int, Any]:
+        for key in awaited.values():
+            cut_at(board, key)
+        return wait(board, awaited, *arguments, **named)
 
     def nowhere(board: Control) -> None:
         raise torch.distributed.DistNetworkError("there is no store any more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Control, "decide", cuts)
+        patch.setattr(Control, "decide", decides)
+        patch.setattr(Control, "wait", waits)
         if forever:
             patch.setattr(Control, "_connect_anew", nowhere)
         yield keys

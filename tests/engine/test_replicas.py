@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.replicas import distance, judge
+from ds_dynatrain.engine.replicas import distance, furthest, judge
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, faults, jobs, pipeline_walks, subjects
@@ -128,7 +128,7 @@ def test_distances() -> None:
 
 def test_low_precision_may_be_off_by_its_own_step() -> None:
     types = {"weight": torch.bfloat16, "master": torch.float32}
-    said = judge([{"weight": {"a": 0.004}}, {"master": {"a": 1e-7}}], 1e-5, types)
+    said = judge(furthest({"weight": {"a": 0.004}}, {"weight": {"a": 0.001}, "master": {"a": 1e-7}}), 1e-5, types)
     assert said.startswith("replicas of the master of 'a', weight of 'a' had drifted apart by up to 4.0e-03")
     with pytest.raises(CertificateError, match=r"replicas of the master of 'a' .* 4.0e-03 .* 1.0e-05 is allowed"):
-        judge([{"master": {"a": 0.004}}], 1e-5, types)
+        judge({"master": {"a": 0.004}}, 1e-5, types)

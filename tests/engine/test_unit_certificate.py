@@ -1,29 +1,44 @@
-"""The verdict over members' reports: what is equal passes, and what differs is named."""
+"""The certificate over what members hold together: what is equal passes, and what differs is named."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.certificate import SideDigests, verdict
+from ds_dynatrain.engine.certificate import SideDigests, whole_digests
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.packing import pack, unpack
+from ds_dynatrain.engine.transaction.certify import certify
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.transaction.shares import Shares, agreed, differing, doubts, joined, shares
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from tests.plan import test_axes as axes
 
 TENSORS = (LogicalTensor("first", (4, 3), 0), LogicalTensor("second", (5,), 0))
 KINDS = ("weight", "master", "exp_avg")
 TWO, FOUR = Layout(data=2, zero_stage=1), Layout(data=4, zero_stage=1)
 WHOLE = {"weight": [11, 12], "master": [2**63 + 5, 22], "exp_avg": [31, 2**64 - 1]}
-CARRY = {"counters": "a", "groups": "b", "scalars": "c"}
-Reports = dict[int, dict[str, Any]]
-Change = Callable[[Reports], object]
+Sides = dict[str, dict[int, SideDigests]]
+Change = Callable[[Sides], object]
 
 
-def digests(size: int, rank: int) -> dict[str, str]:
+def space(layout: Layout, tensors: tuple[LogicalTensor, ...] = TENSORS) -> VirtualParameterSpace:
+    members, kinds = tuple(range(layout.world_size)), standard_kinds(2, stale_grad=2)
+    cuts = None if tensors is TENSORS else axes.partition
+    return VirtualParameterSpace(tensors, ZeroRules(sub_group_size=100), kinds, layout, members, plan_switch, cuts)
+
+
+def digests(size: int, rank: int) -> SideDigests:
     """The share of a rank: the whole of a replicated kind, else parts that add up to the whole modulo 2**64."""
     made = {}
     for kind in KINDS:
@@ -33,42 +48,54 @@ def digests(size: int, rank: int) -> dict[str, str]:
             [np.full(2, 1000 + other, dtype=np.uint64) for other in range(1, size)], axis=0, dtype=np.uint64
         )
         made[kind] = whole if kind == "weight" else part if rank else rest
-    return SideDigests(made).to_json()
+    return SideDigests(made)
 
 
-def reports() -> Reports:
+def sides() -> Sides:
     """Two members before, four after."""
-    found: Reports = {}
-    for member in range(4):
-        found[member] = {"target": digests(4, member), "carry_after": dict(CARRY), "stream_after": f"stream {member}"}
-        found[member] |= {"shared_stream_after": f"shared {member}"}
-        if member < 2:
-            found[member] |= {"source": digests(2, member), "carry_before": dict(CARRY)}
-            found[member] |= {"stream_before": f"stream {member}", "shared_stream_before": f"shared {member}"}
-        if member != 1:  # rank 0 and the two that start to work
-            found[member]["rest"] = "buffers and objects"
-    return found
+    return {
+        "source": {rank: digests(2, rank) for rank in range(2)},
+        "target": {rank: digests(4, rank) for rank in range(4)},
+    }
 
 
-def judge(found: Reports) -> str:
-    rules = ZeroRules(sub_group_size=100)
-    vps = VirtualParameterSpace(TENSORS, rules, standard_kinds(2, stale_grad=2), TWO, (0, 1), plan_switch)
-    return verdict(vps, TWO, FOUR, found, (0, 1), (0, 1, 2, 3))
+def summed(
+    vps: VirtualParameterSpace, layout: Layout, held: Mapping[int, SideDigests], members: tuple[int, ...] | None = None
+) -> Shares:
+    """Those of all ranks, by way of the bytes that travel."""
+    members = members or tuple(range(layout.world_size))
+    records = [pack(shares(vps, layout, members, rank, held[rank]).to_json()) for rank in range(layout.world_size)]
+    return Shares.from_json(reduce(joined, (unpack(record) for record in records)))
+
+
+def judge(found: Sides) -> dict[str, Any]:
+    vps = space(TWO)
+    return certify(vps, TWO, FOUR, summed(vps, TWO, found["source"]), summed(vps, FOUR, found["target"]))
 
 
 def changed(side: str, member: int, kind: str, tensor: int) -> Change:
     """One digest is another number."""
 
-    def change(found: Reports) -> None:
-        read = {name: values.copy() for name, values in SideDigests.from_json(found[member][side]).of.items()}
-        read[kind][tensor] += np.uint64(1)
-        found[member][side] = SideDigests(read).to_json()
+    def change(found: Sides) -> None:
+        values = {name: held.copy() for name, held in found[side][member].of.items()}
+        values[kind][tensor] += np.uint64(1)
+        found[side][member] = SideDigests(values)
+
+    return change
+
+
+def without(side: str, members: tuple[int, ...]) -> Change:
+    """Members hold no first moments."""
+
+    def change(found: Sides) -> None:
+        for member in members:
+            found[side][member] = SideDigests({k: v for k, v in found[side][member].of.items() if k != "exp_avg"})
 
     return change
 
 
 def test_equal_sides_pass_with_one_digest() -> None:
-    assert judge(reports()) == judge(copy.deepcopy(reports())) and len(judge(reports())) == 32
+    assert judge(sides()) == judge(sides()) and len(judge(sides())["digest"]) == 32
 
 
 @pytest.mark.parametrize(
@@ -76,37 +103,145 @@ def test_equal_sides_pass_with_one_digest() -> None:
     [
         (changed("target", 2, "master", 1), r"master of 'second' is not the same after the moves \(1 of 2 tensors"),
         (changed("source", 0, "exp_avg", 0), "exp_avg of 'first' is not the same after"),
-        (
-            changed("source", 1, "weight", 1),
-            "source: weight of 'second' differs between the replicas of members 0 and 1",
-        ),
-        (
-            changed("target", 3, "weight", 0),
-            "target: weight of 'first' differs between the replicas of members 0 and 3",
-        ),
-        (lambda found: found[1]["source"].pop("exp_avg"), "source: only one of members 0 and 1 holds exp_avg"),
-        (lambda found: [each["target"].pop("exp_avg") for each in found.values()], "'exp_avg' was there before"),
-        (lambda found: [found[member]["source"].pop("exp_avg") for member in (0, 1)], r"\['exp_avg'\] appeared"),
-        (lambda found: found[1]["carry_before"].update(groups="x"), "carry of member 1 before .* in: groups"),
-        (
-            lambda found: found[3]["carry_after"].update(counters="x", scalars="y"),
-            "carry of member 3 after .* counters, scalars",
-        ),
-        (lambda found: found[2]["carry_after"].pop("scalars"), "carry of member 2 after .* in: scalars"),
-        (lambda found: found[1].update(stream_after="stream 0"), "random streams of data index 1"),
-        (lambda found: found[3].update(rest="other"), "module buffers or carried objects of member 3"),
+        (without("source", (1,)), "source: only one of members 0 and 1 holds exp_avg"),
+        (without("target", (0, 1, 2, 3)), "'exp_avg' was there before"),
+        (without("source", (0, 1)), r"\['exp_avg'\] appeared"),
     ],
 )
 def test_what_differs_is_named(change: Change, words: str) -> None:
-    found = reports()
+    found = sides()
     change(found)
     with pytest.raises(CertificateError, match=words):
         judge(found)
 
 
+@pytest.mark.parametrize(("side", "member", "tensor"), [("source", 1, 1), ("target", 3, 0)])
+def test_copies_that_differ_are_doubted(side: str, member: int, tensor: int) -> None:
+    found = sides()
+    changed(side, member, "weight", tensor)(found)
+    other = "target" if side == "source" else "source"
+    assert judge(found) == {"doubts": {side: {"weight": [tensor]}, other: {}}}
+
+
 def test_an_error_that_all_replicas_share_is_found() -> None:
-    found = reports()
+    found = sides()
     for member in range(4):
         changed("target", member, "weight", 1)(found)
     with pytest.raises(CertificateError, match="weight of 'second' is not the same after the moves"):
         judge(found)
+
+
+# ---- several axes: sums say the same as all digests side by side ----------------------------------------------------
+
+LAYOUTS = [
+    Layout(data=1, zero_stage=0),
+    Layout(data=3, zero_stage=0),
+    Layout(data=2, zero_stage=1),
+    Layout(data=2, zero_stage=3),
+    Layout(data=2, tensor=2, zero_stage=1),
+    Layout(data=1, tensor=3, zero_stage=0),
+    Layout(data=2, pipe=2, zero_stage=1),
+    Layout(data=2, pipe=2, tensor=2, zero_stage=0),
+    Layout(data=4, expert=2, zero_stage=1),
+    Layout(data=2, pipe=2, expert=2, zero_stage=0),
+    Layout(data=2, tensor=2, expert=4, zero_stage=0),
+]
+
+
+def many(layout: Layout) -> VirtualParameterSpace:
+    """Tensors that are cut by all axes, tied, or whole on several places."""
+    return space(layout, tuple(axes.TENSORS))
+
+
+def held_in(vps: VirtualParameterSpace, layout: Layout, seed: int) -> dict[int, SideDigests]:
+    """Digests as if of real state: one number for each element, added up over what a rank holds."""
+    drawn = np.random.default_rng(seed).integers(0, 1 << 63, size=(len(KINDS), int(vps.bases[-1])), dtype=np.uint64)
+    found = {}
+    for rank in range(layout.world_size):
+        of = {}
+        for row, kind in enumerate(KINDS):
+            number, pieces = vps.split_by_tensor(vps.holding(layout, rank, kind))
+            of[kind] = np.zeros(len(vps.tensors), np.uint64)
+            for tensor, piece in zip(number.tolist(), pieces, strict=True):
+                of[kind][[tensor]] += drawn[row, piece.start : piece.stop].sum(dtype=np.uint64)
+        found[rank] = SideDigests(of)
+    return found
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(0, 1000), st.data())
+@settings(max_examples=60, deadline=None)
+def test_sums_find_what_all_digests_side_by_side_find(layout: Layout, seed: int, data: st.DataObject) -> None:
+    vps = many(layout)
+    found, members = held_in(vps, layout, seed), tuple(range(layout.world_size))
+    sums = summed(vps, layout, found)
+    assert not doubts(sums.copies) and not doubts(sums.places)
+    whole = whole_digests(vps, layout, members, found, "held")
+    assert all(np.array_equal(sums.whole[kind], whole[kind]) for kind in KINDS)
+
+    rank, kind = data.draw(st.sampled_from(members)), data.draw(st.sampled_from(KINDS))
+    there = np.flatnonzero(found[rank].of[kind]).tolist()
+    if not there:
+        return
+    tensor = data.draw(st.sampled_from(there))
+    found[rank].of[kind][tensor] ^= np.uint64(data.draw(st.integers(1, (1 << 64) - 1)))
+    wrong = summed(vps, layout, found)
+    doubted = {**doubts(wrong.places), **doubts(wrong.copies)}
+    try:
+        assert not np.array_equal(whole_digests(vps, layout, members, found, "held")[kind], whole[kind])
+    except CertificateError:
+        assert doubted == {kind: [tensor]}
+    else:
+        assert not doubted and not np.array_equal(wrong.whole[kind], whole[kind])
+
+
+def together(layout: Layout, work: Callable[[Session, int], Any]) -> list[Any]:
+    """What each rank's call returns or raises."""
+    store, members = HashStore(), tuple(range(10, 10 + layout.world_size))
+
+    def one(rank: int) -> Any:
+        try:
+            return work(Session(Control(store, "job", members[rank], 20.0), "it", members, "doing it"), rank)
+        except CertificateError as error:
+            return error
+
+    with ThreadPoolExecutor(layout.world_size) as threads:
+        return list(threads.map(one, range(layout.world_size)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "kind", "words"),
+    [
+        (
+            Layout(data=4, zero_stage=0),
+            2,
+            "weight",
+            "weight of 'norm' differs between the replicas of members 10 and 12",
+        ),
+        (Layout(data=2, pipe=2, zero_stage=0), 1, "weight", "'norm' differs between the replicas of members 10 and 11"),
+        (
+            Layout(data=1, tensor=2, zero_stage=0),
+            1,
+            "master",
+            "'norm' differs between the replicas of members 10 and 11",
+        ),
+    ],
+)
+def test_whose_copies_differ_is_told_to_all(layout: Layout, rank: int, kind: str, words: str) -> None:
+    vps = many(layout)
+    found = held_in(vps, layout, 1)
+    alike = together(layout, lambda session, mine: agreed(session, "one", vps, layout, mine, found[mine], "held"))
+    whole = whole_digests(vps, layout, tuple(range(layout.world_size)), found, "held")
+    assert all(np.array_equal(each[kind], whole[kind]) for each in alike for kind in KINDS)
+    found[rank].of[kind][1] += np.uint64(1)
+    said = together(layout, lambda session, mine: agreed(session, "one", vps, layout, mine, found[mine], "held"))
+    assert {str(each) for each in said} == {str(said[0])}
+    assert words in str(said[0])
+
+
+def test_drift_between_places_is_no_error_where_it_can_be_settled() -> None:
+    layout = Layout(data=1, tensor=2, zero_stage=0)
+    vps = many(layout)
+    found = held_in(vps, layout, 1)
+    found[1].of["master"][1] += np.uint64(1)
+    said = together(layout, lambda session, mine: differing(session, "one", vps, layout, mine, found[mine], "held"))
+    assert said == [{"master": [1]}] * 2

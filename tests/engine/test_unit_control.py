@@ -15,7 +15,8 @@ from ds_dynatrain.engine import agreement, liveness
 from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
-from ds_dynatrain.errors import MemberMissing, SwitchRefused
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout
 
 
@@ -139,11 +140,26 @@ def test_meeting_step(boards: Any) -> None:
     open_end = proposal()
     assert agreement.meeting_step(board, open_end, 0, 5) is None
     for member in range(4):
-        boards(member).post(f"prepared/2/{member}", {"error": None})
+        assert not agreement.all_prepared(board, open_end)
+        agreement.say_prepared(boards(member), open_end)
     assert agreement.meeting_step(boards(1), open_end, 1, 6) is None, "rank 0 sets it"
     assert agreement.meeting_step(board, open_end, 0, 6) == 7
     assert agreement.meeting_step(boards(1), open_end, 1, 7) == 7
     assert agreement.meeting_step(board, open_end, 0, 8) == 7, "once"
+
+
+def test_who_cannot_be_prepared_is_told_to_all(boards: Any) -> None:
+    for member in range(4):
+        agreement.say_prepared(boards(member), proposal(), "no memory" if member == 2 else None)
+    with pytest.raises(SwitchFailed, match="could not be prepared on member 2: no memory"):
+        agreement.wait_until_prepared(boards(1), proposal(), lambda: None)
+
+
+def test_who_is_never_prepared_is_named(boards: Any) -> None:
+    for member in (0, 3):
+        agreement.say_prepared(boards(member), proposal())
+    with pytest.raises(MemberMissing, match="preparing the switch: no answer from member 1, 2"):
+        agreement.wait_until_prepared(boards(0, 0.2), proposal(), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,8 @@ def test_all_stand_at_one_step_in_one_loader(boards: Any, step: int, place: str,
 
     def stand(member: int) -> str | None:
         try:
-            agreement.stand(boards(member), proposal(), *places[member])
+            session = Session(boards(member), "switch/2", (0, 1, 2, 3), "switch")
+            agreement.meet(session, proposal(), *places[member])
         except SwitchRefused as refusal:
             return str(refusal)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,15 +61,21 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
 @contextmanager
 def record_that_breaks(board: Control) -> Iterator[None]:
     """A notice board whose store dies before the decision is there."""
-    decide = board.decide
+    decide, wait = board.decide, board.wait
 
     def dies(key: str, value: Any) -> Any:
         if key.endswith("record"):
             raise RuntimeError("Broken pipe")
         return decide(key, value)
 
+    def waits(keys: Mapping[int, str], *arguments: Any, **named: Any) -> Any:
+        if any(key.endswith("record") for key in keys.values()):
+            raise RuntimeError("Broken pipe")
+        return wait(keys, *arguments, **named)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(board, "decide", dies)
+        patch.setattr(board, "wait", waits)
         yield
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import folder
-from ds_dynatrain.engine.session import Request, Session, ask_for_different_things
+from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.restoration import Restored
-from ds_dynatrain.engine.session import Session
+from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_digests
+from ds_dynatrain.engine.certificate import side_digests, state_digest
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.engine.session import Session
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.transaction.shares import agreed
+from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
 
@@ -111,21 +114,21 @@ class Restoration:
         self.types: dict[str, torch.dtype] = {}
         self.kinds: tuple[str, ...] = ()
         self.digest = ""
-        self.is_detached = self.is_attached = False
+        self.swap = Swap(engine)
 
     def run(self) -> Restored:
         """Everything or nothing, on all members alike."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
-            self._roll_back()
+            self._undo()
             if self.old is None:  # it holds nothing that could be wrong: a next generation can restore
                 self.control.lost = None
             raise
         if decision.commit:
             self._commit()
             return Restored(self.path, int(self.engine.global_steps), self.client_state, self.kinds, self.digest)
-        self._roll_back()
+        self._undo()
         decision.raise_interrupt()
         what = "" if self.old is None else "load_universal: "
         end = "" if self.old is None else "; training goes on as before it"
@@ -206,8 +209,7 @@ class Restoration:
         layout, members = self.goal.layout, self.goal.members
         kinds = tuple(kind for kind in self.types if kind in source.kinds)
         mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
-        records = self.session.all("digests", mine.to_json())
-        whole = whole_digests(self.vps, layout, members, records, "loaded")
+        whole = agreed(self.session, "digests", self.vps, layout, self.rank, mine, "loaded")
         there, place = source.digests(reader, self.rank, len(members), self.session.all), self.rank
         wrong = []
         for kind in whole:
@@ -240,23 +242,20 @@ class Restoration:
             raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
         if streams.capture() != self.streams:
             raise CheckpointError("the random streams are not those that were put in")
-        prints = self.session.all("taken", fingerprint(shared))
-        for member, other in prints.items():
-            if other != prints[self.goal.members[0]]:
-                raise CheckpointError(f"the carry of member {member} is not that of member {self.goal.members[0]}")
+        prints = self.session.reduce("taken", [[self.control.member, fingerprint(shared)]], _two_that_differ)
+        if len(prints) > 1:
+            raise CheckpointError(f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}")
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
     def _swap(self) -> None:
         engine, goal = self.engine, self.goal
-        if self.old is not None:
-            self.is_detached = True
-            engine.detach()
-        else:
+        if self.old is None:
+            self.swap.on_undo(engine.leave_world)
             install(goal.world)
-        engine.take_shape(self.vps, goal.layout, self.rank)
-        self.is_attached = True
-        engine.attach(goal.layout, goal.world, engine.config_for(goal.layout), self.buffers, scalars_of(self.shared))
+        else:
+            self.swap.off(partial(self._back, self.old))
+        self.swap.over(self.vps, goal.layout, goal.world, self.rank, self.buffers, scalars_of(self.shared))
         self._take(self.shared, self.rest, self.streams)
 
     def _take(self, shared: dict[str, Any], rest: dict[str, Any], own: streams.Streams) -> None:
@@ -269,6 +268,7 @@ class Restoration:
 
     def _commit(self) -> None:
         engine = self.engine
+        self.swap.keep()
         if self.goal.enter is not None:
             self.goal.enter()
         elif self.old is None:
@@ -281,17 +281,21 @@ class Restoration:
         if engine.compilations.count:
             engine.compilations.forget()
 
-    def _roll_back(self) -> None:
+    def _back(self, old: Old) -> None:
+        """The old optimizer over the old memory."""
+        self.engine.attach(self.goal.layout, self.goal.world, old.config, old.buffers, old.scalars)
+        self._take(old.shared, old.rest, old.streams)
+
+    def _undo(self) -> None:
         """As if nobody had asked, or, without an old state, as an idle member."""
-        engine, old, goal = self.engine, self.old, self.goal
-        if self.is_attached:
-            engine.detach()
-        if old is None:
-            engine.leave_world()
-        elif self.is_detached:
-            engine.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
-            self._take(old.shared, old.rest, old.streams)
+        self.swap.undo()
         self.buffers = {}
+
+
+def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+    """Of members and what they have, the first one and one that has something else."""
+    first, *rest = one
+    return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]
 
 
 def _release(buffers: Buffers) -> threading.Thread:

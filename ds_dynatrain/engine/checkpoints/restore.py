@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
-from ds_dynatrain.engine.session import Decision, Request, Session
+from ds_dynatrain.engine.transaction.session import Decision, Request, Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
 from ds_dynatrain.engine.checkpoints.restoration import Restored
-from ds_dynatrain.engine.session import Session
+from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 

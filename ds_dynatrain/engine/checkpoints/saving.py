@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
-from ds_dynatrain.engine.certificate import drifts
+from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.session import Request, Session
+from ds_dynatrain.engine.transaction.session import Request, Session
+from ds_dynatrain.engine.transaction.shares import differing
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
 
@@ -141,6 +142,7 @@ class _Saving:
         self.members, self.first = engine.members, engine.members[0]
         self.session = Session(control, key, self.members, "save_universal", is_patient=True)
         self.snapshot: Snapshot | None = None
+        self.sums: dict[int, str] | None = None
         self.error: BaseException | None = None
 
     # ---- while training stands still ---------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ class _Saving:
                     f"member {self.control.member} does not see {hidden}, which rank 0 has made: all members have to "
                     "save into one file system"
                 )
-            self.session.say("report", self._write(self.snapshot, hidden))
+            self.sums = self.session.gather("sums", self._write(self.snapshot, hidden))
         except BaseException as error:
             decision = self.session.give_up(error)
             decision.raise_interrupt()
@@ -200,20 +202,21 @@ class _Saving:
             self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
         return folder.begin(self.path, str(self.tag))
 
-    def _write(self, snapshot: Snapshot, hidden: Path) -> dict[str, Any]:
-        """This member's files; what it reports. Copies of other members' state are weighed meanwhile."""
+    def _write(self, snapshot: Snapshot, hidden: Path) -> str:
+        """This member's files; the sum of its small one. Copies of other members' state are weighed meanwhile."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
         folder.write(hidden / _part(snapshot.rank), Manifest.of(rows).to_bytes())
         data = dumped(snapshot.own)
         folder.write(hidden / record.rank_file(snapshot.rank), data)
-        return {"sum": record.sum_of(data), "replicas": {} if replicas is None else replicas.result()}
+        if replicas is not None:
+            self._compare_replicas(replicas.result())
+        return record.sum_of(data)
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
         """On rank 0: all have written; manifest and record, and the name."""
-        reports = self.session.heard("report")
-        self._compare_replicas({member: report["replicas"] for member, report in reports.items()})
+        found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         manifest = Manifest.of(row for part in parts for row in Manifest.from_bytes(part.read_bytes()))
         manifest.check(hidden)
@@ -221,7 +224,7 @@ class _Saving:
             manifest.runs(tensor, kind)
         data = manifest.to_bytes()
         folder.write(hidden / record.MANIFEST, data)
-        sums = {record.rank_file(rank): reports[member]["sum"] for rank, member in enumerate(self.members)}
+        sums = {record.rank_file(rank): found[member] for rank, member in enumerate(self.members)}
         for part in parts:
             part.unlink()
         sums[record.MANIFEST] = record.sum_of(data)
@@ -230,19 +233,18 @@ class _Saving:
         )
         return folder.finish(hidden, str(self.tag), self.keep)
 
-    def _compare_replicas(self, digests: dict[int, dict[str, str]]) -> None:
-        """On rank 0: CheckpointError, naming tensor and members, for copies of the data axis that are not equal.
+    def _compare_replicas(self, own: SideDigests) -> None:
+        """CheckpointError, naming tensor and members, for copies of the data axis that are not equal.
 
         What stages or tensor ranks compute each for itself may have drifted, as in a switch: the owner's is saved.
         """
-        if not digests[self.first]:
-            return
+        engine = self.engine
         try:
-            drifting = drifts(self.engine.vps, self.engine.layout, self.members, digests)
+            drifting = differing(self.session, "replicas", engine.vps, engine.layout, engine.rank, own, "source")
         except CertificateError as error:
             raise CheckpointError(f"copies of one state are not equal ({error}): which is right is not known") from None
-        names = {self.engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
-        if names:
+        names = {engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
+        if names and self.session.is_first:
             logger.warning("copies of %s have drifted apart; the checkpoint has one of them", ", ".join(sorted(names)))
 
 

@@ -14,7 +14,7 @@ from ds_dynatrain.checkpoint import HostMemory, Record, Share, record, shares_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import side_digests
+from ds_dynatrain.engine.certificate import SideDigests, side_digests
 from ds_dynatrain.engine.checkpoints.rests import packed
 from ds_dynatrain.engine.encoding import encode, fingerprint
 from ds_dynatrain.errors import CheckpointError
@@ -38,7 +38,7 @@ class Snapshot:
     shares: list[Share]
     own: dict[str, Any]
     record: Record
-    replicas: Callable[[], dict[str, str]] | None = None
+    replicas: Callable[[], SideDigests] | None = None
 
     @staticmethod
     def take(engine: DynatrainEngine, exchange: Exchange, memory: HostMemory | None) -> Snapshot:
@@ -84,12 +84,12 @@ class Snapshot:
         return Snapshot(rank, shares, own, said, partial(_copied, engine.vps, engine.layout, rank, buffers))
 
 
-def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, str]:
+def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:
     """Digests of the state kinds of which several ranks hold the same elements."""
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
     kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
-    return side_digests(vps, layout, rank, buffers, kinds, set())[0].to_json()
+    return side_digests(vps, layout, rank, buffers, kinds, set())[0]
 
 
 def _plain(shared: dict[str, Any]) -> Any:

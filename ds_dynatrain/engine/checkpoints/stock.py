@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.session import Session
+from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
 
 if TYPE_CHECKING:

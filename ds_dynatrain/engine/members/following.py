@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
 
-from ds_dynatrain.engine import registration
+from ds_dynatrain.engine import agreement, registration
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
@@ -162,7 +162,7 @@ class Following(Parting):
             boards = change.boards_of(engine.job.number)
             with engine.turn():
                 if proposal.moves_nothing:
-                    boards[0].post(f"prepared/{proposal.generation}/{mine}", {"error": None})
+                    agreement.say_prepared(boards[0], proposal)
                 else:
                     engine._switcher.prepare(proposal, boards, room.check, nodes)
 

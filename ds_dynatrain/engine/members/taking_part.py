@@ -17,8 +17,8 @@ from ds_dynatrain.engine.members.together import Together
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.meeting import Outcome
     from ds_dynatrain.engine.preparation import Preparation
+    from ds_dynatrain.engine.transaction.meeting import Outcome
 
 
 class TakingPart(Following):
@@ -61,7 +61,7 @@ class TakingPart(Following):
     def _others_are_prepared(self, change: Change) -> bool:
         """Whether all members are ready for what the engines beside the first one are to do."""
         return all(
-            change.boards_of(engine.job.number)[0].all_posted(f"prepared/{proposal.generation}", proposal.union)
+            agreement.all_prepared(change.boards_of(engine.job.number)[0], proposal)
             for engine, proposal in zip(self.beside, change.proposals[1:], strict=True)
         )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch.distributed as td
 
 from ds_dynatrain.engine.members.change import Change
-from ds_dynatrain.engine.transaction import Transaction
+from ds_dynatrain.engine.transaction.session import Decision
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.meeting import Outcome
+    from ds_dynatrain.engine.transaction.meeting import Outcome
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,11 @@ class Together:
         self._begin = time.perf_counter()
         self._parts: list[_Part] = []
         self._interrupt: BaseException | None = None
-        record = change.board, f"record/{change.proposals[0].generation}"
+        self._board, self._record = change.board, f"record/{change.proposals[0].generation}"
         for engine in engines:
             if engine.is_switching:
                 with engine.turn():
-                    transaction = engine._switcher.transaction(place)
-                transaction.record = record
+                    transaction = engine._switcher.part(place)
                 self._parts.append(_Part(engine, transaction, (engine.layout, engine.members)))
 
     def run(self) -> Outcome:
@@ -59,20 +61,22 @@ class Together:
         if self._interrupt is not None:
             raise self._interrupt
 
-    def _decide(self) -> dict[str, Any]:
+    def _decide(self) -> Decision:
         """The one record: no, as soon as one vote is no; else after all votes."""
         for part in self._parts:
             with part.engine.turn():
-                if not part.transaction.vote():
-                    return part.transaction.decide()
-        return self._parts[0].transaction.decide()
-
-    def _conclude(self, part: _Part, decision: dict[str, Any]) -> None:
-        transaction = part.transaction
+                decision = part.transaction.vote()
+            if not decision.commit:
+                break
+        self._interrupt = decision.interrupt
         try:
-            outcome = transaction.conclude(decision)
-        except BaseException as error:
-            if error is not transaction.interrupt:
-                raise
-            self._interrupt, outcome = error, transaction.outcome
+            found = self._board.decide(self._record, {"commit": decision.commit, "reason": decision.reason})
+        except td.DistError as lost:  # others may have read a commit
+            self._parts[0].transaction.outcome.is_uncertain = True
+            return Decision(False, f"{decision.reason or 'the notice board is gone'} ({lost})")
+        return Decision(found["commit"], found["reason"])
+
+    def _conclude(self, part: _Part, decision: Decision) -> None:
+        transaction = part.transaction
+        outcome = transaction.conclude(decision)
         part.engine._switcher.note(transaction.preparation, outcome, part.was, self._begin)

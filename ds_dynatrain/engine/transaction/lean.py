@@ -16,11 +16,12 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
+from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints import restore
-from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.session import Session, gather_living
+from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
+from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class LeanTransaction(Meeting):
 
     def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
         super().__init__(engine, preparation, place)
-        self.key = f"lean/{self.proposal.generation}"
+        self.key = agreement.key_of(self.proposal)
         self.record = f"record/{self.proposal.generation}"
         self.session = Session(
             self.control,
@@ -83,12 +84,13 @@ class LeanTransaction(Meeting):
         self.interrupt, self.outcome.reason = decision.interrupt, decision.reason
         if decision.commit:
             return self._path()
-        self.control.decide(self.record, {"commit": False, "reason": decision.reason})
+        if self.session.is_first:  # for members that have no part in it
+            self.control.decide(self.record, {"commit": False, "reason": decision.reason})
         return None
 
     def _save_soundly(self) -> None:
         with self.phase("meet"):
-            self.meet(self.session.stop)
+            self.meet(self.session)
         with self.phase("save"):
             path = self._written()
         with self.phase("verify"):
@@ -107,27 +109,23 @@ class LeanTransaction(Meeting):
             self.outcome.peak_memory = _bytes(held)
             path = engine.saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
             if self.control.member == first:
-                self.control.post(f"{self.key}/path/{first}", str(path))
+                self.session.say("path", str(path))
         return self._path()
 
     def _path(self) -> str:
-        first = self.proposal.source_members[0]
-        found = gather_living(self.control, f"{self.key}/path", (first,), "saving a checkpoint", self.session.stop)
-        return str(found[first])
+        return str(self.session.said_by(self.proposal.source_members[0], "path", "saving a checkpoint"))
 
     def _read_back(self, path: str) -> None:
         """By those that hold the state, each a part of it, before any lets go; CheckpointError if it differs."""
         members, mine = self.proposal.source_members, self.control.member
+        damaged: list[str] = []
         if self.old_world is not None:
             saved = Saved.open(Path(path))
             rows = [row for row in saved.manifest if row.file][members.index(mine) :: len(members)]
             with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
                 damaged = [str(row) for row in rows if not reader.is_sound(row)]
-            self.control.post(f"{self.key}/damaged/{mine}", damaged)
-        answers = gather_living(self.control, f"{self.key}/damaged", members, "reading it back", self.session.stop)
-        found = [each for answer in answers.values() for each in answer]
-        if found:
-            raise CheckpointError(f"{path}: {found[0]}: not what was written ({len(found)} such places)")
+        if damaged:
+            raise CheckpointError(f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places)")
 
     # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
 
@@ -151,8 +149,8 @@ class LeanTransaction(Meeting):
                 self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.state_buffers()[0]))
                 self.control.bury(world.retire_transfer())
             if self.control.member == first:
-                self.control.post(f"{self.key}/over/{first}", over)
-        over = gather_living(self.control, f"{self.key}/over", (first,), "restoring the state")[first]
+                self.session.say("over", over)
+        over = self.session.said_by(first, "over", "restoring the state")
         self.outcome.digest, self.outcome.kinds = str(over["digest"]), tuple(over["kinds"])
         return str(over["failed"])
 
@@ -179,9 +177,7 @@ class LeanTransaction(Meeting):
                 self.control.bury(drop(self.preparation.world))
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))
-        self.acknowledge(
-            {"kept": 0, "local": 0, "sent": 0, "certificate_ms": 0.0, "peak_memory": self.outcome.peak_memory}
-        )
+        self.acknowledge(self.session)
 
 
 def _bytes(held: Buffers) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.errors import MemberMissing, SwitchFailed, WorldChanged
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.errors import MemberMissing, WorldChanged
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
 
@@ -27,7 +28,7 @@ class Outcome:
     """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
 
     certificate_ms: digests and census of both sides, without waiting for others.
-    is_rebuilt: whether the optimizer was taken off, be it put back on. members: what each one measured.
+    is_rebuilt: whether the optimizer was taken off, be it put back on.
     """
 
     committed: bool = False
@@ -41,8 +42,26 @@ class Outcome:
     phases_ms: dict[str, float] = field(default_factory=dict)
     certificate_ms: float = 0.0
     peak_memory: int = 0
-    members: dict[int, dict[str, Any]] = field(default_factory=dict)
+    over_all: dict[str, Any] = field(default_factory=dict)
+    """Over all members: bytes kept, local and sent together, the longest certificate, the most memory."""
     warnings: list[str] = field(default_factory=list)
+
+    def measured(self) -> dict[str, Any]:
+        """This member's part of `over_all`."""
+        stats = self.stats
+        return {
+            "kept": stats.bytes_in_place if stats else 0,
+            "local": stats.bytes_local if stats else 0,
+            "sent": stats.bytes_sent if stats else 0,
+            "certificate_ms": self.certificate_ms,
+            "peak_memory": self.peak_memory,
+        }
+
+
+def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What two parts have measured, as one."""
+    sums = {name: one[name] + other[name] for name in ("kept", "local", "sent")}
+    return {**sums, **{name: max(one[name], other[name]) for name in ("certificate_ms", "peak_memory")}}
 
 
 class Meeting:
@@ -60,14 +79,10 @@ class Meeting:
         self.target_rank = preparation.target_rank
         self.old_world: World | None = engine.world
 
-    def meet(self, stop: Callable[[], None]) -> None:
-        """All are prepared, and stand at one boundary; SwitchFailed if one could not be. stop: called while waiting."""
-        generation = self.proposal.generation
-        prepared = self.control.gather(f"prepared/{generation}", self.proposal.union, "preparing the switch", stop=stop)
-        failed = [f"member {member}: {record['error']}" for member, record in prepared.items() if record["error"]]
-        if failed:
-            raise SwitchFailed(f"it could not be prepared on {'; '.join(failed)}")
-        agreement.stand(self.control, self.proposal, self.engine.global_steps, self.place, stop)
+    def meet(self, session: Session) -> None:
+        """All are prepared, and stand at one boundary; SwitchFailed if one could not be."""
+        agreement.wait_until_prepared(self.control, self.proposal, session.stop)
+        agreement.meet(session, self.proposal, int(self.engine.global_steps), self.place)
         self.preparation.join()
 
     def warn_of_last_gradients(self) -> None:
@@ -84,14 +99,11 @@ class Meeting:
                 "so their updates change with the stage"
             )
 
-    def acknowledge(self, measured: dict[str, Any]) -> None:
-        """After the commit: wait for all to have read it, and keep what each has measured."""
-        key = f"acknowledged/{self.proposal.generation}"
+    def acknowledge(self, session: Session) -> None:
+        """After the commit: wait for all to have read it, and learn what all have measured."""
         try:
-            self.control.post(f"{key}/{self.control.member}", measured)
-            self.outcome.members = self.control.gather(
-                key, self.proposal.union, "acknowledging the commit", stop=self.preparation.stop
-            )
+            mine = self.outcome.measured()
+            self.outcome.over_all = session.reduce("acknowledged", mine, over_all, doing="acknowledging the commit")
         except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
             self.outcome.warnings.append(str(missing))
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.host import Replaced
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.adapters.worlds import drop, install
-from ds_dynatrain.engine import streams
+from ds_dynatrain.adapters.worlds import World, drop, install
+from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import (
+    Carried,
+    fingerprints,
     pack,
     put_back,
     rest_carry,
@@ -32,13 +35,17 @@ from ds_dynatrain.engine.carry import (
     unpack,
 )
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import Digests, SideDigests, drifts, side_digests, verdict
+from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
-from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.replicas import Settlement, settle
+from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.errors import CensusError, CertificateError, OutcomeUnknown, SwitchFailed
+from ds_dynatrain.engine.transaction.certify import SIDES, certify
+from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
+from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, joined, shares
+from ds_dynatrain.engine.transaction.swap import Swap
+from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, OutcomeUnknown, WorldChanged
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
@@ -51,131 +58,109 @@ CARRY_TAG = 2
 class Transaction(Meeting):
     """See the module; `run` is called once, by every member of either world, at a boundary.
 
-    record: where the decision is written, a notice board and a key; that of another transaction, where both happen or
-    none. Then all vote, one asks for the decision, and all conclude it.
+    is_part: of something larger, which decides for all its parts. Then all vote, and all conclude what was decided.
     """
 
-    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str, is_part: bool = False) -> None:
         super().__init__(engine, preparation, place)
         self.source: Buffers = {}
         self.target: Buffers = {}
         self.scalars = Scalars()
         self.before: dict[str, Any] = {}
-        self.shared: dict[str, Any] = {}
+        self.carried = Carried({}, {}, {}, "", ())
         self.rest: dict[str, Any] = {}
-        self.rest_record: Any = None
-        self.kinds: tuple[str, ...] = ()
         self.own_streams = streams.capture()
         self.new_streams: streams.Streams | None = None
         self.source_digests: SideDigests | None = None
+        self.target_digests: SideDigests | None = None
         self.kept_share: dict[str, Digests] = {}
         self.old_config = engine.present_config
-        self.before_reshape: Replaced | None = None
         self.settlement = Settlement()
         self.own_buffers: set[str] = set()
-        self.is_detached = self.is_installed = self.is_attached = self.has_reported = False
-        self.record = self.control, f"record/{self.proposal.generation}"
-        self.decision: dict[str, Any] | None = None
+        self.swap = Swap(engine)
+        self.swap.on_undo(streams.restore, self.own_streams)
+        generation, layout = self.proposal.generation, self.proposal.layout
+        record = f"part/{generation}" if is_part else f"record/{generation}"
+        key, members, what = agreement.key_of(self.proposal), self.proposal.union, f"switch to {layout}"
+        self.session = Session(self.control, key, members, what, record=record, stop=preparation.stop)
+        self.digest = ""
         self.interrupt: BaseException | None = None
 
     # ---- the protocol --------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Take part in the switch; returns on every member with the same `committed`."""
-        self.vote()
-        return self.conclude(self.decide())
+        return self.conclude(self.vote())
 
-    def vote(self) -> bool:
-        """All that can fail, on the way to the record, which says no then; whether all went well here."""
+    def vote(self) -> Decision:
+        """All that can fail, and what all members come to; whoever fails says no for all."""
         try:
-            with self.phase("meet"):
-                self.meet(self._stop_if_decided)
-            with self.phase("drain"):
-                self._drain()
-                self._receive_carry()
-            with self.phase("digest"):
-                self._digest_source()
-                self._settle_replicas()
-            with self.phase("rebuild"):
-                self._rebuild()
-            with self.phase("move"):
-                self._move()
-            with self.phase("carry"):
-                self._carry()
-            with self.phase("verify"):
-                self.outcome.digest = self._verify()
-        except BaseException as error:
-            self.interrupt = None if isinstance(error, Exception) else error
-            self.decision = self._decide(False, f"{type(error).__name__}: {error}")
-        return self.decision is None
+            decision = self.session.vote(self._carry_out, joined_sides, self._judge)
+        except OutcomeUnknown as lost:  # others may have read a commit
+            self.outcome.is_uncertain = True
+            interrupt: BaseException | None = lost.__cause__ or lost
+            if self.control.watch is not None:  # where members come and go, whoever can tell finds out
+                self.control.lost, interrupt = None, lost.__cause__
+            return Decision(False, str(lost), interrupt=interrupt)
+        if decision.said and "doubts" in decision.said:
+            decision = replace(decision, reason=self._explained(decision.said["doubts"]))
+        elif decision.said:
+            self.digest = str(decision.said["digest"])
+        return decision
 
-    def decide(self) -> dict[str, Any]:
-        """After a vote: the record, whoever wrote it."""
-        return self._decide(True) if self.decision is None else self.decision
-
-    def conclude(self, decision: dict[str, Any]) -> Outcome:
-        """Do what the record says; with or without a vote, where another transaction has decided before that."""
-        self.outcome.committed, self.outcome.reason = decision["commit"], decision["reason"]
-        with self.phase("commit" if decision["commit"] else "roll back"):
-            self._commit() if decision["commit"] else self._roll_back()
+    def conclude(self, decision: Decision) -> Outcome:
+        """Do what was decided; with or without a vote, where another part has decided before that."""
+        self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
+        self.outcome.digest = self.digest if decision.commit else ""
+        self.interrupt = decision.interrupt
+        with self.phase("commit" if decision.commit else "roll back"):
+            self._commit() if decision.commit else self._roll_back()
         if self.interrupt is not None:
             raise self.interrupt
         return self.outcome
 
-    def _decide(self, wish: bool, reason: str = "") -> dict[str, Any]:
-        """The record that counts, whoever wrote it."""
-        try:
-            if not wish:
-                self._report({"failed": f"member {self.control.member}: {reason}"})
-            board, key = self.record
-            record: dict[str, Any] = board.decide(key, {"commit": wish, "reason": reason})
-        except td.DistError as error:  # others may have read a commit
-            reason = f"{reason or 'the notice board is gone'} ({error})"
-            self.outcome.is_uncertain = True
-            if board.watch is None:  # where members come and go, whoever can tell finds out
-                board.lost = OutcomeUnknown(f"switch to {self.proposal.layout}", board.timeout_seconds, reason)
-                self.interrupt = self.interrupt or board.lost
-            return {"commit": False, "reason": reason}
-        return record
-
-    def _stop_if_decided(self) -> None:
-        """While waiting for others: leave as soon as one of them has given up, or is dead."""
-        self.preparation.stop()
-        board, key = self.record
-        record = board.read(key)
-        if record is not None and not record["commit"]:
-            raise SwitchFailed(record["reason"])
-
-    def _report(self, record: dict[str, Any]) -> None:
-        if not self.has_reported:
-            self.has_reported = True
-            self.control.post(f"report/{self.proposal.generation}/{self.control.member}", record)
+    def _carry_out(self) -> dict[str, Any]:
+        """This member's report."""
+        with self.phase("drain"):
+            self._drain()
+        with self.phase("meet"):
+            self.meet(self.session)
+            self._receive_carry()
+        with self.phase("digest"):
+            self._digest_source()
+            self._settle_replicas()
+        with self.phase("rebuild"):
+            self._rebuild()
+        with self.phase("move"):
+            self._move()
+        with self.phase("carry"):
+            self._carry()
+        with self.phase("verify"):
+            return self._verify()
 
     # ---- before the commit ---------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """No collective is under way and no window is open; what there is to give away is named and posted."""
-        engine, generation = self.engine, self.proposal.generation
-        if self.source_rank is not None:
-            refuse_at_boundary(engine)
-            refuse_changes(engine)
-            engine.settle_parameters()
-            self.source, self.scalars = engine.state_buffers()
-            check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
-            self.warn_of_last_gradients()
-            self.before = shared_carry(engine, self.scalars)
-            self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
-            self._offer_buffers(self.source_rank)
-        if self.source_rank == 0:
+        engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
+        if rank is None:
+            return
+        refuse_at_boundary(engine)
+        refuse_changes(engine)
+        engine.settle_parameters()
+        self.source, self.scalars = engine.state_buffers()
+        check_census(engine, engine.vps, rank, self.source, "before the moves")
+        self.warn_of_last_gradients()
+        self.before = shared_carry(engine, self.scalars)
+        streams_of_rank = {"states": self.own_streams, "print": fingerprint(self.own_streams)}
+        self.control.post(f"stream/{generation}/{rank}", streams_of_rank)
+        self._offer_buffers(rank)
+        if rank == 0:
             self.rest = rest_carry(engine)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
-            tensors: list[torch.Tensor] = []
-            record = {"shared": encode(self.before, tensors), "rest": encode(self.rest, []), "kinds": kinds}
-            if tensors:  # they would have to travel apart from the record
-                raise SwitchFailed(
-                    "a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers"
-                )
-            self.control.post(f"carry/{generation}/{self.proposal.source_members[0]}", record)
+            self.control.post(
+                f"carry/{generation}", Carried.record(self.before, self.rest, kinds, bool(self.newcomers))
+            )
 
     @property
     def _layers_move(self) -> bool:
@@ -194,17 +179,32 @@ class Transaction(Meeting):
         """What other stages had changed in the buffers of layers that are new here."""
         if not self._layers_move:
             return
-        stages = tuple(range(self.proposal.source_layout.pipe))
-        records = self._await(f"buffers/{self.proposal.generation}", stages, "the buffers of a stage")
-        for record in records.values():
+        for stage in range(self.proposal.source_layout.pipe):
+            record = self.control.value(f"buffers/{self.proposal.generation}/{stage}")
             take_buffers(self.engine, unpack(decode(record, [])), self.own_buffers)
 
     def _receive_carry(self) -> None:
-        first = self.proposal.source_members[0]
-        record = self._await(f"carry/{self.proposal.generation}", (first,), "the carry of rank 0")[first]
-        self.shared, self.rest_record = decode(record["shared"], []), record["rest"]
-        self.kinds = self.outcome.kinds = tuple(record["kinds"])
+        """Rank 0's, which all others must have, too; it was posted before rank 0 came to the meeting."""
+        self.carried = Carried.from_record(self.control.value(f"carry/{self.proposal.generation}"))
+        self.outcome.kinds = self.kinds
+        if self.source_rank is not None:
+            self._compare_carry(self.before, "before")
         self._settle_target()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The state kinds that there are now."""
+        return self.carried.kinds
+
+    def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
+        """CertificateError unless this member has what rank 0 had before the moves."""
+        prints = fingerprints(mine)
+        parts = sorted(part for part, wanted in self.carried.prints.items() if prints.get(part) != wanted)
+        if parts:
+            raise CertificateError(
+                f"carry of member {self.control.member} {when} the moves differs from rank 0's before them in: "
+                f"{', '.join(parts)}"
+            )
 
     def _digest_source(self) -> None:
         if self.source_rank is not None:
@@ -222,21 +222,29 @@ class Transaction(Meeting):
         layout, members = self.proposal.source_layout, self.proposal.source_members
         if layout.pipe * layout.tensor == 1 or self.source_rank is None or self.source_digests is None:
             return
-        generation, vps, mine = self.proposal.generation, self.engine.vps, self.control.member
-        self.control.post(f"digests/{generation}/{mine}", self.source_digests.to_json())
-        drifting = drifts(vps, layout, members, self._await(f"digests/{generation}", members, "the source's digests"))
+        vps, seconds, rank, session = (
+            self.engine.vps,
+            self.control.timeout_seconds,
+            self.source_rank,
+            self._among(members),
+        )
+        drifting = differing(session, "drifting", vps, layout, rank, self.source_digests, "source")
         if not drifting:
             return
-        seconds = self.control.timeout_seconds
-        self.settlement = settle(vps, self.source_rank, self.source, drifting, self.preparation.transport(), seconds)
-        self.control.post(f"settled/{generation}/{mine}", self.settlement.distances)
-        distances = self._await(f"settled/{generation}", members, "the values of replicas").values()
+        self.swap.on_undo(self.settlement.undo)
+        transport = self.preparation.transport()
+        self.settlement.take_owners(vps, rank, self.source, drifting, transport, seconds)
+        found = session.reduce("distances", self.settlement.distances, furthest)
         types = self.engine.element_types
-        said = judge_replicas(
-            distances, self.engine.settings.replica_tolerance, {kind: types.of(kind) for kind in drifting}
-        )
-        self.outcome.warnings.append(said)
+        tolerance = self.engine.settings.replica_tolerance
+        self.outcome.warnings.append(judge_replicas(found, tolerance, {kind: types.of(kind) for kind in drifting}))
         self._digest_source()
+
+    def _among(self, members: tuple[int, ...]) -> Session:
+        """What some of the members do together in between."""
+        key = f"{self.session.key}/source"
+        record, stop = self.session.record, self.preparation.stop
+        return Session(self.control, key, members, self.session.what, record=record, stop=stop)
 
     def _settle_target(self) -> None:
         """The prepared buffers, anew where the live ones are no longer those that were to be kept."""
@@ -258,20 +266,22 @@ class Transaction(Meeting):
 
     def _rebuild(self) -> None:
         """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
-        if self.source_rank is not None:
-            self.is_detached = self.outcome.is_rebuilt = True
-            self.engine.detach()
-        if self.target_rank is not None and self.preparation.world is not None:
-            self.is_installed = self.outcome.is_rebuilt = True
-            install(self.preparation.world)
-            scalars = self.scalars if self.source_rank is not None else scalars_of(self.shared)
-            config = self.engine.config_for(self.proposal.layout)
+        world, old_world = self.preparation.world, self.old_world
+        if self.source_rank is not None and old_world is not None:
+            self.swap.off(lambda: self._back(old_world))
+            self.swap.on_undo(self.settlement.undo)  # before the old optimizer reads them
+        if self.target_rank is not None and world is not None:
+            self.swap.into(world)
+            scalars = self.scalars if self.source_rank is not None else scalars_of(self.carried.shared)
             made, self.preparation.made = self.preparation.made, None
-            self.before_reshape = self.engine.take_shape(
-                self.preparation.vps, self.proposal.layout, self.target_rank, made
-            )
-            self.is_attached = True
-            self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
+            vps, layout = self.preparation.vps, self.proposal.layout
+            self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
+
+    def _back(self, world: World) -> None:
+        """The old optimizer over the old memory, in the old world."""
+        install(world)
+        self.engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
+        put_back(self.engine, self.before)
 
     def _move(self) -> None:
         plan, transport = self._plans()[1], self.preparation.transport()
@@ -294,19 +304,23 @@ class Transaction(Meeting):
             for handle in [transport.send(part, member, CARRY_TAG) for member in self.newcomers for part in flat]:
                 handle.wait(deadline)
         elif self.control.member in self.newcomers:
-            tensors = blank_tensors(self.rest_record)
+            tensors = blank_tensors(self.carried.rest)
             flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
             for handle in [transport.receive(part, self.proposal.source_members[0], CARRY_TAG) for part in flat]:
                 handle.wait(deadline)
-            self.rest = decode(self.rest_record, tensors)
+            self.rest = decode(self.carried.rest, tensors)
+            if fingerprint(self.rest) != self.carried.rest_print:
+                raise CertificateError(
+                    f"module buffers or carried objects of member {self.control.member} are not those of rank 0"
+                )
 
     def _carry(self) -> None:
         if self.target_rank is None:
             return
         if self.source_rank is None:
-            take_over(self.engine, self.shared, self.rest)
+            take_over(self.engine, self.carried.shared, self.rest)
         else:
-            settle_counters(self.engine, self.shared)
+            settle_counters(self.engine, self.carried.shared)
         self._take_buffers()
         self.new_streams = self._streams_of(self.target_rank)
         streams.restore(self.new_streams)
@@ -318,33 +332,36 @@ class Transaction(Meeting):
         origin = streams.origin(source, target, rank)
         if origin is None:
             return streams.seeded(seed, place, generation)
-        found: streams.Streams = self._await(f"stream/{generation}", (origin,), "the random streams of a rank")[origin]
-        return streams.forked(found, seed, place, generation) if streams.is_forked(source, target, rank) else found
+        record = self.control.value(f"stream/{generation}/{origin}")
+        found: streams.Streams = record["states"]
+        is_forked = streams.is_forked(source, target, rank)
+        made = streams.forked(found, seed, place, generation) if is_forked else found
+        alike = streams.shared(made) == streams.shared(found) if is_forked else made == found
+        if not alike or fingerprint(found) != record["print"]:
+            raise CertificateError(
+                f"random streams of data index {place['data']}: those of member {self.control.member} are not those "
+                f"that member {self.proposal.source_members[origin]} had"
+            )
+        return made
 
-    def _verify(self) -> str:
-        """Report, read all reports, and judge them; the digest of the whole state if all is well."""
-        record: dict[str, Any] = {}
-        if self.source_rank is not None and self.source_digests is not None:
-            record["source"] = self.source_digests.to_json()
-            record["carry_before"] = _fingerprints(self.before)
-            record["stream_before"] = fingerprint(self.own_streams)
-            record["shared_stream_before"] = fingerprint(streams.shared(self.own_streams))
-        if self.newcomers and (self.source_rank == 0 or self.control.member in self.newcomers):
-            record["rest"] = fingerprint(self.rest)
+    def _verify(self) -> dict[str, Any]:
+        """What this member says of both sides."""
         begin = time.perf_counter()
-        if self.target_rank is not None:
-            record.update(self._report_target(self.target_rank))
+        source, target = self.source_rank, self.target_rank
+        if target is not None:
+            self._check_target(target)
         self.outcome.certificate_ms = self.outcome.phases_ms["digest"] + 1e3 * (time.perf_counter() - begin)
-        self._report(record)
-        reports = self._await(f"report/{self.proposal.generation}", self.proposal.union, "the certificate")
-        failed = [report["failed"] for report in reports.values() if "failed" in report]
-        if failed:
-            raise SwitchFailed(failed[0])
-        vps = self.preparation.vps
-        layouts = self.proposal.source_layout, self.proposal.layout
-        return verdict(vps, *layouts, reports, self.proposal.source_members, self.proposal.members)
+        self._measure()
+        vps, layout, members = self.preparation.vps, self.proposal.layout, self.proposal.members
+        report: dict[str, Any] = {"source": None, "target": None}
+        if source is not None and self.source_digests is not None:
+            before = self.proposal.source_layout, self.proposal.source_members
+            report["source"] = shares(vps, *before, source, self.source_digests).to_json()
+        if target is not None and self.target_digests is not None:
+            report["target"] = shares(vps, layout, members, target, self.target_digests).to_json()
+        return report
 
-    def _report_target(self, rank: int) -> dict[str, Any]:
+    def _check_target(self, rank: int) -> None:
         layout = self.proposal.layout
         vps = self.preparation.vps.with_layout(layout, self.proposal.members)
         held, scalars = self.engine.state_buffers()
@@ -353,27 +370,48 @@ class Transaction(Meeting):
         gone = [key for key in self.target if key[0] in kinds and key not in held]
         if gone:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
-        digests, _ = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, self.kept_share)
+        kept = self.preparation.kept
+        self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
-        return {
-            "target": digests.to_json(),
-            "carry_after": _fingerprints(shared_carry(self.engine, scalars)),
-            "stream_after": fingerprint(self.new_streams),
-            "shared_stream_after": fingerprint(streams.shared(self.new_streams)),
-        }
+        self._compare_carry(shared_carry(self.engine, scalars), "after")
+
+    def _judge(self, report: dict[str, Any]) -> Decision:
+        """On the first member: the certificate, from what all say."""
+        vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
+        before, after = (Shares.from_json(report[side]) for side in SIDES)
+        try:
+            said = certify(vps, *layouts, before, after)
+        except CertificateError as error:
+            return Decision(False, f"CertificateError: {error}")
+        return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
+
+    def _explained(self, wrong: dict[str, Doubts]) -> str:
+        """Whose copies differ: the same words on all members."""
+        side = next(each for each in SIDES if wrong[each])
+        proposal, session = self.proposal, self.session
+        layout, members, own = {
+            "source": (proposal.source_layout, proposal.source_members, self.source_digests),
+            "target": (proposal.layout, proposal.members, self.target_digests),
+        }[side]
+        among = Session(self.control, session.key, session.members, session.what, stop=self.preparation.stop)
+        what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
+        try:
+            return f"CertificateError: {explained(*what)}"
+        except (MemberMissing, WorldChanged, td.DistError) as error:  # it is rolled back in any case
+            return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
 
     # ---- at and after the commit ---------------------------------------------------------------------------------
 
     def _commit(self) -> None:
         """All have the record; let go of the old world once all have said so."""
         engine, proposal = self.engine, self.proposal
+        self.swap.keep()
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         if engine.turns.is_shared and self.target_rank is not None:
             engine.speak()  # since the vote it was another engine's turn
         self.preparation.committed()
-        self._measure()
-        self.acknowledge(self._measurements())
+        self.acknowledge(self.session)
         if self.target_rank is not None:
             engine.forget_steps()
         self.preparation.end_neighbors()
@@ -393,7 +431,6 @@ class Transaction(Meeting):
         and training can go on meanwhile.
         """
         old, self.source, self.target, self.preparation.buffers = self.source, {}, {}, {}
-        self.before_reshape = None
         thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
         del old  # the thread holds the last reference
         thread.start()
@@ -401,20 +438,8 @@ class Transaction(Meeting):
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
-        engine, world = self.engine, self.old_world
-        if self.is_attached:
-            engine.detach()
-        if self.before_reshape is not None:
-            engine.undo_reshape(self.before_reshape)
-        self.settlement.undo()
-        if self.is_detached and world is not None:
-            install(world)
-            engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
-            put_back(engine, self.before)
-        elif self.is_installed:
-            engine.leave_world()
-            engine.launch.install()
-        streams.restore(self.own_streams)
+        self.outcome.is_rebuilt = self.swap.has_begun
+        self.swap.undo()
         self._measure()
         self.source = {}
         self.target = {}
@@ -430,28 +455,17 @@ class Transaction(Meeting):
         """Members that start to work with this switch."""
         return [member for member in self.proposal.members if member not in self.proposal.source_members]
 
-    def _await(self, key: str, members: tuple[int, ...], what: str) -> dict[int, Any]:
-        return self.control.gather(key, members, what, stop=self._stop_if_decided)
-
     def _measure(self) -> None:
         """State held at once on this member: source, what the target adds to it, and staging."""
         held = {_memory(buffer) for buffer in (*self.source.values(), *self.target.values())}
         staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
         self.outcome.peak_memory = _union_bytes(held) + staging
 
-    def _measurements(self) -> dict[str, Any]:
-        stats = self.outcome.stats
-        return {
-            "kept": stats.bytes_in_place if stats else 0,
-            "local": stats.bytes_local if stats else 0,
-            "sent": stats.bytes_sent if stats else 0,
-            "certificate_ms": self.outcome.certificate_ms,
-            "peak_memory": self.outcome.peak_memory,
-        }
 
-
-def _fingerprints(shared: dict[str, Any]) -> dict[str, str]:
-    return {part: fingerprint(value) for part, value in shared.items()}
+def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the reports as one."""
+    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
+    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}
 
 
 def _memory(buffer: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,343 @@
+"""What members do together, step by step: each makes the same calls in the same order, and each learns alike how every
+step has ended. The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distributed/checkpoint/utils.py`).
+
+| verb | every member | ends on all members with |
+|---|---|---|
+| `agree` | says what it asks for, or why it cannot | one answer, or one refusal |
+| `first` | waits; the first one computes | the value, or the first one's error |
+| `all` | says something | what all have said |
+| `reduce` | says something that can be joined | what came of it |
+| `vote` | does its part, and reports | one decision: commit if it went well on all, else nobody's |
+
+What members say goes up a tree (`tree`): whoever leads others joins what they say with its own, and the first member
+answers all at once. Nothing here is a collective, and every wait has an end. Whoever fails inside `vote` writes the
+record, which says no; whoever waits looks at the record meanwhile and leaves with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from typing import Any, TypeVar
+
+from ds_dynatrain.engine.control import LONGEST_POLL_SECONDS, Control
+from ds_dynatrain.engine.liveness import BEAT_SECONDS, SILENT_BEATS
+from ds_dynatrain.engine.packing import pack, unpack
+from ds_dynatrain.engine.transaction.tree import Tree
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, MemberMissing, OutcomeUnknown
+
+T = TypeVar("T")
+Join = Callable[[Any, Any], Any]
+"""Two parts of what members say, in their order, as one. Associative: members are joined in groups."""
+Refused = Callable[[str, str], DynatrainError]
+"""The error of a refusal, from the reason and the way out."""
+Differ = Callable[[int, int, Mapping[int, Any]], str]
+"""Words for two members that ask for different things, from their numbers and what they asked."""
+
+ASK_ALL = "call it on every working member, at the same step and with the same arguments"
+ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
+LONGEST_SECONDS = 1800.0
+"""For work whose time nobody knows, on a disk: as long as DeepSpeed waits for a collective."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one member asks for, in plain JSON, or why it cannot: reason and way out."""
+
+    asked: Mapping[str, Any]
+    refusal: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a vote ended: the same on all members.
+
+    is_damaged: what failed is a checkpoint that is not what was saved. said: what the first member says of it, in plain
+    JSON. interrupt: what has stopped this member, if it was no error (Ctrl-C, SystemExit): to be raised once the
+    decision is carried out.
+    """
+
+    commit: bool
+    reason: str = ""
+    is_damaged: bool = False
+    said: Any = None
+    interrupt: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def checkpoint_error(self) -> type[CheckpointError]:
+        """What to raise for a checkpoint."""
+        return CheckpointDamaged if self.is_damaged else CheckpointError
+
+    def raise_interrupt(self) -> None:
+        """Let Ctrl-C and the like go their way."""
+        if self.interrupt is not None:
+            raise self.interrupt
+
+
+class Session:
+    """One thing that `members` do together.
+
+    board: the common records. key: of nothing else there. what: the call, for errors. record: the key of the decision,
+    where that is not the session's own. is_patient: the work takes a time that nobody knows, so wait for members as
+    long as they are alive. stop: called while waiting; it may raise. longest: seconds between two looks at most.
+    """
+
+    def __init__(
+        self,
+        board: Control,
+        key: str,
+        members: tuple[int, ...],
+        what: str,
+        *,
+        record: str | None = None,
+        is_patient: bool = False,
+        stop: Callable[[], None] | None = None,
+        longest: float = LONGEST_POLL_SECONDS,
+    ) -> None:
+        self.board, self.key, self.members, self.what = board, key, members, what
+        self.record = f"{key}/record" if record is None else record
+        self._is_patient, self._stop, self._longest = is_patient, stop, longest
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this member answers the others."""
+        return self.board.member == self.members[0]
+
+    # ---- verbs -------------------------------------------------------------------------------------------------------
+
+    def agree(self, mine: Request, answer: Any, refused: Refused, differ: Differ) -> Any:
+        """`answer` of the first member, if all ask for the same and none refuses.
+
+        Raises `refused`, on all members alike, if one refuses, asks for something else, or does not ask within the
+        time-out; one that comes late reads what the others decided.
+        """
+        refusal = None if mine.refusal is None else [self.board.member, *mine.refusal]
+        asked = [[self.board.member, dict(mine.asked)]]
+
+        def judge(found: Any) -> Any:
+            if found["refusal"] is not None:
+                member, reason, way_out = found["refusal"]
+                return {"refusal": [f"member {member}: {reason}", way_out]}
+            if len(found["asked"]) > 1:
+                (one, first), (other, second) = found["asked"]
+                return {"refusal": [differ(one, other, {one: first, other: second}), ASK_ALIKE]}
+            return {"answer": answer}
+
+        try:
+            what = f"{self.what}: every working member has to ask for it"
+            said = self.reduce("ask", {"refusal": refusal, "asked": asked}, _asked, judge, what)
+        except MemberMissing as missing:
+            raise refused(str(missing), ASK_ALL) from None
+        if "refusal" in said:
+            raise refused(*said["refusal"])
+        return said["answer"]
+
+    def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
+        """What the first member computes, in plain JSON; CheckpointError with its words, on all members, if it fails.
+
+        step: of nothing else in the session. doing: what is waited for. An interrupt of the first one goes on there.
+        """
+        board, first = self.board, self.members[0]
+        if board.member == first:
+            try:
+                said: dict[str, Any] = {"value": compute()}
+            except Exception as error:  # the others wait for an answer, whatever it is
+                said = {"failed": _words(error, first)}
+            except BaseException as error:
+                board.post(f"{self.key}/{step}", {"failed": _words(error, first)})
+                raise
+            board.post(f"{self.key}/{step}", said)
+        said = self._wait({first: f"{self.key}/{step}"}, doing, self.stop)[first]
+        if "failed" in said:
+            raise CheckpointError(said["failed"])
+        value: T = said["value"]
+        return value
+
+    def say(self, step: str, mine: Any) -> None:
+        """Something for others to read with `said_by`."""
+        self.board.post(f"{self.key}/{step}/{self.board.member}", mine)
+
+    def said_by(self, member: int, step: str, doing: str) -> Any:
+        """What one member says."""
+        return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
+
+    def all(self, step: str, mine: Any) -> dict[int, Any]:
+        """What every member says, in plain JSON, by member: for what is short, as all of them read all of it."""
+        said = self.reduce(step, {str(self.board.member): mine}, _merged)
+        return {int(member): each for member, each in said.items()}
+
+    def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
+        """On the first member what all say, joined, or by member without `join`; None on the others, which go on."""
+        if join is not None:
+            said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
+            return said if self.is_first else None
+        said = self.gather(step, {str(self.board.member): mine}, _merged)
+        return None if said is None else {int(member): each for member, each in said.items()}
+
+    def reduce(
+        self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
+    ) -> Any:
+        """What comes of what all members say: joined, and judged by the first one, in records (see `pack`).
+
+        judge: makes the answer of what was joined; short, as all members read it. MemberMissing, on all members alike,
+        for who does not say it within the time-out.
+        """
+        place, doing = f"{self.key}/{step}", doing or self.what
+        key = f"{place}/answer"
+        try:
+            joined = self._up(place, mine, join, doing, lambda: self._stop_if_answered(key, doing))
+            if self.is_first:
+                self.board.decide(key, {"said": joined if judge is None else judge(joined)})
+            found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
+        except MemberMissing as missing:
+            found = self.board.decide(key, self._account(place, missing))
+        if "missing" in found:
+            raise MemberMissing(doing, found["missing"], found["seconds"])
+        return found["said"]
+
+    def vote(
+        self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], Decision] | None = None
+    ) -> Decision:
+        """Do `work` and come to one decision: to commit if nobody has failed, by the first member once it heard of all.
+
+        work: returns what this member reports; join: as for `reduce`; judge: makes the decision of all reports.
+        OutcomeUnknown if the decision cannot be read: others may have committed, so this member must not train on.
+        """
+        mine, place = Decision(True), f"{self.key}/vote"
+        try:
+            heard = self._heard(place, work(), join or _nothing)
+            if not self.is_first:
+                return _read(heard)
+            if judge is not None:
+                mine = judge(heard)
+        except BaseException as error:
+            mine = self._against(error)
+        try:
+            return self.decide(mine)
+        except (RuntimeError, OSError) as error:  # torch's DistError among them
+            self.board.lost = OutcomeUnknown(self.what, self.board.timeout_seconds, f"{mine.reason} {error}".strip())
+            raise self.board.lost from mine.interrupt
+
+    def give_up(self, error: BaseException) -> Decision:
+        """Decide against it, for a reason of this member's, where others are waiting for this one."""
+        return self.decide(self._against(error))
+
+    def decide(self, mine: Decision) -> Decision:
+        """The decision that counts: the first one that any member has written; torch's DistError if it is not read."""
+        wish = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
+        return replace(_read(self.board.decide(self.record, wish)), interrupt=mine.interrupt)
+
+    def _against(self, error: BaseException) -> Decision:
+        interrupt = None if isinstance(error, Exception) else error
+        is_damaged = isinstance(error, CheckpointDamaged)
+        return Decision(False, _words(error, self.board.member), is_damaged, interrupt=interrupt)
+
+    # ---- waiting -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """While waiting: leave as soon as somebody has given up."""
+        if self._stop is not None:
+            self._stop()
+        found = self.board.read(self.record)
+        if found is not None and not found["commit"]:
+            raise Decision(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
+
+    def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
+        """Join what this member leads with what it says, and tell it to who leads this one; on the first it is all."""
+        board, member = self.board, self.board.member
+        levels = Tree(self.members).heard_by(member)
+        board.post(f"{place}/0/{member}", None if levels else mine)  # of a leader, that it is there
+        mine = unpack(pack(mine)) if levels else mine  # as others would read it
+        for level, others in enumerate(levels):
+            heard = self._wait({other: f"{place}/{level}/{other}" for other in others}, doing, stop) if others else {}
+            mine = reduce(join, [mine, *heard.values()])
+        if levels and not self.is_first:
+            board.post(f"{place}/{len(levels)}/{member}", mine)
+        return mine
+
+    def _wait(self, keys: Mapping[int, str], doing: str, stop: Callable[[], None] | None) -> dict[int, Any]:
+        wait = partial(self.board.wait, keys, doing, stop=stop, longest=self._longest)
+        wait = partial(wait, crowd=len(self.members), is_soon=len(keys) > 1)
+        return wait_for_living(self.board, keys, doing, wait) if self._is_patient else wait()
+
+    def _heard(self, place: str, mine: Any, join: Join) -> Any:
+        """On the first member what all report; on the others the record, once there is one."""
+        first = self.members[0]
+        try:
+            heard = self._up(place, mine, join, self.what, self.stop)
+            return heard if self.is_first else self._wait({first: self.record}, self.what, self._stop)[first]
+        except MemberMissing as missing:
+            account = self._account(place, missing)
+            raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
+
+    def _stop_if_answered(self, key: str, doing: str) -> None:
+        """A leader need not wait where somebody has given the answer already: that others are missing."""
+        self.stop()
+        if self.board.read(key) is not None:
+            raise MemberMissing(doing, (), 0.0)
+
+    def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
+        """Who is missing at a step: whoever has not come to it, or else, if all have, who was waited for."""
+        absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
+        return {"missing": absent or list(missing.members), "seconds": missing.seconds}
+
+
+def wait_for_living(
+    control: Control, members: Iterable[int], what: str, wait: Callable[[float], dict[int, Any]]
+) -> dict[int, Any]:
+    """`wait(deadline)` for work whose time nobody knows: as long as the missing members' hearts beat.
+
+    MemberMissing for one whose heartbeat stood still for the time-out, or who beats and does not answer for half an
+    hour.
+    """
+    wanted, begin = tuple(members), time.monotonic()
+    if control.watch is not None:  # there are no heartbeats: the board itself knows
+        return wait(begin + LONGEST_SECONDS)
+    patience = max(control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
+    while True:
+        beats = {member: control.read(f"alive/{member}") for member in wanted}
+        try:
+            return wait(time.monotonic() + patience)
+        except MemberMissing as missing:
+            now = time.monotonic() - begin
+            silent = [member for member in missing.members if control.read(f"alive/{member}") == beats[member]]
+            if silent or now > LONGEST_SECONDS:
+                raise MemberMissing(what, silent or missing.members, now) from None
+
+
+def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
+    """Words for a refusal of requests that speak for themselves."""
+    return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
+
+
+def _read(record: Mapping[str, Any]) -> Decision:
+    named = {name: record[name] for name in ("reason", "is_damaged", "said") if name in record}
+    return Decision(record["commit"], **named)
+
+
+def _asked(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Requests as one: the first refusal, and one request, or the first two that differ."""
+    first = one["asked"][0]
+    differing = [each for each in (*one["asked"][1:], *other["asked"]) if each[1] != first[1]]
+    return {"refusal": one["refusal"] or other["refusal"], "asked": [first, *differing[:1]]}
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {**one, **other}
+
+
+def _nothing(_one: Any, _other: Any) -> None:
+    """Where members only say that they are through."""
+
+
+def _words(error: BaseException, member: int) -> str:
+    """An error for all members: one of a checkpoint speaks for itself, of others it says whose and what they are."""
+    if isinstance(error, CheckpointError | MemberMissing):
+        return str(error)
+    return (
+        f"member {member}: {error}"
+        if isinstance(error, OSError)
+        else f"member {member}: {type(error).__name__}: {error}"
+    )

@@ -1,0 +1,290 @@
+"""Measure what members of a switch tell each other: operations of the store, bytes, and how long all wait.
+
+python tools/bench_control.py
+python tools/bench_control.py --members 16 64 --write docs/figures.md
+
+Two measurements, with records of real size: those of a model of 70 billion parameters (the 723 tensors of Llama-2-70B)
+in ZeRO stage 3, which goes to stage 1. In the first, threads stand in for members: each has a connection of its own to
+one TCPStore, and goes through all that a switch says, with nothing to compute and nothing to move in between. In the
+second, 16,384 members are simulated in one process, one after the other, from the leaves of the tree to its root: what
+all of them compute for the agreement and the report, and what goes through the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import keep, machine, table
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from ds_dynatrain.engine import agreement, streams
+from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.certificate import SideDigests
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.packing import pack
+from ds_dynatrain.engine.transaction.certify import SIDES, certify
+from ds_dynatrain.engine.transaction.meeting import over_all
+from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.shares import Shares, shares
+from ds_dynatrain.engine.transaction.switch import joined_sides
+from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+
+LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000
+PER_NODE = 8
+OPERATIONS_BAR, REPORTS_BAR, WAIT_BAR_MS, SIMULATED_BAR_SECONDS = 40, 8, 50, 5.0
+SIMULATED = 16384
+TURNS = 5
+STEP_SECONDS = 0.1
+"""Of training, between two looks for the meeting."""
+
+
+def tensors() -> tuple[LogicalTensor, ...]:
+    """Those of Llama-2-70B."""
+    layer = {
+        "q": (WIDTH, WIDTH),
+        "k": (KEYS, WIDTH),
+        "v": (KEYS, WIDTH),
+        "o": (WIDTH, WIDTH),
+        "gate": (FEED, WIDTH),
+        "up": (FEED, WIDTH),
+        "down": (WIDTH, FEED),
+        "norm1": (WIDTH,),
+        "norm2": (WIDTH,),
+    }
+    named = [(f"layers.{number}.{name}", shape) for number in range(LAYERS) for name, shape in layer.items()]
+    named += [("embed", (WORDS, WIDTH)), ("norm", (WIDTH,)), ("head", (WORDS, WIDTH))]
+    return tuple(LogicalTensor(name, shape) for name, shape in named)
+
+
+class Switch:
+    """What all members of one switch have in common."""
+
+    def __init__(self, members: int) -> None:
+        self.source, self.target = (Layout(data=members, zero_stage=stage) for stage in (3, 1))
+        self.members = tuple(range(members))
+        kinds = standard_kinds(2)
+        self.vps = VirtualParameterSpace(tensors(), ZeroRules(), kinds, self.source, self.members, plan_switch)
+        self.kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
+        drawn = np.random.default_rng(0).integers(0, 1 << 62, size=(len(self.kinds), len(self.vps.tensors)))
+        self.whole = dict(zip(self.kinds, drawn.astype(np.uint64), strict=True))
+
+    def digests(self, layout: Layout, rank: int) -> SideDigests:
+        """As if of real state: a replicated kind is whole on all; of another one the first rank has what is left."""
+        found, count = {}, len(self.members)
+        for kind, whole in self.whole.items():
+            if self.vps.is_replicated(layout, kind):
+                found[kind] = whole
+            else:
+                found[kind] = whole - np.uint64(count - 1) if rank == 0 else np.ones_like(whole)
+        return SideDigests(found)
+
+    def report(self, rank: int) -> dict[str, Any]:
+        """What one member says of both sides."""
+        sides = zip(SIDES, (self.source, self.target), strict=True)
+        return {
+            side: shares(self.vps, layout, self.members, rank, self.digests(layout, rank)).to_json()
+            for side, layout in sides
+        }
+
+    def judge(self, report: dict[str, Any]) -> Decision:
+        """As a switch does."""
+        before, after = (Shares.from_json(report[side]) for side in SIDES)
+        said = certify(self.vps, self.source, self.target, before, after)
+        return Decision("digest" in said, said=said)
+
+    def proposal(self, generation: int) -> Proposal:
+        """In place, from one stage to another."""
+        return Proposal(generation, self.source, self.members, self.target, self.members, None)
+
+
+@dataclass
+class Counts:
+    """What went through the store. bytes: values written and read, without keys."""
+
+    operations: int = 0
+    bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size: int) -> None:
+        """One operation."""
+        with self.lock:
+            self.operations += 1
+            self.bytes += size
+
+
+class CountedStore:
+    """A store that counts."""
+
+    def __init__(self, store: Any, counts: Counts) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            result = call(*arguments)
+            given = arguments[-1] if name in ("set", "compare_set", "append") else b""
+            found = result if isinstance(result, list) else [result] if isinstance(result, bytes) else []
+            self._counts.add(len(given) + sum(map(len, found)))
+            return result
+
+        return counted
+
+
+def board(store: Any, counts: Counts, member: int) -> Control:
+    """One member's, with its operations counted."""
+    made = Control(store, "bench", member, 60.0)
+    made._store = CountedStore(made._store, counts)  # type: ignore[assignment]
+    return made
+
+
+def one_switch(switch: Switch, mine: Control, generation: int, together: threading.Barrier) -> dict[str, float]:
+    """All that a member says in a switch; milliseconds that it waits, with all members ready at the same time."""
+    proposal, member, waited = switch.proposal(generation), mine.member, dict[str, float]()
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        together.wait()
+        begin = time.perf_counter()
+        result = call()
+        waited[name] = 1e3 * (time.perf_counter() - begin)
+        return result
+
+    wish = Wish(switch.target.to_dict(), None, generation)
+    timed("ask", lambda: agreement.agree(mine, str(generation), wish, switch.members, proposal))
+    timed("prepare", lambda: prepare(mine, proposal))
+    while agreement.meeting_step(mine, proposal, member, 1) is None:
+        time.sleep(STEP_SECONDS)
+    session = Session(mine, agreement.key_of(proposal), switch.members, "bench", record=f"record/{generation}")
+    timed("meet", lambda: meet(session, proposal))
+    report = switch.report(member)
+    decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))
+    if not decision.commit:
+        raise RuntimeError(decision.reason)
+    measured = {"kept": 1, "local": 1, "sent": 1, "certificate_ms": 1.0, "peak_memory": 1}
+    timed("acknowledge", lambda: session.reduce("acknowledged", measured, over_all))
+    return waited
+
+
+def prepare(mine: Control, proposal: Proposal) -> None:
+    """What is said in the background: by all, and by those of one node, who may read each other's memory."""
+    key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
+    mine.add_to_list(key, mine.member)
+    session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=0.05)
+    session.reduce("building", {"errors": []}, lambda one, _: one)
+    near = mine.read_list(key)
+    for step in ("cards", "readable"):
+        mine.post(f"{node}/{step}/{mine.member}", {"machine": "x" * 40, "probe": list(range(16))})
+        mine.gather(f"{node}/{step}", near, "finding neighbors")
+    agreement.say_prepared(mine, proposal)
+
+
+def meet(session: Session, proposal: Proposal) -> None:
+    """Post what others need, meet, and read it."""
+    mine, generation = session.board, proposal.generation
+    mine.post(f"stream/{generation}/{mine.member}", {"states": streams.capture(), "print": "0" * 32})
+    if session.is_first:
+        mine.post(f"carry/{generation}", {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}})
+    agreement.wait_until_prepared(mine, proposal, session.stop)
+    agreement.meet(session, proposal, 1, "train")
+    mine.value(f"carry/{generation}")
+    mine.value(f"stream/{generation}/{mine.member}")
+
+
+def threads(members: int) -> dict[str, Any]:
+    """Of one switch, the median of several: operations and bytes per member, and milliseconds that the last waits."""
+    switch, server = Switch(members), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    counts, together = Counts(), threading.Barrier(members)
+    boards = [board(TCPStore("127.0.0.1", server.port, is_master=False), counts, each) for each in switch.members]
+    runs = []
+    with ThreadPoolExecutor(members) as pool:
+        for generation in range(2, 2 + TURNS):
+            counts.operations = counts.bytes = 0
+            part = partial(one_switch, switch, generation=generation, together=together)
+            waited = list(pool.map(part, boards))
+            longest = {name: max(each[name] for each in waited) for name in waited[0]}
+            report = len(pack(switch.report(members - 1)))
+            share = counts.bytes / members / report
+            runs.append({"operations": counts.operations / members, "reports": share, "report": report, **longest})
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def simulated(members: int) -> dict[str, float]:
+    """CPU seconds in which so many members agree and report, by what one process computes for all of them."""
+    switch, store = Switch(members), HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    counts, found = Counts(), dict[str, float]()
+    records = [switch.report(rank) for rank in (0, 1)]
+
+    def reports_of(rank: int) -> dict[str, Any]:
+        """Weights of copies apart, which cost a member little and one process much, all others report alike."""
+        return records[0] if rank == 0 else records[1]
+
+    for step, said in (("ask", lambda rank: {"asked": "x" * 300}), ("report", reports_of)):
+        begin = time.process_time()
+        for rank in reversed(range(members)):  # whoever leads others comes after them
+            mine = Control(store, "bench", rank, 60.0)
+            mine._store = CountedStore(mine._store, counts)  # type: ignore[assignment]
+            session = Session(mine, step, switch.members, "bench")
+            joined = session.gather("up", said(rank), joined_sides if step == "report" else lambda one, _: one)
+            if joined is not None:
+                mine.decide(f"{step}/answer", {"digest": "0" * 32})
+        for rank in range(members):
+            mine = Control(store, "bench", rank, 60.0)
+            mine.read(f"{step}/answer")
+        found[step] = time.process_time() - begin
+    return {**found, "operations": counts.operations / members, "gigabytes": counts.bytes / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, nargs="*", default=[4, 16, 64], help="threads in the place of members")
+    parser.add_argument("--simulated", type=int, default=SIMULATED, help="members that one process computes for")
+    parser.add_argument("--write", type=Path, help="put the figures into this Markdown file")
+    options = parser.parse_args()
+    rows = []
+    for members in options.members:
+        found = threads(members)
+        pause = found["meet"] + found["verify"]
+        rows.append(
+            [
+                str(members),
+                f"{found['operations']:.0f}",
+                f"{found['report'] / 1e3:.0f}",
+                f"{found['reports']:.1f}",
+                *(f"{found[name]:.1f}" for name in ("ask", "prepare", "meet", "verify", "acknowledge")),
+                f"{pause:.1f}",
+            ]
+        )
+        print(rows[-1], flush=True)
+    heads = ["members", "operations each", "one report, KB", "reports each", "ask, ms", "prepare", "meet", "verify"]
+    text = table([*heads, "acknowledge", "meet + verify"], rows)
+    text += (
+        f"\nBars: at most {OPERATIONS_BAR} operations and {REPORTS_BAR} reports' bytes for each member; 64 members "
+        f"wait {WAIT_BAR_MS} ms at most in meet and verify.\n"
+    )
+    if options.simulated:
+        one = simulated(options.simulated)
+        text += (
+            f"\n{options.simulated:,} simulated members: asking {one['ask']:.1f} s, reporting {one['report']:.1f} s of "
+            f"one core, {one['operations']:.1f} operations each, {one['gigabytes']:.2f} GB through the store; the bar "
+            f"is {SIMULATED_BAR_SECONDS:g} s of two cores.\n"
+        )
+    print(text)
+    if options.write:
+        keep(options.write, "control", f"{machine()}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
