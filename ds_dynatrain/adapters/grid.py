@@ -17,11 +17,9 @@ class StageGroups(Protocol):
 
     def group(self, kind: str) -> td.ProcessGroup:
         """The group of a kind that this rank is in; of one rank where the axis has the size 1."""
-        ...
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
         """The group of some stages of this rank's pipeline, which share a tie."""
-        ...
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]

@@ -41,11 +41,9 @@ class Groups(Protocol):
 
     def group(self, kind: str) -> td.ProcessGroup:
         """The group of a kind."""
-        ...
 
     def ranks(self, kind: str) -> tuple[int, ...]:
         """Its ranks in the world."""
-        ...
 
 
 def is_wide(layout: Layout) -> bool:

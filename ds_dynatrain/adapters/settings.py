@@ -63,17 +63,14 @@ class Batch(Protocol):
     @property
     def train_batch_size(self) -> int:
         """Samples of a global batch."""
-        ...
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a rank per global batch."""
-        ...
 
     @property
     def slots(self) -> int:
         """Micro-batches of all ranks per global batch."""
-        ...
 
 
 def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:

@@ -34,14 +34,12 @@ class Shaper(Protocol):
         LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
         UnsupportedError naming the parameter that DeepSpeed does not describe.
         """
-        ...
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.
 
         In any thread and whatever world is installed; it changes nothing that training uses.
         """
-        ...
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Give the root the children of this rank under `layout`, whose world is installed.
@@ -49,23 +47,18 @@ class Shaper(Protocol):
         made: by `make` for this rank, used up by this; made now if None. Every parameter is a new one of its local
         shape. Children are replaced, never changed: a switch that fails puts the old ones back.
         """
-        ...
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """The parameters of a root that has the shape of `layout` on this rank, by the names of the logical tensors."""
-        ...
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """Set what DeepSpeed's constructor would have set in the engine for these axes, after `reshape`."""
-        ...
 
     def leave(self, engine: Any) -> None:
         """Take off what `enter` has set, and let go of the groups of its world."""
-        ...
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""
-        ...
 
 
 class Rigid:

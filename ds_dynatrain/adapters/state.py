@@ -40,16 +40,12 @@ class StageAdapter(Protocol):
 
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
         """The live flat buffers and scalars on this rank."""
-        ...
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
         """Where each parameter's elements really lie, read from DeepSpeed's own bookkeeping; moments left out."""
-        ...
 
     def release(self, engine: Any, model: ModelMap) -> None:
         """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
-        ...
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         """Put real buffers into an optimizer that was built hollow."""
-        ...

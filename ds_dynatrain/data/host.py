@@ -23,43 +23,34 @@ class Host(Protocol):
     @property
     def data_rank(self) -> int:
         """This member's index on the data axis, 0 to data - 1; members that share it get the same samples."""
-        ...
 
     @property
     def data(self) -> int:
         """Size of the data axis."""
-        ...
 
     @property
     def batch(self) -> BatchArithmetic:
         """How a global batch is dealt in the present world; its `data` equals the host's."""
-        ...
 
     @property
     def generation(self) -> int:
         """The number of the world; a loader deals its batches anew when it has changed."""
-        ...
 
     @property
     def idle(self) -> bool:
         """Whether this member holds no state now."""
-        ...
 
     def turn(self) -> AbstractContextManager[None]:
         """Around whatever a loader does: the process's random streams are those of this job in it."""
-        ...
 
     def begin_epoch(self, loader: TrainLoader) -> bool:
         """Called by `iter`. False on a member that came late, if the others have left their loops: it gets no batch."""
-        ...
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """The same for a pass over an evaluation loader, which the others may not be making."""
-        ...
 
     def before_micro_batch(self) -> None:
         """Called before every micro-batch; it may set a loader back to the start of its global batch."""
-        ...
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called before the first micro-batch of a global batch that exists; a pending change takes effect here.
@@ -67,8 +58,6 @@ class Host(Protocol):
         On an idle member it returns once the member works again and `loader.load_state_dict` has set the position. A
         host that lets a member wait calls `loader.close()` first, so that no worker process waits with it.
         """
-        ...
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Told the slot of the micro-batch about to be returned, and whether it opens or closes its global batch."""
-        ...

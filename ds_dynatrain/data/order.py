@@ -24,37 +24,29 @@ class Order(Protocol):
     @property
     def train_batch_size(self) -> int:
         """Samples of a full global batch."""
-        ...
 
     @property
     def seed(self) -> int:
         """What the order was drawn from."""
-        ...
 
     @property
     def steps(self) -> int:
         """Global batches per pass."""
-        ...
 
     def __len__(self) -> int:
         """Samples per pass."""
-        ...
 
     def samples(self, step: int) -> int:
         """Samples in global batch `step` of a pass."""
-        ...
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
         """The data set's indices of the global batches from `step` to the end of pass `epoch`."""
-        ...
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """What a function that sees each batch is told about a global batch."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same, in plain values."""
-        ...
 
 
 @dataclass(frozen=True)
