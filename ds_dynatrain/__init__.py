@@ -8,6 +8,7 @@ The heavy imports (torch, DeepSpeed) happen at the first use of a name that need
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.errors import DynatrainError, SwitchRefused, WorldChanged
@@ -33,21 +34,16 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "initialize": "engine.initialize",
+    "init_distributed": "engine.members.early",
+    "register_optimizer": "adapters.optimizers",
+    "SwitchEvent": "report",
+}
+"""Where the names are that need heavy imports."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from ds_dynatrain.engine.initialize import initialize
-
-        return initialize
-    if name == "init_distributed":
-        from ds_dynatrain.engine.members.early import init_distributed
-
-        return init_distributed
-    if name == "register_optimizer":
-        from ds_dynatrain.adapters.optimizers import register_optimizer
-
-        return register_optimizer
-    if name == "SwitchEvent":
-        from ds_dynatrain.report import SwitchEvent
-
-        return SwitchEvent
-    raise AttributeError(f"module 'ds_dynatrain' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ds_dynatrain' has no attribute {name!r}")
+    return getattr(import_module(f"ds_dynatrain.{_HOMES[name]}"), name)

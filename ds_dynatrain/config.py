@@ -40,7 +40,7 @@ class LayoutConfig(_Block):
 
     data: Size
     zero_stage: Stage | None = None
-    """`None` stands for `zero_optimization.stage`; `DynatrainConfig.from_deepspeed` fills it in."""
+    """`None` stands for `zero_optimization.stage`; `split_config` fills it in."""
     pipe: Size = 1
     expert: Size = 1
     tensor: Size = 1
@@ -142,20 +142,13 @@ class DynatrainConfig(_Block):
         given = self.layouts
         return given if isinstance(given, str) else {size: block.model_dump() for size, block in given.items()}
 
-    @classmethod
-    def from_deepspeed(cls, config: Config | None) -> DynatrainConfig | None:
-        """Return the block of a DeepSpeed configuration, or `None` where there is no block (or no configuration).
-
-        Raises `ConfigError` for a file that cannot be read, an unknown key or a wrong value.
-        """
-        return None if config is None else split_config(config)[1]
-
 
 def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None]:
     """Return DeepSpeed's own part of a configuration, as a new dictionary, and the `dynatrain` block if there is one.
 
     Where the block's layout names no ZeRO stage it is that of `zero_optimization`; where it names another one, the
-    block counts and DeepSpeed's part is left as it stands. Raises what `DynatrainConfig.from_deepspeed` raises.
+    block counts and DeepSpeed's part is left as it stands. Raises `ConfigError` for a file that cannot be read, an
+    unknown key or a wrong value.
     """
     whole = read_config(config)
     own = {key: value for key, value in whole.items() if key != BLOCK}

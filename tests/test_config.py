@@ -20,14 +20,12 @@ def with_block(block: object) -> dict[str, Any]:
     return {**DEEPSPEED, "dynatrain": block}
 
 
-def test_no_configuration_and_no_block_are_none() -> None:
-    assert DynatrainConfig.from_deepspeed(None) is None
-    assert DynatrainConfig.from_deepspeed(DEEPSPEED) is None
+def test_no_block_is_none() -> None:
     assert split_config(DEEPSPEED) == (DEEPSPEED, None)
 
 
 def test_empty_block_is_all_defaults() -> None:
-    block = DynatrainConfig.from_deepspeed(with_block({}))
+    _, block = split_config(with_block({}))
     assert block is not None
     assert block.layout is None
     assert (block.safety, block.verify) == ("rollback", "full")
@@ -36,7 +34,7 @@ def test_empty_block_is_all_defaults() -> None:
 
 
 def test_whole_block_is_read() -> None:
-    block = DynatrainConfig.from_deepspeed(
+    _, block = split_config(
         with_block(
             {
                 "layout": {"data": 2, "zero_stage": 1, "pipe": 1, "tensor": 1},
@@ -69,7 +67,7 @@ def test_stage_is_taken_from_deepspeed(zero: dict[str, int] | None, stage: int) 
     config: dict[str, Any] = {"dynatrain": {"layout": {"data": 2}}}
     if zero is not None:
         config["zero_optimization"] = zero
-    block = DynatrainConfig.from_deepspeed(config)
+    _, block = split_config(config)
     assert block is not None and block.layout is not None
     assert block.layout.zero_stage == stage
 

@@ -42,7 +42,7 @@ def space(parameters: int) -> VirtualParameterSpace:
     count = max(1, parameters // (1312 * COLUMNS))
     tensors = [LogicalTensor(f"layer{n}.weight", (1312, COLUMNS)) for n in range(count)]
     tensors += [LogicalTensor(f"layer{n}.bias", (1312,)) for n in range(count)]
-    return VirtualParameterSpace(tensors, ZeroRules(), standard_kinds(2), SAVED, range(PROCESSES))
+    return VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(2), SAVED, range(PROCESSES))
 
 
 def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, seed: int | None) -> Any:

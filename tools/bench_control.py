@@ -38,7 +38,6 @@ from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Shares, shares
 from ds_dynatrain.engine.transaction.switch import joined_sides
-from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000
@@ -75,7 +74,7 @@ class Switch:
         self.source, self.target = (Layout(data=members, zero_stage=stage) for stage in (3, 1))
         self.members = tuple(range(members))
         kinds = standard_kinds(2)
-        self.vps = VirtualParameterSpace(tensors(), ZeroRules(), kinds, self.source, self.members, plan_switch)
+        self.vps = VirtualParameterSpace.of(tensors(), ZeroRules(), kinds, self.source, self.members)
         self.kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
         drawn = np.random.default_rng(0).integers(0, 1 << 62, size=(len(self.kinds), len(self.vps.tensors)))
         self.whole = dict(zip(self.kinds, drawn.astype(np.uint64), strict=True))

@@ -93,8 +93,8 @@ def space(layout: Layout) -> VirtualParameterSpace:
     def partition(wanted: Layout) -> Partition:
         return tuple(cuts(name, *each, wanted) for name, each in every.items())
 
-    return VirtualParameterSpace(
-        tensors, ZeroRules(), standard_kinds(2), layout, range(layout.world_size), None, partition
+    return VirtualParameterSpace.of(
+        tensors, ZeroRules(), standard_kinds(2), layout, range(layout.world_size), partition
     )
 
 

@@ -67,11 +67,6 @@ class CurriculumOrder:
         """Global batches of one pass: all `num_epochs` of the configuration, and one more, as DeepSpeed counts."""
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
-    @property
-    def short(self) -> int:
-        """No batch is short."""
-        return 0
-
     def __len__(self) -> int:
         """Samples of one pass."""
         return self.steps * self.train_batch_size

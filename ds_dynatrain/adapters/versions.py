@@ -21,7 +21,8 @@ from packaging.version import Version
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 
-Names = Mapping[str, tuple[str, ...]]
+Names = Mapping[str, str]
+"""A module, or "module:class" -> names in it, parted by spaces."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Series:
     """One minor version of DeepSpeed's.
 
     tested: the patch that the tests ran with, and the oldest that is let in.
-    names: module -> private names that are relied on in this series alone.
+    names: private names that are relied on in this series alone.
     collector: the module in which ZeRO-3's constructor looks `gc` up.
     refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
@@ -66,54 +67,38 @@ SERIES: Mapping[tuple[int, int], Series] = {
     (0, 19): Series(
         tested="0.19.8",
         names={
-            "deepspeed.runtime.engine": (
-                "DeepSpeedEngine._configure_expert_parallel",
-                "DeepSpeedEngine._configure_python_gc",
-                "DeepSpeedEngine.zero_parameter_alignment",
-                "DeepSpeedEngine._apply_autotp_partitioning",
-                "DeepSpeedEngine._configure_tensor_parallel_states",
-            ),
-            "deepspeed.runtime.pipe.engine": ("PipelineEngine._configure_expert_parallel",),
-            "deepspeed.runtime.tensor_parallel.config": ("TPTrainingConfig",),
-            "deepspeed.module_inject.auto_tp": ("groups",),
-            "deepspeed.module_inject.layers": (
-                "TensorParallel_Layer",
-                "configure_tensor_parallel_runtime",
-                "is_autotp_training_mode",
-            ),
-            "deepspeed.sequence.cross_entropy": ("VocabParallelCausalLMLoss",),
-            "deepspeed.runtime.zero.utils": ("gc", "defragment"),
-            "deepspeed.checkpoint.autoep_affine": ("autoep_experts_for_rank",),
-            "deepspeed.checkpoint.constants": (
-                "AUTOEP_EXPERT_PLACEMENT",
-                "AUTOEP_NUM_EXPERTS",
-                "AUTOEP_PARAM_EP_RANK",
-                "AUTOEP_PARAM_LOCAL_EXPERTS",
-                "AUTOEP_PLACEMENT_EXPERTS",
-                "AUTOEP_PLACEMENT_RANKS",
-                "DS_AUTOEP_UC_META",
-                "DS_AUTOTP_UC_META",
-            ),
-            "deepspeed.module_inject.auto_ep": ("AutoEP.ep_parser", "AutoEP.replace_moe_layers"),
-            "deepspeed.module_inject.auto_ep_config": (
-                "parse_autoep_config",
-                "validate_autoep_config",
-                "validate_autoep_post_detection",
-            ),
-            "deepspeed.module_inject.auto_ep_folding": (
-                "FoldingGroupHandles",
-                "build_folding_spec",
-                "local_folding_ranks",
-            ),
-            "deepspeed.module_inject.auto_ep_layer": ("AutoEPMoELayer._is_autoep_layer",),
+            "deepspeed.runtime.engine:DeepSpeedEngine": """
+                _configure_expert_parallel _configure_python_gc zero_parameter_alignment _apply_autotp_partitioning
+                _configure_tensor_parallel_states
+            """,
+            "deepspeed.runtime.pipe.engine:PipelineEngine": "_configure_expert_parallel",
+            "deepspeed.runtime.tensor_parallel.config": "TPTrainingConfig",
+            "deepspeed.module_inject.auto_tp": "groups",
+            "deepspeed.module_inject.layers": """
+                TensorParallel_Layer configure_tensor_parallel_runtime is_autotp_training_mode
+            """,
+            "deepspeed.sequence.cross_entropy": "VocabParallelCausalLMLoss",
+            "deepspeed.runtime.zero.utils": "gc defragment",
+            "deepspeed.checkpoint.autoep_affine": "autoep_experts_for_rank",
+            "deepspeed.checkpoint.constants": """
+                AUTOEP_EXPERT_PLACEMENT AUTOEP_NUM_EXPERTS AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS
+                AUTOEP_PLACEMENT_EXPERTS AUTOEP_PLACEMENT_RANKS DS_AUTOEP_UC_META DS_AUTOTP_UC_META
+            """,
+            "deepspeed.module_inject.auto_ep:AutoEP": "ep_parser replace_moe_layers",
+            "deepspeed.module_inject.auto_ep_config": """
+                parse_autoep_config validate_autoep_config validate_autoep_post_detection
+            """,
+            "deepspeed.module_inject.auto_ep_folding": "FoldingGroupHandles build_folding_spec local_folding_ranks",
+            "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer": "_is_autoep_layer",
         },
         collector="deepspeed.runtime.zero.utils",
     ),
     (0, 18): Series(
         tested="0.18.9",
         names={
-            "deepspeed.runtime.zero.partition_parameters": ("Init._allgather_params_coalesced",),
-            "deepspeed.runtime.zero.stage3": ("gc", "DeepSpeedZeroOptimizer_Stage3.defragment"),
+            "deepspeed.runtime.zero.partition_parameters:Init": "_allgather_params_coalesced",
+            "deepspeed.runtime.zero.stage3": "gc",
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "defragment",
         },
         collector="deepspeed.runtime.zero.stage3",
         refused={

@@ -53,7 +53,7 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
     alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
     others = () if kind in (WEIGHT, MASTER) else (Kind(kind, wanted.itemsize),)
     kinds = standard_kinds(wanted.itemsize, moments=others)
-    vps = VirtualParameterSpace([alone], ZeroRules(), kinds, _ALONE, (0,))
+    vps = VirtualParameterSpace.of([alone], ZeroRules(), kinds, _ALONE, (0,))
     values = torch.empty(tensor.numel, dtype=wanted)
     if tensor.numel:
         reader.fill(vps, _ALONE, 0, {(kind, _BUFFER): values})

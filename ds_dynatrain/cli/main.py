@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-REFUSED, UNREADABLE = 1, 2
+from ds_dynatrain.errors import DynatrainError
+
+REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
 """Exit codes besides 0."""
 
 TokenFile = Annotated[
@@ -21,6 +25,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Live changes of world size, ZeRO stage and parallel sizes for DeepSpeed jobs.",
 )
+
+
+@contextmanager
+def saying(command: str) -> Iterator[None]:
+    """What the command cannot do is said in a line, and is its exit code."""
+    try:
+        yield
+    except (DynatrainError, OSError) as error:
+        typer.echo(f"ds-dynatrain {command}: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()
@@ -46,14 +62,10 @@ def doctor(
         return
     from ds_dynatrain.cli.configuration import examine_file
     from ds_dynatrain.cli.environment import examine_environment
-    from ds_dynatrain.errors import ConfigError
 
     environment = examine_environment()
-    try:
+    with saying("doctor"):
         job = None if config is None else examine_file(config, processes, environment.has_deepspeed)
-    except ConfigError as error:
-        typer.echo(f"ds-dynatrain doctor: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
     if as_json:
         show.json_report(environment, job)
     else:
@@ -80,17 +92,11 @@ def coordinator(
     """
     from ds_dynatrain.cli import membership
     from ds_dynatrain.elastic.settings import Settings
-    from ds_dynatrain.errors import ConfigError, ElasticError
 
-    try:
+    with saying("coordinator"):
         least, most = membership.nodes(nnodes)
         settings = Settings(least, most, silent_seconds=silent_seconds, recovery_seconds=recovery_seconds)
         membership.run_coordinator(address, settings, job, token_file, store_port)
-    except (ConfigError, ElasticError) as error:
-        typer.echo(f"ds-dynatrain coordinator: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -104,13 +110,9 @@ def status(
     Exit code: 0, or 2 if no coordinator answers or it refuses.
     """
     from ds_dynatrain.cli import membership
-    from ds_dynatrain.errors import ConfigError, ElasticError
 
-    try:
+    with saying("status"):
         found = membership.status(address, token_file)
-    except (ConfigError, ElasticError) as error:
-        typer.echo(f"ds-dynatrain status: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
     if as_json:
         typer.echo(found.model_dump_json(indent=2, exclude={"kind"}))
     else:
@@ -130,13 +132,9 @@ def leave(
     Exit code: 0, or 2 if there is no such node, no coordinator answers, or it refuses.
     """
     from ds_dynatrain.cli import membership
-    from ds_dynatrain.errors import ConfigError, ElasticError
 
-    try:
+    with saying("leave"):
         told = membership.leave(address, node, token_file)
-    except (ConfigError, ElasticError) as error:
-        typer.echo(f"ds-dynatrain leave: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
     typer.echo(f"told to leave: {', '.join(told)}")
 
 
@@ -171,19 +169,13 @@ def compare(
     Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
     """
     from ds_dynatrain.cli import compare as yardstick
-    from ds_dynatrain.errors import ConfigError
 
-    try:
+    with saying("compare"):
         if figures is None:
             found = yardstick.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch, out)
         else:
             found = yardstick.read(figures)
         yardstick.write(found, out)
-    except (ConfigError, OSError) as error:
-        typer.echo(f"ds-dynatrain compare: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     typer.echo(f"{out / yardstick.PAGE}, and beside it the figures as JSON and Markdown")
     if any(each.way.startswith("live") and not each.is_done for each in found.measures):
         raise typer.Exit(REFUSED)
@@ -206,13 +198,9 @@ def inspect(
     import json
 
     from ds_dynatrain.cli import checkpoints
-    from ds_dynatrain.errors import CheckpointError
 
-    try:
+    with saying("checkpoint inspect"):
         said = checkpoints.summary(checkpoints.found(path))
-    except CheckpointError as error:
-        typer.echo(f"ds-dynatrain checkpoint inspect: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
     if as_json:
         typer.echo(json.dumps(said, indent=2))
     else:
@@ -252,14 +240,10 @@ def convert(
     cannot be written.
     """
     from ds_dynatrain.cli import conversion
-    from ds_dynatrain.errors import CheckpointError
 
-    try:
+    with saying("checkpoint convert"):
         for line in conversion.convert(path, out, conversion.format_of(to), dtype, trust_pickle):
             typer.echo(line)
-    except (CheckpointError, OSError) as error:
-        typer.echo(f"ds-dynatrain checkpoint convert: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
 
 
 @checkpoint.command()
@@ -269,13 +253,9 @@ def verify(path: Where) -> None:
     Exit code: 0 all is as it was saved, 1 something is not (a line each), 2 there is none to read.
     """
     from ds_dynatrain.cli import checkpoints
-    from ds_dynatrain.errors import CheckpointError
 
-    try:
+    with saying("checkpoint verify"):
         saved = checkpoints.found(path)
-    except CheckpointError as error:
-        typer.echo(f"ds-dynatrain checkpoint verify: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
     wrong = 0
     for line in checkpoints.damage(saved):
         wrong += 1

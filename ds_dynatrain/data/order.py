@@ -90,12 +90,6 @@ class EpochOrder:
             raise DataError(f"step {step} is outside an epoch of {self.steps} global batches")
         return min(self.train_batch_size, self.length - step * self.train_batch_size)
 
-    @property
-    def short(self) -> int:
-        """Samples in the short last batch of an epoch, 0 where all its batches are full."""
-        last = self.samples(self.steps - 1)
-        return last if last < self.train_batch_size else 0
-
     def permutation(self, epoch: int) -> torch.Tensor:
         """The data set's indices in training order, an int64 tensor of shape (length,) on the CPU."""
         if not self.shuffle:

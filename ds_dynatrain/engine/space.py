@@ -8,7 +8,6 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.shaping import partition_of
-from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, Partition, VirtualParameterSpace, standard_kinds
 
 if TYPE_CHECKING:
@@ -34,4 +33,4 @@ def space_of(
     def partition(target: Layout) -> Partition:
         return partition_of(shaper, names, target)
 
-    return VirtualParameterSpace(tensors, rules_of(engine), kinds, layout, members, plan_switch, partition)
+    return VirtualParameterSpace.of(tensors, rules_of(engine), kinds, layout, members, partition)

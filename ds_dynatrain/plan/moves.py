@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import BufferId, Kind
 from ds_dynatrain.space.tensor import Ints
 
@@ -146,30 +145,3 @@ class Moves:
         first = np.flatnonzero(np.append(True, ~joined))
         last = np.append(first[1:], len(moves)) - 1
         return moves.cut(first, moves.start[first], moves.stop[last])
-
-    def chunks(self, budget_bytes: int) -> Iterator[Moves]:
-        """The moves in order, cut so that no part exceeds `budget_bytes`; ConfigError if not one element fits."""
-        if not len(self):
-            return
-        itemsize = self.itemsize
-        if budget_bytes < int(itemsize.max()):
-            raise ConfigError(
-                f"a budget of {budget_bytes} bytes does not hold one element of {int(itemsize.max())} bytes"
-            )
-        row, left = 0, budget_bytes
-        at = int(self.start[0])
-        batch: list[tuple[int, int, int]] = []
-        while row < len(self):
-            stop, size = int(self.stop[row]), int(itemsize[row])
-            take = min(stop - at, left // size)
-            if take:
-                batch.append((row, at, at + take))
-                at, left = at + take, left - take * size
-            if at == stop:
-                row += 1
-                at = int(self.start[row]) if row < len(self) else 0
-            else:
-                yield self.cut(*np.array(batch, dtype=np.int64).T)
-                batch, left = [], budget_bytes
-        if batch:
-            yield self.cut(*np.array(batch, dtype=np.int64).T)

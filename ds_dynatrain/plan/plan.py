@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 
 import numpy as np
 
@@ -25,18 +24,6 @@ class Exchange:
     peer: int
     sends: Moves
     receives: Moves
-
-    def chunks(self, budget_bytes: int) -> Iterator[Exchange]:
-        """The exchange in parts of at most `budget_bytes` packed in flight, both directions together.
-
-        Both ends cut alike: half of the budget for each direction. ConfigError if not one element fits a half.
-        """
-        half = budget_bytes // 2
-        nothing = self.sends.select(slice(0, 0)), self.receives.select(slice(0, 0))
-        for sends, receives in zip_longest(self.sends.chunks(half), self.receives.chunks(half)):
-            yield Exchange(
-                self.peer, nothing[0] if sends is None else sends, nothing[1] if receives is None else receives
-            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,6 +41,18 @@ class Kind:
         others = tuple(name for name in self.sources if name != self.name)
         object.__setattr__(self, "sources", (self.name, *others))
 
+    def is_of(self, group: int) -> bool:
+        """Whether the trainable tensors of an optimizer group have it."""
+        return self.groups is None or group in self.groups
+
+
+def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
+    """The kind of that name; LayoutError if there is none."""
+    known = {kind.name: kind for kind in kinds}
+    if name not in known:
+        raise LayoutError(f"no state kind {name!r}; there are {', '.join(known)}")
+    return known[name]
+
 
 def standard_kinds(
     weight: int,

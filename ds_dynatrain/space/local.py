@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
 from ds_dynatrain.space.buffers import buffers_of
-from ds_dynatrain.space.kind import WEIGHT, Kind
+from ds_dynatrain.space.kind import WEIGHT, Kind, kind_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
 from ds_dynatrain.space.sharding import Sharding
@@ -45,42 +44,28 @@ class LocalSpace:
         """The local tensors, under the numbers of the logical ones."""
         return self.line.tensors
 
-    def present_kinds(self) -> tuple[str, ...]:
-        """Names of the kinds that the layout holds at all."""
-        return tuple(kind.name for kind in self.kinds if zero.is_held(self.layout, kind.name))
-
-    def kind(self, name: str) -> Kind:
-        """The kind of that name; LayoutError if there is none."""
-        for kind in self.kinds:
-            if kind.name == name:
-                return kind
-        raise LayoutError(f"no state kind {name!r}; there are {', '.join(kind.name for kind in self.kinds)}")
-
-    def has(self, kind: str, group: int) -> bool:
-        """Whether the trainable tensors of an optimizer group have a state kind."""
-        groups = self.kind(kind).groups
-        return groups is None or group in groups
-
     def holding(self, kind: str) -> list[Pieces]:
         """The pieces of a kind on this rank, disjoint: of most tensors, and of those of experts."""
-        found = [cut_kind(self.line, self.rules, self.layout, self.kind(kind)).holding(self.zero_rank)]
+        held = kind_of(self.kinds, kind)
+        found = [cut_kind(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
         if self.line.experts.any():
-            cut = cut_kind(self.line, self.rules, self.layout, self.kind(kind), experts=True)
-            found.append(cut.holding(self.expert_rank))
+            found.append(cut_kind(self.line, self.rules, self.layout, held, experts=True).holding(self.expert_rank))
         return found
 
     def sizes(self) -> dict[tuple[str, BufferId], int]:
         """Elements of every buffer of this rank, by (kind, buffer), padding included."""
         found: dict[tuple[str, BufferId], int] = {}
         buffers = buffers_of(self.line, self.rules, self.layout)
-        for kind in self.present_kinds():
-            if is_widened(self.kind(kind), self.layout):
-                found.update(self._widened_sizes(kind))
+        for kind in self.kinds:
+            if not zero.is_held(self.layout, kind.name):
                 continue
-            is_whole = zero.is_replicated(self.layout, kind)
+            if is_widened(kind, self.layout):
+                found.update(self._widened_sizes(kind.name))
+                continue
+            is_whole = zero.is_replicated(self.layout, kind.name)
             for name, group, numel, whole in buffers:
-                if kind == WEIGHT or (group != FROZEN and self.has(kind, group)):
-                    found[kind, name] = whole if is_whole else numel
+                if kind.name == WEIGHT or (group != FROZEN and kind.is_of(group)):
+                    found[kind.name, name] = whole if is_whole else numel
         return found
 
     def _widened_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:

@@ -113,17 +113,3 @@ class Line:
             return self._index[name]
         except KeyError:
             raise LayoutError(f"no tensor {name!r} among the {len(self.tensors)} that are registered") from None
-
-    def coordinate(self, name: str, index: int = 0) -> int:
-        """Coordinate of the row-major element `index` of a tensor; LayoutError if it has no such element."""
-        tensor = self.index(name)
-        if not 0 <= index < self.numels[tensor]:
-            raise LayoutError(f"tensor {name!r} has {self.numels[tensor]} elements and no element {index}")
-        return int(self.bases[tensor]) + index
-
-    def locate(self, coordinate: int) -> tuple[LogicalTensor, int]:
-        """The tensor of a coordinate and the row-major index in it; LayoutError off the line."""
-        if not 0 <= coordinate < len(self):
-            raise LayoutError(f"coordinate {coordinate} is not on the line of {len(self)} elements")
-        tensor = int(np.searchsorted(self.bases, coordinate, side="right")) - 1
-        return self.tensors[tensor], coordinate - int(self.bases[tensor])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
 from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned, shared_stages
 from ds_dynatrain.space.deckwise import DeckSharding
-from ds_dynatrain.space.kind import Kind
+from ds_dynatrain.space.kind import Kind, kind_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.local import LocalSpace, cut_kind
 from ds_dynatrain.space.mesh import Mesh
@@ -23,8 +22,8 @@ from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
 class VirtualParameterSpace:
     """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
 
-    members: the member at each rank. planner: what `plan` calls, as planner(vps, target_layout, *args, **kwargs).
-    partitioner: how a layout's pipe, expert and tensor axes deal the tensors out; None where these always have size 1.
+    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes deal the tensors out,
+    None where these always have size 1. What is computed once does not depend on who trains: `with_layout` hands it on.
     """
 
     line: Line
@@ -32,33 +31,25 @@ class VirtualParameterSpace:
     kinds: tuple[Kind, ...]
     layout: Layout
     members: tuple[int, ...]
-    planner: Callable[..., Any] | None = None
     partitioner: Partitioner | None = None
     _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
     _shardings: dict[tuple[Layout, str], Sharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
 
-    def __init__(
-        self,
-        tensors: Iterable[LogicalTensor] | Line,
+    @staticmethod
+    def of(
+        tensors: Iterable[LogicalTensor],
         rules: zero.ZeroRules,
         kinds: Iterable[Kind],
         layout: Layout,
         members: Iterable[int],
-        planner: Callable[..., Any] | None = None,
         partitioner: Partitioner | None = None,
-    ) -> None:
-        """Register the tensors; LayoutError if the members do not fill the world or a kind is unknown to another."""
-        object.__setattr__(self, "line", tensors if isinstance(tensors, Line) else Line(tensors))
-        object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "kinds", tuple(kinds))
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "members", tuple(members))
-        object.__setattr__(self, "planner", planner)
-        object.__setattr__(self, "partitioner", partitioner)
-        object.__setattr__(self, "_meshes", {})
-        object.__setattr__(self, "_shardings", {})
-        object.__setattr__(self, "_tables", {})
+    ) -> VirtualParameterSpace:
+        """Register the tensors; LayoutError as for a space, and as `Line`."""
+        return VirtualParameterSpace(Line(tensors), rules, tuple(kinds), layout, tuple(members), partitioner)
+
+    def __post_init__(self) -> None:
+        """LayoutError if the members do not fill the world or a kind is unknown to another."""
         check_members(self.layout, self.members)
         self._check_kinds()
 
@@ -81,20 +72,9 @@ class VirtualParameterSpace:
         """Coordinate of each tensor's first element, and the length of the line."""
         return self.line.bases
 
-    def coordinate(self, name: str, index: int = 0) -> int:
-        """Coordinate of the row-major element `index` of a tensor."""
-        return self.line.coordinate(name, index)
-
-    def locate(self, coordinate: int) -> tuple[LogicalTensor, int]:
-        """The tensor of a coordinate, and the row-major index in it."""
-        return self.line.locate(coordinate)
-
     def kind(self, name: str) -> Kind:
         """The kind of that name; LayoutError if there is none."""
-        for kind in self.kinds:
-            if kind.name == name:
-                return kind
-        raise LayoutError(f"no state kind {name!r}; there are {', '.join(kind.name for kind in self.kinds)}")
+        return kind_of(self.kinds, name)
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
         """Names of the kinds that a layout (the present one) holds at all."""
@@ -161,8 +141,7 @@ class VirtualParameterSpace:
 
     def has(self, kind: str, group: int) -> bool:
         """Whether the trainable tensors of an optimizer group have a state kind."""
-        groups = self.kind(kind).groups
-        return groups is None or group in groups
+        return self.kind(kind).is_of(group)
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
         """The buffers that a rank has under a layout; all pieces number them alike. Computed once."""
@@ -186,11 +165,6 @@ class VirtualParameterSpace:
         """Whether every rank holds the whole of its tensors' kind, as far as ZeRO is concerned."""
         return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
 
-    def owners(self, layout: Layout, kind: str, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-        """Cut runs by the one owner of each element: (start, stop, rank)."""
-        _, low, high, rank = self.sharding(layout, kind).owners(start, stop)
-        return low, high, rank
-
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
         """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
         return self.sharding(layout, kind).owned(rank)
@@ -201,18 +175,7 @@ class VirtualParameterSpace:
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
         """The same state under another layout and world."""
-        other = VirtualParameterSpace(
-            self.line, self.rules, self.kinds, layout, members, self.planner, self.partitioner
-        )
-        for name in ("_meshes", "_shardings", "_tables"):  # they do not depend on who trains now
-            object.__setattr__(other, name, getattr(self, name))
-        return other
-
-    def plan(self, target: Layout, *args: Any, **kwargs: Any) -> Any:
-        """The planner's plan of a switch to `target`; LayoutError if the space was built without a planner."""
-        if self.planner is None:
-            raise LayoutError("this space was built without a planner; pass planner=plan_switch")
-        return self.planner(self, target, *args, **kwargs)
+        return replace(self, layout=layout, members=tuple(members))
 
 
 def check_members(layout: Layout, members: tuple[int, ...]) -> None:

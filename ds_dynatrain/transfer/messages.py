@@ -29,11 +29,6 @@ class Message:
         """Bytes of the message."""
         return self.stop - self.start
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether several moves must be put together in memory of their own."""
-        return len(self.rows) > 1
-
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
     """The messages for moves of `lengths` bytes, in the order of sending."""

@@ -63,7 +63,7 @@ def test_working_memory() -> None:
 
 def _bytes(stage: int, data: int, accumulates: bool) -> int:
     layout = Layout(data=data, zero_stage=stage)
-    vps = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), layout, range(data))
+    vps = VirtualParameterSpace.of(TENSORS, ZeroRules(), standard_kinds(2), layout, range(data))
     return working_bytes(vps.local(layout, 0), torch.bfloat16, accumulates)
 
 

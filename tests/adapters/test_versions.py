@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_dynatrain.adapters import versions
-from ds_dynatrain.adapters.names import NAMES, check_names
+from ds_dynatrain.adapters.names import NAMES, check_names, paths
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 
@@ -62,7 +62,7 @@ def test_the_project_names_the_same_versions() -> None:
 
 
 def test_a_name_of_one_series_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    series = versions.Series("0.0.1", {"deepspeed.runtime.engine": ("gone",)}, "gc")
+    series = versions.Series("0.0.1", {"deepspeed.runtime.engine": "gone"}, "gc")
     monkeypatch.setattr(versions, "SERIES", dict.fromkeys(versions.SERIES, series))
     with pytest.raises(ImportError, match=r"deepspeed\.runtime\.engine\.gone"):
         check_names()
@@ -159,8 +159,8 @@ def test_offsets_in_a_flat_group() -> None:
 def listed() -> set[str]:
     """Every name that is checked at import, of whatever series, and the classes that hold them."""
     tables = [NAMES, *(series.names for series in versions.SERIES.values())]
-    paths = {(module, *name.split(".")) for table in tables for module, names in table.items() for name in names}
-    return {".".join(path[:stop]) for path in paths for stop in range(2, len(path) + 1)}
+    found = [path for table in tables for row in table.items() for path in paths(*row)]
+    return {".".join(path[:stop]) for path in found for stop in range(2, len(path) + 1)}
 
 
 def used(source: str) -> set[str]:

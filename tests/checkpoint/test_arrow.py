@@ -139,7 +139,7 @@ TENSORS = [LogicalTensor("a", (30, 50)), LogicalTensor("b", (7,)), LogicalTensor
 
 def written(folder: Path) -> tuple[VirtualParameterSpace, dict[str, torch.Tensor]]:
     layout = Layout(data=2, zero_stage=1)
-    vps = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), layout, (0, 1))
+    vps = VirtualParameterSpace.of(TENSORS, ZeroRules(), standard_kinds(2), layout, (0, 1))
     state = state_of(vps)
     save(folder, vps, layout, state)
     return vps, state
@@ -151,7 +151,7 @@ def test_values_are_aligned(tmp_path: Path) -> None:
         data = file.read_bytes()
         assert data[:8] == b"ARROW1\0\0" and data[-6:] == b"ARROW1"
     layout = Layout(data=3, zero_stage=2)
-    vps = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(4), layout, (0, 1, 2))
+    vps = VirtualParameterSpace.of(TENSORS, ZeroRules(), standard_kinds(4), layout, (0, 1, 2))
     (tmp_path / "other").mkdir()
     for row in save(tmp_path / "other", vps, layout, state_of(vps)):
         assert row.offset % ALIGN == 0

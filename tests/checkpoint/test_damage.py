@@ -25,7 +25,7 @@ from tests.transfer.states import differences
 
 LAYOUT = Layout(data=2, zero_stage=1)
 TENSORS = [LogicalTensor("a", (30, 50)), LogicalTensor("b", (7,)), LogicalTensor("frozen", (5,), -1)]
-SPACE = VirtualParameterSpace(TENSORS, ZeroRules(), standard_kinds(2), LAYOUT, (0, 1))
+SPACE = VirtualParameterSpace.of(TENSORS, ZeroRules(), standard_kinds(2), LAYOUT, (0, 1))
 STATE = state_of(SPACE)
 
 

@@ -68,7 +68,9 @@ def check_digests(vps: VirtualParameterSpace, manifest: Manifest, state: dict[st
 def test_data_and_stages(
     tensors: list[LogicalTensor], rules: ZeroRules, source: Layout, target: Layout, weight: int
 ) -> None:
-    vps = VirtualParameterSpace(tensors, rules, standard_kinds(weight, stale_grad=weight), source, range(source.data))
+    vps = VirtualParameterSpace.of(
+        tensors, rules, standard_kinds(weight, stale_grad=weight), source, range(source.data)
+    )
     round_trip(vps, source, target)
 
 
@@ -85,7 +87,7 @@ LARGE = [LogicalTensor("a", (300, 500)), LogicalTensor("b", (500,)), LogicalTens
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bytes_read_are_those_of_the_pieces(tmp_path: Path, data: int, stage: int) -> None:
     layout, target = Layout(data=data, zero_stage=stage), Layout(data=4, zero_stage=3)
-    vps = VirtualParameterSpace(LARGE, ZeroRules(), standard_kinds(4), layout, range(data))
+    vps = VirtualParameterSpace.of(LARGE, ZeroRules(), standard_kinds(4), layout, range(data))
     manifest = save(tmp_path, vps, layout, state_of(vps))
     for rank in range(4):
         pieces = {kind: vps.holding(target, rank, kind).numel for kind in ("master", "exp_avg", "exp_avg_sq")}
@@ -99,7 +101,7 @@ def test_bytes_read_are_those_of_the_pieces(tmp_path: Path, data: int, stage: in
 def test_a_weight_that_is_not_its_master(tmp_path: Path) -> None:
     """What a user has changed without the master is stored beside it, and only that."""
     layout, target = Layout(data=2, zero_stage=1), Layout(data=3, zero_stage=2)
-    vps = VirtualParameterSpace(LARGE, ZeroRules(), standard_kinds(2), layout, (0, 1))
+    vps = VirtualParameterSpace.of(LARGE, ZeroRules(), standard_kinds(2), layout, (0, 1))
     state = state_of(vps)
     state[WEIGHT][1234] = 77.0
     manifest = save(tmp_path, vps, layout, state)
@@ -111,8 +113,8 @@ def test_a_weight_that_is_not_its_master(tmp_path: Path) -> None:
 def test_other_types_of_weights(tmp_path: Path) -> None:
     layout = Layout(data=2, zero_stage=2)
     tensors = [*LARGE, LogicalTensor("frozen", (33,), -1)]
-    small = VirtualParameterSpace(tensors, ZeroRules(), standard_kinds(2), layout, (0, 1))
-    large = VirtualParameterSpace(tensors, ZeroRules(), standard_kinds(4), layout, (0, 1))
+    small = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(2), layout, (0, 1))
+    large = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, (0, 1))
     state = state_of(small)
     manifest = save(tmp_path, small, layout, state)
     frozen = state[WEIGHT][-33:].float()
@@ -123,7 +125,7 @@ def test_other_types_of_weights(tmp_path: Path) -> None:
 
 def test_replicas_share_the_work(tmp_path: Path) -> None:
     layout = Layout(data=4, zero_stage=0)
-    vps = VirtualParameterSpace(LARGE, ZeroRules(), standard_kinds(2), layout, range(4))
+    vps = VirtualParameterSpace.of(LARGE, ZeroRules(), standard_kinds(2), layout, range(4))
     manifest = save(tmp_path, vps, layout, state_of(vps))
     sizes = [sum(row.nbytes for row in manifest if row.file.startswith(f"{rank:05d}")) for rank in range(4)]
     assert max(sizes) - min(sizes) <= 64 and sum(sizes) == 12 * int(np.sum([t.numel for t in LARGE]))

@@ -62,16 +62,16 @@ def test_the_way_of_the_bytes(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("value", ["shared", 1, None])
 def test_other_values_are_refused(value: Any) -> None:
-    from ds_dynatrain.config import DynatrainConfig
+    from ds_dynatrain.config import split_config
     from ds_dynatrain.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"dynatrain\.transport"):
-        DynatrainConfig.from_deepspeed({"dynatrain": {"transport": value}})
+        split_config({"dynatrain": {"transport": value}})
 
 
 def test_the_ring_that_was_is_refused_with_what_to_use() -> None:
-    from ds_dynatrain.config import DynatrainConfig
+    from ds_dynatrain.config import split_config
     from ds_dynatrain.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r'dynatrain\.transport: "ring" is gone.* use "gloo"'):
-        DynatrainConfig.from_deepspeed({"dynatrain": {"transport": "ring"}})
+        split_config({"dynatrain": {"transport": "ring"}})

@@ -20,7 +20,6 @@ from ds_dynatrain.engine.transaction.certify import certify
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import Shares, agreed, differing, doubts, joined, shares
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
 
@@ -35,7 +34,7 @@ Change = Callable[[Sides], object]
 def space(layout: Layout, tensors: tuple[LogicalTensor, ...] = TENSORS) -> VirtualParameterSpace:
     members, kinds = tuple(range(layout.world_size)), standard_kinds(2, stale_grad=2)
     cuts = None if tensors is TENSORS else axes.partition
-    return VirtualParameterSpace(tensors, ZeroRules(sub_group_size=100), kinds, layout, members, plan_switch, cuts)
+    return VirtualParameterSpace.of(tensors, ZeroRules(sub_group_size=100), kinds, layout, members, cuts)
 
 
 def digests(size: int, rank: int) -> SideDigests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ds_dynatrain.adapters.memory import provide, reusable
@@ -18,7 +19,7 @@ MOMENTS = (
 
 
 def space(layout: Layout, members: tuple[int, ...], weight: int) -> VirtualParameterSpace:
-    return VirtualParameterSpace(TENSORS, RULES, standard_kinds(weight, moments=MOMENTS), layout, members, plan_switch)
+    return VirtualParameterSpace.of(TENSORS, RULES, standard_kinds(weight, moments=MOMENTS), layout, members)
 
 
 @pytest.mark.parametrize("weight", [4, 2])
@@ -39,7 +40,7 @@ def test_owners_tile_the_groups(layout: Layout) -> None:
         for rank in range(layout.data):
             for piece in vps.owned(layout, rank, kind):
                 owned += range(piece.start, piece.stop)
-        wanted = [at for at in range(len(vps.line)) if vps.locate(at)[0].group in groups]
+        wanted = np.flatnonzero(np.isin(vps.line.groups_at(np.arange(len(vps.line))), list(groups))).tolist()
         assert sorted(owned) == wanted
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
-from ds_dynatrain.plan import Exchange, bytes_minimum, estimate, plan_switch
+from ds_dynatrain.errors import LayoutError, SwitchRefused
+from ds_dynatrain.plan import bytes_minimum, estimate, plan_switch
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan.simulate import lacking_bytes, play, stays
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
@@ -117,49 +116,12 @@ def test_a_kind_that_nobody_holds_is_refused() -> None:
         plan_switch(vps, Layout(zero_stage=3, data=2), (0, 1), ("master", "master"))
 
 
-def test_the_space_calls_the_planner_it_was_given() -> None:
+def test_a_plan_goes_on_from_the_side_that_another_ends_on() -> None:
     layout = Layout(zero_stage=1, data=1)
-    vps = VirtualParameterSpace(TENSORS, RULES, standard_kinds(2), layout, (3,), planner=plan_switch)
-    plan = vps.plan(Layout(zero_stage=2, data=2), (3, 4))
+    vps = VirtualParameterSpace.of(TENSORS, RULES, standard_kinds(2), layout, (3,))
+    plan = plan_switch(vps, Layout(zero_stage=2, data=2), (3, 4))
     assert plan.target_members == (3, 4)
-    assert vps.with_layout(plan.target_layout, plan.target_members).plan(layout, (3,)).target_members == (3,)
-
-
-@pytest.mark.parametrize("budget", [8, 12, 64, 10**6])
-def test_chunks_never_exceed_the_budget(budget: int) -> None:
-    vps = space(TENSORS, RULES, Layout(zero_stage=1, data=3), (0, 1, 2))
-    plan = plan_switch(vps, Layout(zero_stage=3, data=4), (3, 1, 0, 5))
-    for member in plan.members:
-        for exchange in plan.for_member(member).rounds:
-            back = next(other for other in plan.for_member(exchange.peer).rounds if other.peer == member)
-            parts = list(exchange.chunks(budget))
-            assert all(part.sends.nbytes + part.receives.nbytes <= budget for part in parts)
-            assert [list(p.sends) for p in parts] == [list(p.receives) for p in back.chunks(budget)]
-            assert _elements(parts) == _elements([exchange])
-
-
-def _elements(parts: list[Exchange]) -> list[tuple[object, ...]]:
-    found: list[tuple[object, ...]] = []
-    for move in itertools.chain.from_iterable(part.receives for part in parts):
-        for step in range(move.stop - move.start):
-            found.append(
-                (
-                    move.kind,
-                    move.start + step,
-                    move.source_buffer,
-                    move.source_offset + step,
-                    move.target_buffer,
-                    move.target_offset + step,
-                )
-            )
-    return found
-
-
-def test_a_budget_below_one_element_is_refused() -> None:
-    vps = space(TENSORS, RULES, Layout(zero_stage=1, data=1), (0,))
-    exchange = plan_switch(vps, Layout(zero_stage=1, data=1), (1,)).for_member(1).rounds[0]
-    with pytest.raises(ConfigError, match="does not hold one element"):
-        list(exchange.chunks(4))
+    assert plan_switch(vps.with_layout(plan.target_layout, plan.target_members), layout, (3,)).target_members == (3,)
 
 
 def test_the_cost_counts_both_sides_and_the_budget() -> None:
@@ -174,7 +136,7 @@ def test_the_cost_counts_last_gradients_that_only_the_target_has() -> None:
     tensors = [LogicalTensor("a", (1000,))]
     kinds = standard_kinds(2, stale_grad=2)
     source, target = Layout(zero_stage=1, data=2), Layout(zero_stage=3, data=2)
-    vps = VirtualParameterSpace(tensors, ZeroRules(), kinds, source, (0, 1))
+    vps = VirtualParameterSpace.of(tensors, ZeroRules(), kinds, source, (0, 1))
     plan = plan_switch(vps, target, (0, 1), ("weight", "master", "exp_avg", "exp_avg_sq"))
     cost = estimate(plan, budget_bytes=0, bytes_per_second=1.0)
     assert cost.highest_peak_bytes == (2_000 + 6_000) + (1_000 + 6_000) + 1_000

@@ -24,7 +24,7 @@ def space(
     tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, weight: int = 2, members: tuple[int, ...] = ()
 ) -> VirtualParameterSpace:
     kinds = standard_kinds(weight, moments=MOMENTS)
-    return VirtualParameterSpace(tensors, rules, kinds, layout, members or tuple(range(layout.world_size)))
+    return VirtualParameterSpace.of(tensors, rules, kinds, layout, members or tuple(range(layout.world_size)))
 
 
 def momentum_bytes(vps: VirtualParameterSpace, source_rank: int | None, target: Layout, rank: int) -> int:
@@ -63,7 +63,7 @@ def test_any_model_rules_and_members(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_that_no_axis_cuts(stage: int) -> None:
-    vps = VirtualParameterSpace(
+    vps = VirtualParameterSpace.of(
         test_axes.TENSORS,
         ZeroRules(),
         standard_kinds(2, moments=[Kind("momentum_buffer", 2, groups=frozenset({0, 2}), whole_tensors=True)]),

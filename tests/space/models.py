@@ -53,4 +53,4 @@ weight_sizes = st.sampled_from([4, 2])
 def space(
     tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout, members: tuple[int, ...], weight: int = 2
 ) -> VirtualParameterSpace:
-    return VirtualParameterSpace(tensors, rules, standard_kinds(weight, stale_grad=weight), layout, members)
+    return VirtualParameterSpace.of(tensors, rules, standard_kinds(weight, stale_grad=weight), layout, members)

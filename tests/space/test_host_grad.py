@@ -22,7 +22,7 @@ LAYOUTS = [Layout(data=data, zero_stage=stage) for data in (1, 2, 3) for stage i
 
 def space(layout: Layout, host_grad: int | None = 4) -> VirtualParameterSpace:
     kinds = standard_kinds(2, 4, host_grad=host_grad)
-    return VirtualParameterSpace(TENSORS, ZeroRules(sub_group_size=20), kinds, layout, range(layout.data))
+    return VirtualParameterSpace.of(TENSORS, ZeroRules(sub_group_size=20), kinds, layout, range(layout.data))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -18,7 +18,7 @@ WHOLE = (Kind("momentum_buffer", 2, groups=frozenset({0}), whole_tensors=True), 
 
 
 def space(tensors: list[LogicalTensor], rules: ZeroRules, layout: Layout) -> VirtualParameterSpace:
-    return VirtualParameterSpace(tensors, rules, standard_kinds(2, moments=WHOLE), layout, range(layout.data))
+    return VirtualParameterSpace.of(tensors, rules, standard_kinds(2, moments=WHOLE), layout, range(layout.data))
 
 
 def held_by_rank(vps: VirtualParameterSpace, kind: str) -> list[dict[int, Address]]:

@@ -49,12 +49,10 @@ def test_owners_tile_the_kind(
         assert all(mine.items() <= of_rank.items() for mine, of_rank in zip(owned, held, strict=True))
         low = data.draw(st.integers(0, len(vps.line)))
         high = data.draw(st.integers(low, len(vps.line)))
+        _, *columns = vps.sharding(layout, kind).owners(np.array([low]), np.array([high]))
         found = {
             at: rank
-            for start, stop, rank in zip(
-                *(column.tolist() for column in vps.owners(layout, kind, np.array([low]), np.array([high]))),
-                strict=True,
-            )
+            for start, stop, rank in zip(*(column.tolist() for column in columns), strict=True)
             for at in range(start, stop)
         }
         assert found == {at: rank for rank, mine in enumerate(owned) for at in mine if low <= at < high}
@@ -73,7 +71,7 @@ def test_the_measured_example() -> None:
     vps = space(tensors, ZeroRules(), Layout(zero_stage=1, data=2), (0, 1))
     first, second = (vps.holding(vps.layout, rank, "master") for rank in (0, 1))
     assert (first.numel, second.numel) == (36, 36)
-    assert vps.locate(36) == (tensors[1], 1) and vps.coordinate("b", 1) == 36
+    assert vps.bases.tolist()[:3] == [0, 35, 42]
     three = Layout(zero_stage=3, data=2)
     assert [vps.holding(three, rank, "master").numel for rank in (0, 1)] == [18 + 4 + 11 + 6, 17 + 3 + 10 + 3]
 
@@ -109,13 +107,7 @@ def test_refusals() -> None:
         Line([LogicalTensor("a", (3,), FROZEN), LogicalTensor("b", (4,), 0)])
     with pytest.raises(LayoutError, match="reads 'b'"):
         kinds = [Kind("a", 2, ("a", "b")), Kind("b", 4)]
-        VirtualParameterSpace(tensors, ZeroRules(), kinds, Layout(zero_stage=1), (0,))
-    with pytest.raises(LayoutError, match="without a planner"):
-        space(tensors, ZeroRules(), Layout(zero_stage=1), (0,)).plan(Layout(zero_stage=2))
-    with pytest.raises(LayoutError, match="no element 3"):
-        Line(tensors).coordinate("a", 3)
-    with pytest.raises(LayoutError, match="not on the line"):
-        Line(tensors).locate(3)
+        VirtualParameterSpace.of(tensors, ZeroRules(), kinds, Layout(zero_stage=1), (0,))
     with pytest.raises(LayoutError, match="no tensor 'z'"):
         Line(tensors).index("z")
     with pytest.raises(LayoutError, match="negative dim"):

@@ -31,7 +31,7 @@ def space(layout: Layout, members: tuple[int, ...], weight: int = 2) -> VirtualP
         for number, shape in enumerate(SHAPES)
     ]
     rules = ZeroRules(sub_group_size=20_000)
-    return VirtualParameterSpace(tensors, rules, standard_kinds(weight), layout, members)
+    return VirtualParameterSpace.of(tensors, rules, standard_kinds(weight), layout, members)
 
 
 def dtype_of(kind: Kind) -> torch.dtype:

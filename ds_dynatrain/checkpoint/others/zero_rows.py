@@ -103,10 +103,10 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
     """
     folder.check_ranks()
     layout = layout_of(folder)
-    rules, members = rules_then(folder, vps.rules), range(layout.world_size)
+    rules, members = rules_then(folder, vps.rules), tuple(range(layout.world_size))
     if any(is_widened(kind, layout) for kind in vps.kinds):
         raise CheckpointError("states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's")
-    space = VirtualParameterSpace(vps.line, rules, vps.kinds, layout, members, None, vps.partitioner)
+    space = VirtualParameterSpace(vps.line, rules, vps.kinds, layout, members, vps.partitioner)
     try:
         space.mesh(layout)
     except LayoutError as error:

@@ -133,7 +133,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
     weight = weight_type(folder)
     master = file.masters[0].dtype if file.masters else weight
     kinds = kinds_of(weight.itemsize, master.itemsize, _moments(folder))
-    return VirtualParameterSpace([*trained, *frozen], rules, kinds, layout, range(layout.world_size))
+    return VirtualParameterSpace.of([*trained, *frozen], rules, kinds, layout, range(layout.world_size))
 
 
 def weight_type(folder: ZeroFolder) -> torch.dtype:
