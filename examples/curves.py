@@ -68,8 +68,8 @@ def show(out: Path) -> None:
     import rich
 
     from ds_dynatrain.report import read_events
-    from ds_dynatrain.report.plot import Curve, plot
     from ds_dynatrain.report.table import table
+    from plot import Curve, plot
 
     events = read_events(out / SWITCHES) if (out / SWITCHES).exists() else []
     runs = [(label, out / f"{name}.jsonl") for name, label in RUNS.items()]

@@ -19,6 +19,7 @@ import memory
 import torch.distributed as td
 from axes import AXES
 from launch import Notes
+from minimum import bytes_minimum
 from raw import RawTransport
 from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
@@ -26,7 +27,7 @@ from workload import SIZES, Samples, config, quiet
 import ds_dynatrain
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.plan import bytes_minimum, plan_switch
+from ds_dynatrain.plan import plan_switch
 
 BATCH, LENGTH = 12, 8
 

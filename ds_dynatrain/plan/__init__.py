@@ -3,12 +3,10 @@
 `slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
 each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into
 `Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it. `cost` estimates memory and
-time; `minimum` counts, by another way, the fewest bytes possible. Nothing here talks to anyone: two layouts and two
-lists of members are all it knows.
+time. Nothing here talks to anyone: two layouts and two lists of members are all it knows.
 """
 
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
-from ds_dynatrain.plan.minimum import bytes_minimum
 from ds_dynatrain.plan.moves import Move, Moves
 from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.plan.rounds import rounds
@@ -22,7 +20,6 @@ __all__ = [
     "Moves",
     "SwitchPlan",
     "assign_slots",
-    "bytes_minimum",
     "estimate",
     "plan_switch",
     "rounds",

@@ -79,27 +79,6 @@ RULES: tuple[Rule, ...] = (
 )
 """What DeepSpeed does not train."""
 
-CORRECTED: tuple[Rule, ...] = (
-    Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
-    Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
-    Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
-    Rule((EXPERTS,), "clipped by the norm of some experts", ("expert", "tensor"), stages=(1, 2)),
-    Rule(
-        (PIPELINE, NATIVE_EXPERTS),
-        "hangs if a stage has no experts: it has one norm less to add up than the others",
-        ("pipe",),
-        stages=(1,),
-    ),
-    Rule((PIPELINE, EXPERTS), "raises if a stage has no experts", ("pipe",)),
-    Rule(
-        (ULYSSES,),
-        "gradients are the mean over sequence ranks, in the other stages the sum",
-        ("sequence",),
-        stages=(3,),
-    ),
-)
-"""What DeepSpeed trains otherwise than on one rank, and the adapters put right: it is let in."""
-
 
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
     """Why a model with these features cannot be trained in a layout, with the nearest layouts in which it can; None if

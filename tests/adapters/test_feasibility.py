@@ -9,7 +9,6 @@ import pytest
 
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import (
-    CORRECTED,
     EXPERTS,
     NATIVE_EXPERTS,
     PIPELINE,
@@ -34,6 +33,26 @@ KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
 }
 """By the names of the tables: what a model of the kind has in it, and its axes."""
 OK = "ok"
+CORRECTED: tuple[Rule, ...] = (
+    Rule((PIPELINE,), "clipped by the norm of the first stage alone", ("pipe",), stages=(0,)),
+    Rule((NATIVE_EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule((EXPERTS,), "clipped by the mean over ranks of the norms of what each holds", ("expert",), stages=(0,)),
+    Rule((EXPERTS,), "clipped by the norm of some experts", ("expert", "tensor"), stages=(1, 2)),
+    Rule(
+        (PIPELINE, NATIVE_EXPERTS),
+        "hangs if a stage has no experts: it has one norm less to add up than the others",
+        ("pipe",),
+        stages=(1,),
+    ),
+    Rule((PIPELINE, EXPERTS), "raises if a stage has no experts", ("pipe",)),
+    Rule(
+        (ULYSSES,),
+        "gradients are the mean over sequence ranks, in the other stages the sum",
+        ("sequence",),
+        stages=(3,),
+    ),
+)
+"""What DeepSpeed trains otherwise than on one rank, and the adapters put right: it is let in."""
 
 
 def cells(kind: str) -> dict[Layout, str]:

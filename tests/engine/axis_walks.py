@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.pool import RankPool
 from tests.engine.walks import continued
+from tools.minimum import bytes_minimum
 
 STEPS = 4
 WARM_STEPS = 3

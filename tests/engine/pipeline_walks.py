@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences
 from tests.engine.pipelines import pipeline
+from tools.minimum import bytes_minimum
 
 STEPS = 3
 Path = Sequence[Layout]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.models import SmallGPT, small_gpt
 from tests.engine.pool import RankPool
+from tools.minimum import bytes_minimum
 
 STEPS = 8
 RANK = 3

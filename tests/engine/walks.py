@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ds_dynatrain.plan import bytes_minimum
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
+from tools.minimum import bytes_minimum
 
 STEPS = 8
 WARM_STEPS = 3

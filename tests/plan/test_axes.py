@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, bytes_minimum, plan_switch
+from ds_dynatrain.plan import assign_slots, plan_switch
 from ds_dynatrain.plan.slots import slot_costs
 from ds_dynatrain.space import (
     FROZEN,
@@ -26,6 +26,7 @@ from ds_dynatrain.space import (
 from tests.plan.simulate import play, stays
 from tests.space.expected import buffers_under, equal, laid_out
 from tests.space.models import even, fused
+from tools.minimum import bytes_minimum
 
 TENSORS = [
     LogicalTensor("embed", (10, 4)),

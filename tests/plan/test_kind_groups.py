@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.adapters.memory import provide, reusable
-from ds_dynatrain.plan import bytes_minimum, plan_switch
+from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, standard_kinds
 from tests.plan.simulate import play
 from tests.plan.test_plan import RULES, TENSORS, WORLDS
+from tools.minimum import bytes_minimum
 
 MOMENTS = (
     Kind("exp_avg", 4, groups=frozenset({1})),

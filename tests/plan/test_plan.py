@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import LayoutError, SwitchRefused
-from ds_dynatrain.plan import bytes_minimum, estimate, plan_switch
+from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan.simulate import lacking_bytes, play, stays
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
+from tools.minimum import bytes_minimum
 
 TENSORS = [
     LogicalTensor("a", (7, 5)),

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import assign_slots, bytes_minimum, plan_switch, slot_costs
+from ds_dynatrain.plan import assign_slots, plan_switch, slot_costs
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, ZeroRules
 from tests.plan.simulate import lacking_bytes
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
+from tools.minimum import bytes_minimum
 
 TENSORS = [
     LogicalTensor("a", (7, 5)),

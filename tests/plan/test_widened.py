@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from ds_dynatrain.engine.certificate import SideDigests, whole_digests
 from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.plan import bytes_minimum, plan_switch, slot_costs
+from ds_dynatrain.plan import plan_switch, slot_costs
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes
 from tests.plan.simulate import coordinates, play
 from tests.plan.test_plan import RULES, TENSORS, WORLDS
 from tests.space.models import layouts, tensor_lists, weight_sizes, zero_rules
+from tools.minimum import bytes_minimum
 
 MOMENTUM = Kind("momentum_buffer", 2, groups=frozenset({0}), whole_tensors=True)
 MOMENTS = (MOMENTUM, Kind("exp_avg", 4, groups=frozenset({1})))

@@ -11,7 +11,7 @@ from ds_dynatrain.report import Side, SwitchEvent
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
-plots = pytest.importorskip("ds_dynatrain.report.plot")
+plots = pytest.importorskip("examples.plot")
 pytest.importorskip("matplotlib")
 
 STATIC = plots.Curve("static", {step: 5.0 / (step + 1) for step in range(20)}, {9: 0.6, 19: 0.3})
