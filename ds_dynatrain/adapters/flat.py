@@ -6,6 +6,7 @@ optimizer steps; frozen tensors stand alone. `stage12`, `bf16` and `stage0_fused
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
 IN_HOLLOW_GROUP = "no tensor of group "
 
+_PARAMETER_ATTRIBUTES = """
+    _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
+    _index_in_param_group param_idx_in_group grad_accum _zero_optimizer _hp_grad
+""".split()
 Slots = Iterable[tuple[int, int, int]]
 """(tensor number, position of its first element in the flat group, elements)."""
 
@@ -48,37 +53,79 @@ def fill_hollow_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dic
     return names
 
 
-def describe_groups(
-    engine: Any,
-    model: ModelMap,
-    flats: Iterable[torch.Tensor],
-    masters: Iterable[torch.Tensor],
-    whole: Sequence[int] | None = None,
-) -> tuple[Buffers, Scalars]:
-    """Per group: the flat weights, this rank's master and moments; frozen tensors one by one.
+class FlatGroups(ABC):
+    """The verbs (see `state`) over flat groups; a subclass says where DeepSpeed keeps these."""
 
-    whole: per group, elements of all tensors of which the rank has a part (see `read_state`).
-    """
-    buffers: Buffers = {}
-    scalars = Scalars()
-    for group, (flat, master) in enumerate(zip(flats, masters, strict=True)):
-        name, end = BufferId("group", group), 0 if is_hollow(model, group) else None
-        buffers[WEIGHT, name], buffers[MASTER, name] = flat.data[:end], master.data[:end]
-        moments, steps = read_state(engine.basic_optimizer, master, group, None if whole is None else whole[group])
-        buffers.update({(kind, name): moment[:end] for kind, moment in moments.items()})
-        for kind, value in steps.items():
-            scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
-    for number, parameter in model.frozen():
-        buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
-    return buffers, scalars
+    @abstractmethod
+    def flats(self, held: Any) -> Sequence[torch.Tensor]:
+        """The flat weights of each group."""
+
+    @abstractmethod
+    def masters(self, held: Any) -> Sequence[torch.Tensor]:
+        """What the basic optimizer steps of each group."""
+
+    @abstractmethod
+    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
+        """(the first position that the master has, where DeepSpeed says that the tensors of a group lie)."""
+
+    @abstractmethod
+    def put_weights(self, held: Any, model: ModelMap, group: int, flat: torch.Tensor) -> None:
+        """Flat weights of a group, and the parameters' views of them, become `flat`."""
+
+    def whole(self, held: Any, group: int) -> Iterable[torch.Tensor] | None:
+        """The parameters for which moments of whole tensors are kept (see `read_state`), where there may be such."""
+        return None
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        """Per group: the flat weights, this rank's master and moments; frozen tensors one by one."""
+        held = engine.optimizer
+        buffers: Buffers = {}
+        scalars = Scalars()
+        for group, (flat, master) in enumerate(zip(self.flats(held), self.masters(held), strict=True)):
+            name, end = BufferId("group", group), 0 if is_hollow(model, group) else None
+            buffers[WEIGHT, name], buffers[MASTER, name] = flat.data[:end], master.data[:end]
+            touched = self.whole(held, group)
+            numel = None if touched is None else sum(parameter.numel() for parameter in touched)
+            moments, steps = read_state(engine.basic_optimizer, master, group, numel)
+            buffers.update({(kind, name): moment[:end] for kind, moment in moments.items()})
+            for kind, value in steps.items():
+                scalars.values.setdefault(kind, {}).update(dict.fromkeys(tensors_of(model, group), value))
+        for number, parameter in model.frozen():
+            buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
+        return buffers, scalars
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Weights whole, at the parameters' own addresses; masters from DeepSpeed's own order of a group.
+
+        Moments of whole tensors in the order in which it reads them.
+        """
+        held = engine.optimizer
+        rows = [Found(WEIGHT, number, 0, each.numel(), each.data_ptr()) for number, each in enumerate(model.parameters)]
+        for group, master in enumerate(self.masters(held)):
+            if not is_hollow(model, group):
+                rows += _master_rows(master, *self.slots(held, model, group))
+                rows += _whole_rows(engine, model, master, self.whole(held, group) or ())
+        return rows
+
+    def release(self, engine: Any, model: ModelMap) -> None:
+        """Take gradients and DeepSpeed's attributes off the parameters."""
+        for parameter in model.parameters:
+            parameter.grad = None
+            for name in _PARAMETER_ATTRIBUTES:
+                parameter.__dict__.pop(name, None)
+
+    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+        """Weights, masters, moments and counts become the given ones."""
+        held = engine.optimizer
+        for group, master in enumerate(self.masters(held)):
+            _refill_master(engine, model, group, master, buffers, scalars)
+            if not is_hollow(model, group):
+                self.put_weights(held, model, group, buffers[WEIGHT, BufferId("group", group)])
+        for number, parameter in model.frozen():
+            parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
 
 
-def weight_rows(model: ModelMap) -> list[Found]:
-    """Where the weights lie: whole, at the parameters' own addresses."""
-    return [Found(WEIGHT, index, 0, held.numel(), held.data_ptr()) for index, held in enumerate(model.parameters)]
-
-
-def master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
+def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
     """What of a flat group lies in `master`, which holds its positions from `low` on."""
     rows, high = [], low + master.numel()
     for number, position, numel in slots:
@@ -89,7 +136,7 @@ def master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
     return rows
 
 
-def whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
+def _whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
     """Where moments of whole tensors lie: for each of `parameters`, of which `master` has a part, one after another."""
     state, rows = engine.basic_optimizer.state.get(master, {}), []
     for name in rule_of(engine.basic_optimizer).whole_tensors:
@@ -109,7 +156,7 @@ def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tupl
     return slots
 
 
-def refill_master(
+def _refill_master(
     engine: Any, model: ModelMap, group: int, master: torch.Tensor, buffers: Buffers, scalars: Scalars
 ) -> None:
     """A group's master, its moments and its counts become the given ones."""
@@ -121,12 +168,6 @@ def refill_master(
         master.data = buffers[MASTER, name]
     steps = common_scalars(scalars, tensors_of(model, group), f"optimizer group {group}")
     write_state(engine.basic_optimizer, master, group, held, steps)
-
-
-def refill_frozen(model: ModelMap, buffers: Buffers) -> None:
-    """Frozen parameters become views of their buffers."""
-    for number, parameter in model.frozen():
-        parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
 
 
 def tensors_of(model: ModelMap, group: int) -> list[int]:

@@ -23,6 +23,15 @@ def link_moments(held: Any) -> None:
         held._lazy_init_hp_params_optimizer_state()
 
 
+def relink(held: Any) -> None:
+    """Link the parameters of an optimizer that was refilled to their parts of it, and those to its moments."""
+    held._link_all_hp_params()
+    held._hp_optimizer_states_linked = False
+    held._param_slice_mappings = held._create_param_mapping()
+    correct_fragments(held)
+    link_moments(held)
+
+
 def correct_fragments(zero: Any) -> None:
     """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; nothing to do for any other."""
     if not getattr(zero, "round_robin_gradients", False):

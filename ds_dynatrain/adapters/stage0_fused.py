@@ -6,47 +6,32 @@ tensors stand alone. The optimizer steps the flat master, so a group has one ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ds_dynatrain.adapters.flat import (
-    describe_groups,
-    end_to_end,
-    master_rows,
-    refill_frozen,
-    refill_master,
-    weight_rows,
-)
+import torch
+
+from ds_dynatrain.adapters.flat import FlatGroups, Slots, end_to_end
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.state import Buffers, Found, Scalars
-from ds_dynatrain.space import WEIGHT, BufferId
 
 
-class FusedStage:
+class FusedStage(FlatGroups):
     """Stage 0 over flat groups; see the module."""
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        """Per group: the flat weights, the flat master and its moments; frozen tensors one by one."""
-        fused = engine.optimizer
-        return describe_groups(engine, model, fused.fp16_groups_flat, fused.fp32_groups_flat)
+    def flats(self, held: Any) -> Sequence[torch.Tensor]:
+        """See `FlatGroups`."""
+        return list(held.fp16_groups_flat)
 
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Weights at the parameters' addresses; masters in the order of `fp16_groups`, end to end."""
-        rows = weight_rows(model)
-        for parameters, master in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups_flat, strict=True):
-            rows += master_rows(master, 0, end_to_end(model, parameters))
-        return rows
+    def masters(self, held: Any) -> Sequence[torch.Tensor]:
+        """See `FlatGroups`."""
+        return list(held.fp32_groups_flat)
 
-    def release(self, engine: Any, model: ModelMap) -> None:
-        """Drop the gradients; nothing else hangs on the module."""
-        for parameter in model.parameters:
-            parameter.grad = None
+    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
+        """In the order of `fp16_groups`, end to end."""
+        return 0, end_to_end(model, held.fp16_groups[group])
 
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Flat weights, the parameters' views of them, masters and moments become the buffers."""
-        fused = engine.optimizer
-        for group, master in enumerate(fused.fp32_groups_flat):
-            fused.fp16_groups_flat[group] = flat = buffers[WEIGHT, BufferId("group", group)]
-            for number, at, numel in end_to_end(model, fused.fp16_groups[group]):
-                model.parameters[number].data = flat.narrow(0, at, numel).view(model.tensors[number].shape)
-            refill_master(engine, model, group, master, buffers, scalars)
-        refill_frozen(model, buffers)
+    def put_weights(self, held: Any, model: ModelMap, group: int, flat: torch.Tensor) -> None:
+        """See `FlatGroups`."""
+        held.fp16_groups_flat[group] = flat
+        for number, at, numel in end_to_end(model, held.fp16_groups[group]):
+            model.parameters[number].data = flat.narrow(0, at, numel).view(model.tensors[number].shape)
