@@ -32,6 +32,14 @@ from ds_dynatrain.space import (
 )
 from ds_dynatrain.transfer import digest
 
+Progress = Callable[[int], object]
+"""Called with the bytes of each tensor that is written."""
+
+
+def silent(nbytes: int) -> None:
+    """A `Progress` that nobody sees."""
+
+
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -88,12 +96,10 @@ def _runs(values: torch.Tensor, stretch: Stretch) -> torch.Tensor:
     return values.view(-1).as_strided((stretch.count, stretch.length), (stretch.step, 1), stretch.start)
 
 
-def to_safetensors(
-    saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Callable[[int], object] | None = None
-) -> int:
+def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:
     """Write all weights into one safetensors file that must not be there yet; its bytes.
 
-    dtype: of all weights, their own if None. progress: called with the bytes of each tensor. The file has its name only
+    dtype: of all weights, their own if None. The file has its name only
     when it is whole. CheckpointError for a type that safetensors does not have here, or a file that is there;
     CheckpointDamaged for values that are not what was saved.
     """
@@ -109,8 +115,7 @@ def to_safetensors(
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:
             file.write(proven(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
-            if progress is not None:
-                progress(tensor.numel * types[tensor.name].itemsize)
+            progress(tensor.numel * types[tensor.name].itemsize)
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(header) + at

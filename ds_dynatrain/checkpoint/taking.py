@@ -16,7 +16,7 @@ import torch
 
 from ds_dynatrain.checkpoint import folder as folders
 from ds_dynatrain.checkpoint import record
-from ds_dynatrain.checkpoint.convert import whole
+from ds_dynatrain.checkpoint.convert import Progress, silent, whole
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
@@ -30,12 +30,10 @@ from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that a float32 master can stand for."""
-Progress = Callable[[int], object]
-"""Called with the bytes of each tensor that is written."""
 
 
 def take(
-    told: Told, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress | None = None
+    told: Told, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
     """Write what is told into a folder of checkpoints, as its latest; the new checkpoint.
 
@@ -82,7 +80,7 @@ def bytes_of(told: Told) -> int:
     return sum(tensor.numel * dtype.itemsize for tensor in told.tensors for _, dtype in _stored(told, tensor))
 
 
-def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progress | None) -> Iterator[Row]:
+def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
     """Write the data files; the rows of the manifest."""
     with ExitStack() as stack:
         files: dict[torch.dtype, Callable[[Share], Row]] = {}
@@ -97,8 +95,7 @@ def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progr
         for tensor in told.tensors:
             for kind, dtype in _stored(told, tensor):
                 yield from _rows_of(reader, tensor, kind, dtype, write)
-                if progress is not None:
-                    progress(tensor.numel * dtype.itemsize)
+                progress(tensor.numel * dtype.itemsize)
         yield from map(write, tensors)
 
 

@@ -7,13 +7,13 @@ masters, unless another type is asked for: torch's own training keeps no others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ds_dynatrain.checkpoint.convert import proven
+from ds_dynatrain.checkpoint.convert import Progress, proven, silent
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.names import check_names
@@ -21,8 +21,6 @@ from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTensor
 
-Progress = Callable[[int], object]
-"""Called with the bytes of each tensor that is written."""
 DATA = "__0_0.distcp"
 """What torch calls the first file of rank 0."""
 Keys = tuple[str, ...]
@@ -34,7 +32,7 @@ def to_dcp(
     carry: Mapping[str, Any],
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Write weights, optimizer states and hyper-parameters into a new folder; memory for the largest tensor.
 
@@ -68,8 +66,7 @@ def to_dcp(
                 if write_item.index.fqn not in by_key:
                     return super().resolve_data(write_item)
                 tensor, kind, kind_type = by_key[write_item.index.fqn]
-                if progress is not None:
-                    progress(tensor.numel * kind_type.itemsize)
+                progress(tensor.numel * kind_type.itemsize)
                 return proven(reader, tensor, kind, kind_type)
 
         class OneByOne(FileSystemWriter):

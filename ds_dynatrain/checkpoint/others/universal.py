@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_dynatrain.checkpoint.convert import proven
+from ds_dynatrain.checkpoint.convert import Progress, proven, silent
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.folder import check_tag
 from ds_dynatrain.checkpoint.hidden import appearing
@@ -32,16 +32,13 @@ MASTERS, STEP, OPTIMIZER = "fp32", "step", "optimizer_state.pt"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
 
-Progress = Callable[[int], object]
-"""Called with the bytes of each tensor that is written."""
-
 
 def to_universal(
     saved: Saved,
     carry: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor],
     path: Path,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Write a checkpoint into the folder `path`, beside others, under its own tag; its folder.
 
@@ -77,9 +74,7 @@ def _moments(saved: Saved) -> list[str]:
     return [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
 
 
-def _write_states(
-    saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress | None
-) -> None:
+def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress) -> None:
     """Masters and moments, a folder for each tensor; hyper-parameters in a file of their own."""
     steps = carry.get("scalars", {}).get(STEP, {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
@@ -91,8 +86,7 @@ def _write_states(
                 continue
             name = MASTERS if kind == MASTER else kind
             torch.save({"param": proven(reader, tensor, kind), "cat_dim": 0}, folder / tensor.name / f"{name}.pt")
-            if progress is not None:
-                progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
+            progress(tensor.numel * named(saved.manifest.rows[tensor.name, kind][0].dtype).itemsize)
         if str(number) in steps:
             torch.save(torch.tensor(steps[str(number)]), folder / tensor.name / f"{STEP}.pt")
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +107,7 @@ def _write_models(
     buffers: Mapping[str, torch.Tensor],
     reader: Reader,
     folder: Path,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Counters and schedule, and the weights: room is left for their values, which are then written one by one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -152,8 +146,7 @@ def _write_models(
         for each in tensors:
             if each.name in types and each.numel:
                 _put(file.fileno(), places[each.name].offset, proven(reader, each, WEIGHT))
-                if progress is not None:
-                    progress(each.numel * types[each.name].itemsize)
+                progress(each.numel * types[each.name].itemsize)
         os.fsync(file.fileno())
 
 

@@ -22,16 +22,22 @@ import torch
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
-from ds_dynatrain.checkpoint.others.told import Told, hyper_parameters, in_order, number_of, plain_fields, whole_row
-from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
-from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, model_files, read_table, scaler_fields
+from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of, whole_row
+from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree
+from ds_dynatrain.checkpoint.others.zero_files import (
+    OptimizerFile,
+    carry_of,
+    configured_type,
+    frozen_shapes,
+    model_files,
+    read_table,
+)
 from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, LogicalTensor
 
 FORMAT = "DeepSpeed's universal format"
 ZERO, OPTIMIZER, STEP = "zero", "optimizer_state.pt", "step"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def is_universal(path: Path) -> bool:
@@ -66,16 +72,8 @@ class _Folder:
             rows += parts
         ordered, said = in_order(tensors), self.model
         scalars = {str(number): steps[each.name] for number, each in enumerate(ordered) if each.name in steps}
-        carry: dict[str, Any] = {
-            "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
-            "windows": int(said.get("global_steps", 0)),
-            "groups": [hyper_parameters(group) for group in with_values(self.path, self.groups)],
-            "scalars": {STEP: scalars} if scalars else {},
-            "scaler": plain_fields(scaler_fields(OptimizerFile(0, [], [], [], self.optimizer))),
-        }
-        for key, name in (("lr_scheduler", "scheduler"), ("random_ltd", "random-LTD")):
-            if said.get(key) is not None:
-                carry[name] = with_values(self.path, said[key])
+        carry = carry_of(self.path, said, OptimizerFile(0, [], [], self.groups, self.optimizer))
+        carry["scalars"] = {STEP: scalars} if scalars else {}
         names = said.get("buffer_names") or ()
         buffers = {name: held for name, held in self.module.items() if name in names}
         return Told(self.path, FORMAT, Manifest.of(rows), ordered, int(said.get("global_steps", 0)), carry, buffers)
@@ -180,20 +178,11 @@ class _Folder:
         """Of the weights that were trained with; from the configuration where the files have none."""
         if name in self.module:
             return self.module[name].dtype
-        config = self.model.get("ds_config")
-        for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-            if isinstance(config, Mapping) and (config.get(key) or {}).get("enabled"):
-                return dtype
-        return torch.float32
+        return configured_type(self.model.get("ds_config"))
 
     def _frozen(self) -> Iterator[tuple[LogicalTensor, list[Row]]]:
         """What is in the module and was not trained, and where it lies."""
-        said = self.model
-        shapes = {name: tuple(shape) for name, shape in (said.get("frozen_param_shapes") or {}).items()}
-        if said.get("frozen_param_shapes") is None:
-            others = {*self.trained, *(said.get("buffer_names") or ()), *(said.get("shared_params") or ())}
-            shapes = {name: held.shape for name, held in self.module.items() if name not in others}
-        for name, shape in shapes.items():
+        for name, shape in frozen_shapes(self.model, self.module, self.trained).items():
             tensor, stored = LogicalTensor(name, shape, FROZEN), self.module.get(name)
             if len({part for part, _ in self.models}) > 1:
                 raise CheckpointError(f"{name!r} is frozen, and may be cut over model-parallel ranks: not read here")

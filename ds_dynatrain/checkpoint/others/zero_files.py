@@ -13,19 +13,24 @@ stage 3 for each rank), and in stages 1 to 3 one of optimizer states for each ra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_dynatrain.checkpoint.others.pickles import Opaque
-from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree
+from ds_dynatrain.checkpoint.others.told import hyper_parameters, plain_fields
+from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+Shape = tuple[int, ...]
 MOST_RANKS = 1 << 16
 """Of any axis: a folder of a few files may say that it is of more than there will ever be."""
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
@@ -242,6 +247,37 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
     if not masters and stage == 0:  # the basic optimizer steps the parameters themselves, frozen ones left out
         states = [each for each in states if each]
     return OptimizerFile(stage, list(masters), states, groups, raw)
+
+
+def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
+    """As much of a training's carry (see `told`) as model states and an optimizer's states have."""
+    found: dict[str, Any] = {
+        "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
+        "windows": int(said.get("global_steps", 0)),
+        "scaler": plain_fields(scaler_fields(file)),
+    }
+    if file.groups:
+        found["groups"] = [hyper_parameters(group) for group in with_values(path, file.groups)]
+    for key, name in (("lr_scheduler", "scheduler"), ("random_ltd", "random-LTD")):
+        if said.get(key) is not None:
+            found[name] = with_values(path, said[key])
+    return found
+
+
+def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
+    """Shapes by name of what model states have and was not trained. weights: those that are there, and buffers."""
+    if said.get("frozen_param_shapes") is not None:
+        return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
+    others = {*trained, *(said.get("buffer_names") or ()), *(said.get("shared_params") or ())}
+    return {name: held.shape for name, held in weights.items() if name not in others}
+
+
+def configured_type(config: object) -> torch.dtype:
+    """Of weights, by DeepSpeed's configuration: where the files have none."""
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if isinstance(config, Mapping) and (config.get(name) or {}).get("enabled"):
+            return dtype
+    return torch.float32
 
 
 def scaler_fields(file: OptimizerFile) -> dict[str, Any]:

@@ -15,9 +15,15 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.others.told import Told, hyper_parameters, in_order, number_of, plain_fields
-from ds_dynatrain.checkpoint.others.torch_files import Stored, with_values
-from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, ZeroFolder, scaler_fields
+from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of
+from ds_dynatrain.checkpoint.others.torch_files import Stored
+from ds_dynatrain.checkpoint.others.zero_files import (
+    OptimizerFile,
+    ZeroFolder,
+    carry_of,
+    configured_type,
+    frozen_shapes,
+)
 from ds_dynatrain.checkpoint.others.zero_rows import layout_of, rows_of, rules_then, scalars_of
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.errors import CheckpointError
@@ -27,7 +33,6 @@ from ds_dynatrain.space import standard_kinds as kinds_of
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
 """What parameters of a pipeline's tied layers are called, which lie in its files under the numbers of their layers."""
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 INSTEAD = "load it into an engine with load_checkpoint, and save it with save_universal"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -58,7 +63,7 @@ def told_by_zero(path: Path, trust_pickle: bool = False) -> Told:
             scalars.setdefault(name, {}).update({key: value for key, value in plain.items() if key in new})
     ordered = in_order(tensors.values())
     numbers = {each.name: str(number) for number, each in enumerate(ordered)}
-    carry = _carry(folder)
+    carry = carry_of(path, folder.model(0), folder.optimizer(0, 0))
     carry["scalars"] = {name: {numbers[key]: value for key, value in table.items()} for name, table in scalars.items()}
     manifest = Manifest.of(row for held in rows.values() for row in held)
     step = int(folder.model(0).get("global_steps", 0))
@@ -89,21 +94,6 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
             raise CheckpointError(f"{folder.path}: which tied layer {name!r} is of is not clear: {INSTEAD}")
         found[int(number)] = next(iter(keys), found[int(number)])
     return tuple(found)
-
-
-def _carry(folder: ZeroFolder) -> dict[str, Any]:
-    said, file = folder.model(0), folder.optimizer(0, 0)
-    found: dict[str, Any] = {
-        "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
-        "windows": int(said.get("global_steps", 0)),
-        "scaler": plain_fields(scaler_fields(file)),
-    }
-    if file.groups:
-        found["groups"] = [hyper_parameters(group) for group in with_values(folder.path, file.groups)]
-    for key, name in (("lr_scheduler", "scheduler"), ("random_ltd", "random-LTD")):
-        if said.get(key) is not None:
-            found[name] = with_values(folder.path, said[key])
-    return found
 
 
 def _buffers(folder: ZeroFolder) -> dict[str, Stored]:
@@ -143,10 +133,7 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
     for name, held in folder.weights(0).items():
         if name not in buffers and name not in frozen and held.dtype.is_floating_point:
             return held.dtype
-    for dtype, names in ((torch.bfloat16, ("bf16", "bfloat16")), (torch.float16, ("fp16",))):
-        if any((folder.config.get(name) or {}).get("enabled") for name in names):
-            return dtype
-    return torch.float32
+    return configured_type(folder.config)
 
 
 def _by_group(folder: ZeroFolder, file: OptimizerFile, shapes: Any) -> list[LogicalTensor]:
@@ -198,12 +185,9 @@ def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
 def _frozen(folder: ZeroFolder, known: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what is in the module and was not trained. known: what was, in all stages."""
     said = folder.model(0)
-    if said.get("frozen_param_shapes") is not None:
-        return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
-    if said.get("param_shapes") is None:
+    if said.get("frozen_param_shapes") is None and said.get("param_shapes") is None:
         return {}
-    others = {*known, *(said.get("buffer_names") or ()), *(said.get("shared_params") or ())}
-    return {name: held.shape for name, held in folder.weights(0).items() if name not in others}
+    return frozen_shapes(said, folder.weights(0), known)
 
 
 def _moments(folder: ZeroFolder) -> Iterator[Kind]:

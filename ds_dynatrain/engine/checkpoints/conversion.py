@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 
+from ds_dynatrain.checkpoint.convert import Progress, silent
 from ds_dynatrain.checkpoint.others.told import Told
 from ds_dynatrain.checkpoint.others.torch_files import value_of
-from ds_dynatrain.checkpoint.taking import Progress, take
+from ds_dynatrain.checkpoint.taking import take
 from ds_dynatrain.engine.checkpoints.rests import packed
 from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import CheckpointError, ConfigError
 
 
-def convert_told(told: Told, folder: Path, progress: Progress | None = None) -> Path:
+def convert_told(told: Told, folder: Path, progress: Progress = silent) -> Path:
     """Write it into a folder of checkpoints; the new one. Errors as `take`, CheckpointError for values of a carry that
     have no place in ours.
     """
