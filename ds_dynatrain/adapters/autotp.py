@@ -21,6 +21,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
 
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.template import Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
@@ -167,8 +168,5 @@ def _said_once() -> Iterator[None]:
             said[module] = printed(module)
         return said[module]
 
-    nn.Module.__repr__ = again  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "__repr__", again):
         yield
-    finally:
-        nn.Module.__repr__ = printed  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime import bf16_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.versions import collector
 
 LARGE = 1 << 14
@@ -112,12 +113,8 @@ class _SilentBackend:
 @contextmanager
 def silent_communication() -> Iterator[None]:
     """DeepSpeed's collectives do nothing inside the block."""
-    backend = ds_comm.cdb
-    ds_comm.cdb = _SilentBackend(backend)
-    try:
+    with replaced(ds_comm, "cdb", _SilentBackend(ds_comm.cdb)):
         yield
-    finally:
-        ds_comm.cdb = backend
 
 
 class _NoCollection:
@@ -133,53 +130,25 @@ def no_collection() -> Iterator[None]:
 
     ZeRO-3's does so itself, BF16_Optimizer's wherever it reports its memory.
     """
-    module: Any = collector()
-    report = bf16_optimizer.see_memory_usage
-    module.gc = _NoCollection()
-    bf16_optimizer.see_memory_usage = lambda *_, **__: None
-    try:
+    with replaced(collector(), "gc", _NoCollection()), replaced(bf16_optimizer, "see_memory_usage", _nothing):
         yield
-    finally:
-        module.gc = gc
-        bf16_optimizer.see_memory_usage = report
-
-
-@contextmanager
-def no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`optimizer.step()` does nothing inside the block (FP16_UnfusedOptimizer steps on zeros when it is built)."""
-    own = optimizer.__dict__.get("step")
-    optimizer.__dict__["step"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        if own is None:
-            del optimizer.__dict__["step"]
-        else:
-            optimizer.__dict__["step"] = own
-
-
-@contextmanager
-def brief_tensors() -> Iterator[None]:
-    """Tensors print as one word inside the block.
-
-    ZeRO-3's constructor formats all of its arguments, every parameter among them, for a message that is then not shown:
-    0.1 s and more.
-    """
-    written = torch.Tensor.__repr__
-    torch.Tensor.__repr__ = lambda self, **_: "tensor"  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.__repr__ = written  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
 def hollow(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """All of the above: for building one ZeRO optimizer around `optimizer`."""
+    """All of the above: for building one ZeRO optimizer around `optimizer`.
+
+    It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
+    all of its arguments, every parameter among them, for a message that is then not shown, which takes 0.1 s and more.
+    """
     with ExitStack() as stack:
         stack.enter_context(no_collection())
-        stack.enter_context(brief_tensors())
+        stack.enter_context(replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"))
         stack.enter_context(silent_communication())
-        stack.enter_context(no_step(optimizer))
+        stack.enter_context(replaced(optimizer, "step", _nothing))
         stack.enter_context(HollowMode())  # type: ignore[no-untyped-call]
         yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Whatever is asked for, it is not done."""

@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leav
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate, giving, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage_experts import StageExperts
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout
@@ -67,12 +68,9 @@ class PipelineShaper:
         rank = td.get_rank()
         specs: Any = root._layer_specs
         if self.autoep:
-            given: Any = self._giving(specs, (made or Made(self.autoep.make(layout, rank))).module)
-            root._layer_specs = given
-        try:
+            specs = self._giving(specs, (made or Made(self.autoep.make(layout, rank))).module)
+        with replaced(root, "_layer_specs", specs):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], dtype)
-        finally:
-            root._layer_specs = specs
 
     def _giving(self, specs: Sequence[Any], whole: nn.Module) -> list[Any]:
         """The descriptions of layers that are in `whole`."""
@@ -149,11 +147,8 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
     root.forward_funcs, root.fwd_map, root.tied_weight_attrs = [], {}, {}
     root.is_checkpointable_results, root.is_checkpointable_results_interval = [], None
     root.tied_modules = nn.ModuleDict()
-    reseeds, root.seed_layers = root.seed_layers, False
-    try:
+    with replaced(root, "seed_layers", False):
         root._build()
-    finally:
-        root.seed_layers = reseeds
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:

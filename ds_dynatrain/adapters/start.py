@@ -15,6 +15,7 @@ from deepspeed import ops, set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.file_baton import FileBaton
 
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
 
 E = TypeVar("E", bound=DeepSpeedEngine)
@@ -63,11 +64,8 @@ def telling_of_locks(seconds: float | None = None) -> Iterator[None]:
                 _say_locked(lock, limit)
                 is_said = True
 
-    own, FileBaton.wait = FileBaton.wait, wait  # type: ignore[method-assign]
-    try:
+    with replaced(FileBaton, "wait", wait):
         yield
-    finally:
-        FileBaton.wait = own  # type: ignore[method-assign]
 
 
 def _say_locked(lock: Path, seconds: float) -> None:

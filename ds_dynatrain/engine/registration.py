@@ -7,8 +7,7 @@ optimizer back over the old buffers. Idle members read the record when they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from ds_dynatrain.adapters.memory import dtypes, provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.regroup import Regrouping, regroup
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.schedulers import Lists, follow, lists_per_group, put_lists_back
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary
@@ -181,7 +181,7 @@ class _Registration:
         digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
         model = _model_after(engine, self.asked)
         groups = self.asked.groups_of(engine.basic_optimizer.param_groups, dict(engine.module.named_parameters()))
-        with _in_place(engine.basic_optimizer, groups):
+        with replaced(engine.basic_optimizer, "param_groups", groups):
             vps = space_of(engine, self.layout, engine.members, model)
             scalars = self._scalars_after(model)
         self.new_kinds = self._kinds_of(vps)
@@ -335,16 +335,6 @@ class _Registration:
         engine.adopt_space(old.vps)
         engine.attach(self.layout, self.world, engine.present_config, old.buffers, old.scalars)
         put_back(engine, old.shared)
-
-
-@contextmanager
-def _in_place(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside the block the optimizer has these groups."""
-    own, optimizer.param_groups = optimizer.param_groups, groups
-    try:
-        yield
-    finally:
-        optimizer.param_groups = own
 
 
 def _run(buffers: Buffers, kind: str, place: Place) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.hollow import LARGE, HollowMode, hollow, no_collection, no_step, silent_communication
+from ds_dynatrain.adapters.hollow import LARGE, HollowMode, hollow, no_collection, silent_communication
 from ds_dynatrain.adapters.versions import collector
 
 SMALL, BIG = 100, LARGE * 4
@@ -88,7 +88,7 @@ def test_a_step_does_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    with no_step(optimizer):
+    with hollow(optimizer):
         optimizer.step()
     assert parameter.tolist() == [1.0, 1.0] and "step" not in optimizer.__dict__
     optimizer.step()
@@ -99,7 +99,7 @@ def test_a_step_that_a_scheduler_has_wrapped_is_put_back() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     wrapped = optimizer.step
-    with no_step(optimizer):
+    with hollow(optimizer):
         assert optimizer.step is not wrapped
     assert optimizer.step is wrapped
 
