@@ -7,7 +7,7 @@ time. Nothing here talks to anyone: two layouts and two lists of members are all
 """
 
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
-from ds_dynatrain.plan.moves import Move, Moves
+from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
@@ -16,7 +16,6 @@ __all__ = [
     "Cost",
     "Exchange",
     "MemberPlan",
-    "Move",
     "Moves",
     "SwitchPlan",
     "assign_slots",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,21 +23,6 @@ COLUMNS = (
     "target_buffer",
     "target_offset",
 )
-
-
-class Move(NamedTuple):
-    """One run [start, stop) of `kind` from member `source` to member `target`; offsets in elements."""
-
-    kind: str
-    start: int
-    stop: int
-    source: int
-    target: int
-    source_kind: str
-    source_buffer: BufferId
-    source_offset: int
-    target_buffer: BufferId
-    target_offset: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +69,6 @@ class Moves:
     def __len__(self) -> int:
         """Number of runs."""
         return len(self.start)
-
-    def __iter__(self) -> Iterator[Move]:
-        """The runs one by one, with names in place of numbers."""
-        for row in zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True):
-            move = Move(*row)
-            yield move._replace(
-                kind=self.kinds[row[0]].name,
-                source_kind=self.kinds[row[5]].name,
-                source_buffer=self.source_buffers[row[6]],
-                target_buffer=self.target_buffers[row[8]],
-            )
 
     @property
     def numel(self) -> int:

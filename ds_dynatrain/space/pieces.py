@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.tensor import Ints, Line
 
@@ -52,16 +51,6 @@ class Pieces:
         nothing = np.empty(0, np.int64)
         return cls(nothing, nothing, nothing, nothing, buffers)
 
-    @classmethod
-    def of(cls, pieces: list[Piece]) -> Pieces:
-        """Pieces from single ones, in any order; validated."""
-        ordered = sorted(pieces)
-        buffers = tuple(sorted({piece.buffer for piece in ordered}))
-        number = {buffer: index for index, buffer in enumerate(buffers)}
-        rows = [(piece.start, piece.stop, number[piece.buffer], piece.offset) for piece in ordered]
-        start, stop, buffer, offset = np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy()
-        return cls(start, stop, buffer, offset, buffers).validate()
-
     def __len__(self) -> int:
         """Number of runs."""
         return len(self.start)
@@ -77,19 +66,6 @@ class Pieces:
     def numel(self) -> int:
         """Number of elements."""
         return int((self.stop - self.start).sum())
-
-    def validate(self) -> Pieces:
-        """Itself, or LayoutError where a run is empty, out of order, overlaps, or names no buffer."""
-        for name, wrong in (
-            ("is empty", self.stop <= self.start),
-            ("has a negative offset", self.offset < 0),
-            ("names no buffer", (self.buffer < 0) | (self.buffer >= len(self.buffers))),
-            ("overlaps or precedes the one before it", np.append(False, self.start[1:] < self.stop[:-1])[: len(self)]),
-        ):
-            if wrong.any():
-                row = int(np.flatnonzero(wrong)[0])
-                raise LayoutError(f"piece {row} [{self.start[row]}, {self.stop[row]}) {name}")
-        return self
 
     def take(self, row: Ints, start: Ints, stop: Ints) -> Pieces:
         """The parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""

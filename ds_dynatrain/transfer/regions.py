@@ -70,10 +70,10 @@ class Places:
         room = np.array([held.numel() for held in data], dtype=np.int64)
         short = np.flatnonzero(self._reach > room)
         if len(short):
-            over = np.flatnonzero(self.begin + self.length > room[self.which])
-            move, row = next(iter(self.moves.select(over[:1]))), int(over[0])
+            moves, row = self.moves, int(np.flatnonzero(self.begin + self.length > room[self.which])[0])
+            kind = moves.kinds[int(moves.kind[row])].name
             raise TransferError(
-                f"{self.side} of {move.kind} [{move.start}, {move.stop}): bytes {self.begin[row]} to "
+                f"{self.side} of {kind} [{moves.start[row]}, {moves.stop[row]}): bytes {self.begin[row]} to "
                 f"{self.begin[row] + self.length[row]} leave a buffer of {room[self.which[row]]} bytes"
             )
         return Regions(data, self.which, self.begin, self.length)

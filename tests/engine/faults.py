@@ -105,7 +105,7 @@ def without_a_piece(switch: Transaction, plan: MemberPlan) -> MemberPlan:
 
 
 def _without_first(moves: Moves) -> Moves:
-    rows = [row for row, move in enumerate(moves) if move.kind == "exp_avg"]
+    rows = [row for row, kind in enumerate(moves.kind.tolist()) if moves.kinds[kind].name == "exp_avg"]
     return moves.select(np.delete(np.arange(len(moves)), rows[:1]))
 
 

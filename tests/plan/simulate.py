@@ -6,18 +6,46 @@ the target's buffers there once, out of where the source has it; padding stays a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynatrain.plan import MemberPlan, Move, Moves, SwitchPlan
-from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
+from ds_dynatrain.plan import MemberPlan, Moves, SwitchPlan
+from ds_dynatrain.plan.moves import COLUMNS
+from ds_dynatrain.space import BufferId, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules
 from tests.space.expected import PADDING, Ints, buffers, buffers_under
 
 Memory = dict[tuple[str, str, int], Ints]
 """Values by (kind, place, index of the buffer)."""
 EMPTY = -1
+
+
+class Move(NamedTuple):
+    """One run [start, stop) of `kind` from member `source` to member `target`; offsets in elements."""
+
+    kind: str
+    start: int
+    stop: int
+    source: int
+    target: int
+    source_kind: str
+    source_buffer: BufferId
+    source_offset: int
+    target_buffer: BufferId
+    target_offset: int
+
+
+def each(moves: Moves) -> Iterator[Move]:
+    """The runs one by one, with names in place of numbers."""
+    for row in zip(*(getattr(moves, name).tolist() for name in COLUMNS), strict=True):
+        yield Move(*row)._replace(
+            kind=moves.kinds[row[0]].name,
+            source_kind=moves.kinds[row[5]].name,
+            source_buffer=moves.source_buffers[row[6]],
+            target_buffer=moves.target_buffers[row[8]],
+        )
 
 
 def value(vps: VirtualParameterSpace, kind: str, coordinate: Ints) -> Ints:
@@ -52,7 +80,7 @@ def play(plan: SwitchPlan) -> int:
         _copy(vps, part.local, old.get(member, {}), new.get(member, {}))
         for exchange in part.rounds:
             answer = next(other for other in parts[exchange.peer].rounds if other.peer == member)
-            assert list(exchange.sends) == list(answer.receives)
+            assert list(each(exchange.sends)) == list(each(answer.receives))
             _copy(vps, exchange.sends, old.get(member, {}), new.get(exchange.peer, {}))
             crossed += exchange.sends.nbytes
     for member, part in parts.items():
@@ -76,7 +104,7 @@ def stays(move: Move) -> bool:
 
 
 def _copy(vps: VirtualParameterSpace, moves: Moves, source: Memory, target: Memory) -> None:
-    for move in moves:
+    for move in each(moves):
         run = np.arange(move.start, move.stop)
         read = _part(source, (move.source_kind, *move.source_buffer), move.source_offset, len(run))
         assert np.array_equal(read, value(vps, move.source_kind, run)), f"reads something else: {move}"
@@ -94,7 +122,7 @@ def _part(memory: Memory, name: tuple[str, str, int], offset: int, length: int) 
 
 def _check_sums(plan: SwitchPlan, parts: dict[int, MemberPlan], crossed: int) -> None:
     assert crossed == plan.bytes_sent == sum(part.bytes_sent for part in parts.values())
-    received = {member: sum(each.receives.nbytes for each in part.rounds) for member, part in parts.items()}
+    received = {member: sum(exchange.receives.nbytes for exchange in part.rounds) for member, part in parts.items()}
     assert {member: (part.bytes_sent, received[member]) for member, part in parts.items()} == plan.traffic
 
 

@@ -23,8 +23,9 @@ from ds_dynatrain.space import (
     standard_kinds,
     uneven,
 )
-from tests.plan.simulate import play, stays
+from tests.plan.simulate import each, play, stays
 from tests.space.expected import buffers_under, equal, laid_out
+from tests.space.laid import checked
 from tests.space.models import even, fused
 from tools.minimum import bytes_minimum
 
@@ -126,7 +127,7 @@ def test_pieces_are_owned_once_and_held_where_numpy_says(layout: Layout) -> None
     for kind in vps.present_kinds(layout):
         owned: list[int] = []
         for rank in range(layout.world_size):
-            pieces = vps.holding(layout, rank, kind).validate()
+            pieces = checked(vps.holding(layout, rank, kind))
             assert equal(laid_out(pieces), buffers_under(vps, layout, rank, kind))
             held = {step for piece in pieces for step in range(piece.start, piece.stop)}
             mine = [step for piece in vps.owned(layout, rank, kind) for step in range(piece.start, piece.stop)]
@@ -145,7 +146,7 @@ def test_the_same_layout_moves_nothing() -> None:
         assert plan.bytes_sent == 0
         for member in plan.members:
             part = plan.for_member(member)
-            assert len(part.derived) == 0 and all(map(stays, part.local))
+            assert len(part.derived) == 0 and all(map(stays, each(part.local)))
 
 
 def test_slots_move_the_fewest_bytes() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.space import FROZEN, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
-from tests.plan.simulate import lacking_bytes, play, stays
+from tests.plan.simulate import each, lacking_bytes, play, stays
 from tests.space.models import layouts, space, tensor_lists, weight_sizes, zero_rules
 from tools.minimum import bytes_minimum
 
@@ -84,7 +84,7 @@ def test_the_same_layout_moves_nothing() -> None:
         for member in plan.members:
             part = plan.for_member(member)
             assert part.rounds == () and len(part.derived) == 0
-            assert all(map(stays, part.local))
+            assert all(map(stays, each(part.local)))
 
 
 def test_a_member_on_one_side_only() -> None:

@@ -15,6 +15,7 @@ from ds_dynatrain.space import (
     ZeroRules,
     standard_kinds,
 )
+from tests.plan.simulate import each
 
 TENSORS = [LogicalTensor("a", (7, 5), 0), LogicalTensor("b", (11,), 0), LogicalTensor("c", (3, 3), 1)]
 LAYOUTS = [Layout(data=data, zero_stage=stage) for data in (1, 2, 3) for stage in range(4)]
@@ -47,5 +48,5 @@ def test_moves_to_where_it_is_held_and_is_left_out_at_stage_0(target: Layout) ->
     for member in plan.members:
         mine = plan.for_member(member)
         parts = [mine.local, *(exchange.receives for exchange in mine.rounds)]
-        moved += sum(move.stop - move.start for moves in parts for move in moves if move.kind == HOST_GRAD)
+        moved += sum(move.stop - move.start for moves in parts for move in each(moves) if move.kind == HOST_GRAD)
     assert moved == (sum(tensor.numel for tensor in TENSORS) if target.zero_stage else 0)

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import BufferId, Piece, Pieces, interval
+from tests.space.laid import pieces_of
 
 Run = tuple[int, int]
 rows = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)).map(lambda run: (run[0], run[0] + run[1])), max_size=8)
@@ -64,7 +63,7 @@ def pieces(draw: st.DrawFn) -> Pieces:
         ends[buffer] += draw(st.integers(0, 2))
         found.append(Piece(start, stop, BufferId("tensor", buffer), ends[buffer]))
         ends[buffer] += stop - start
-    return Pieces.of(found)
+    return pieces_of(found)
 
 
 def addresses(held: Pieces) -> dict[int, tuple[BufferId, int]]:
@@ -94,14 +93,7 @@ def test_pieces_keep_the_address_of_every_element(a: Pieces, b: Pieces, runs: li
     assert a.numel == len(of_a)
 
 
-def test_validation_names_the_piece() -> None:
-    one = BufferId("group", 0)
-    with pytest.raises(LayoutError, match=r"piece 0 \[3, 3\) is empty"):
-        Pieces.of([Piece(3, 3, one, 0)])
-    with pytest.raises(LayoutError, match=r"piece 1 \[4, 9\) overlaps"):
-        Pieces.of([Piece(0, 5, one, 0), Piece(4, 9, one, 5)])
-    with pytest.raises(LayoutError, match="negative offset"):
-        Pieces.of([Piece(0, 5, one, -1)])
+def test_nothing_is_no_piece() -> None:
     assert len(Pieces.empty()) == 0 and Pieces.empty().numel == 0
 
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import FROZEN, Kind, Layout, Line, LogicalTensor, Pieces, VirtualParameterSpace, ZeroRules, zero
 from tests.space.expected import Address, addresses
+from tests.space.laid import checked
 from tests.space.models import layouts, space, tensor_lists, zero_rules
 
 KINDS = ("weight", "master", "exp_avg", "stale_grad")
 
 
 def places(pieces: Pieces) -> dict[int, Address]:
-    pieces.validate()
+    checked(pieces)
     return {
         piece.start + step: (piece.buffer.place, piece.buffer.index, piece.offset + step)
         for piece in pieces

@@ -14,6 +14,7 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Piece, Pieces
 from ds_dynatrain.transfer import digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.weighing import BLOCK_UNITS, FACTOR_SEED, HIGH_SEED, LOW_SEED
+from tests.space.laid import pieces_of
 
 MASK = (1 << 64) - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -157,7 +158,7 @@ def test_pieces_over_many_tensors(dtype: torch.dtype, sizes: list[int], cuts: li
             room[at : at + high - low] = values[low:high]
             pieces.append(Piece(low, high, BUFFER, at))
             at += high - low + gap
-        sums += digest_pieces(Pieces.of(pieces), {BUFFER: room}, bases)
+        sums += digest_pieces(pieces_of(pieces), {BUFFER: room}, bases)
     assert sums.tolist() == [digest(values[low:high]) for low, high in pairwise(bases.tolist())]
 
 
@@ -165,11 +166,11 @@ def test_bad_pieces_are_refused() -> None:
     bases = np.array([0, 10])
     room = torch.zeros(10)
     with pytest.raises(TransferError, match="leaves buffer"):
-        digest_pieces(Pieces.of([Piece(0, 10, BUFFER, 1)]), {BUFFER: room}, bases)
+        digest_pieces(pieces_of([Piece(0, 10, BUFFER, 1)]), {BUFFER: room}, bases)
     with pytest.raises(TransferError, match="leave the line"):
-        digest_pieces(Pieces.of([Piece(5, 11, BUFFER, 0)]), {BUFFER: room}, bases)
+        digest_pieces(pieces_of([Piece(5, 11, BUFFER, 0)]), {BUFFER: room}, bases)
     with pytest.raises(TransferError, match="not among"):
-        digest_pieces(Pieces.of([Piece(0, 10, BUFFER, 0)]), {}, bases)
+        digest_pieces(pieces_of([Piece(0, 10, BUFFER, 0)]), {}, bases)
     with pytest.raises(TransferError, match="flatten"):
         digest(torch.zeros(2, 2))
     assert digest_pieces(Pieces.empty(), {}, bases).tolist() == [0]

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.space import BufferId, Piece, Pieces
+from ds_dynatrain.space import BufferId, Piece
 from ds_dynatrain.transfer import digest, digest_pieces
 from ds_dynatrain.transfer.series import rows_of, series
+from tests.space.laid import pieces_of
 
 small = st.integers(0, 3)
 
@@ -51,7 +52,7 @@ def test_a_series_has_the_digest_of_its_runs(length: int, gap: int, count: int, 
     whole = torch.arange(count * width + 2, dtype=torch.float32).to(dtype)
     held = torch.cat([whole[row * width + 1 : row * width + 1 + length] for row in range(count)])
     name = BufferId("tensor", 0)
-    pieces = Pieces.of([Piece(row * width + 1, row * width + 1 + length, name, row * length) for row in range(count)])
+    pieces = pieces_of([Piece(row * width + 1, row * width + 1 + length, name, row * length) for row in range(count)])
     runs = [digest(held[row * length : (row + 1) * length].clone(), row * width + 1) for row in range(count)]
     found = digest_pieces(pieces, {name: held}, np.array([0, len(whole)], dtype=np.int64))
     assert int(found[0]) == sum(runs) % (1 << 64)
