@@ -12,9 +12,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import ConfigDict, Field, Strict, ValidationError, create_model
 
 from ds_dynatrain import __version__
 from ds_dynatrain.checkpoint.files import dumped, parsed, read_small
@@ -27,29 +27,35 @@ FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
 SINCE_1_1 = "converted_from"
 
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
+Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
+Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
+"""Name, shape, group, and whether it is an expert's."""
+
 
 @dataclass(frozen=True)
 class Record:
     """The state of a whole training, but for its tensors.
 
     step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
-    kinds that are there. tensors: (name, shape, group, expert) in the order of registration. carry: the shared carry,
-    encoded. rests: for each rank the number of the rank whose file has its rest. sums: of the small files, sizes: of
-    the data files in bytes, by name. converted_from: the format that it was converted from, empty for one that a
-    training saved; such a one may lack parts of the carry, rests and streams, which then stay as they are in the
-    training that loads it, and the group of its tensors counts only where it has hyper-parameters of groups.
+    kinds that are there. tensors: in the order of registration. carry: the shared carry, encoded. rests: for each rank
+    the number of the rank whose file has its rest. sums: of the small files, sizes: of the data files in bytes, by
+    name. converted_from: the format that it was converted from, empty for one that a training saved; such a one may
+    lack parts of the carry, rests and streams, which then stay as they are in the training that loads it, and the group
+    of its tensors counts only where it has hyper-parameters of groups.
     """
 
-    step: int
-    layout: dict[str, int]
-    generation: int
+    step: Size
+    layout: dict[str, Any]
+    generation: Size
     seed: int
     kinds: list[str]
-    tensors: list[list[Any]]
-    carry: Any
-    rests: list[int]
+    tensors: list[Tensor]
+    carry: dict[str, Any]
+    rests: list[Size]
     sums: dict[str, str]
-    sizes: dict[str, int]
+    sizes: dict[str, Size]
     written_by: str = ""
     converted_from: str = ""
 
@@ -63,27 +69,11 @@ class Record:
         return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
 
 
-Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
-Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
-
-
-class _Types(BaseModel):
-    """What a record has to be before anything is made of it: the types of JSON, exactly, and numbers that can be."""
-
-    model_config = ConfigDict(strict=True)
-    step: Size
-    layout: dict[str, Any]
-    generation: Size
-    seed: int
-    kinds: list[str]
-    tensors: list[Annotated[tuple[str, Shape, Group, bool], Strict(False)]]
-    carry: dict[str, Any]
-    rests: list[Size]
-    sums: dict[str, str]
-    sizes: dict[str, Size]
-    written_by: str
-    converted_from: str = ""
+_FIELDS: dict[str, Any] = {
+    name: (kind, getattr(Record, name, ...)) for name, kind in get_type_hints(Record, include_extras=True).items()
+}
+_Types = create_model("_Types", __config__=ConfigDict(strict=True), **_FIELDS)
+"""What a record has to be before anything is made of it: the types of JSON, exactly, and numbers that can be."""
 
 
 def rank_file(rank: int) -> str:

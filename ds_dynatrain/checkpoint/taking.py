@@ -61,7 +61,7 @@ def take(
                 generation=0,
                 seed=0,
                 kinds=sorted({row.kind for row in rows} - {share.kind for share in tensors}, key=_place),
-                tensors=[[each.name, list(each.shape), each.group, each.expert] for each in told.tensors],
+                tensors=[(each.name, list(each.shape), each.group, each.expert) for each in told.tensors],
                 carry=carry,
                 rests=[0],
                 sums=sums,

@@ -72,7 +72,7 @@ class Snapshot:
             generation=engine.generation,
             seed=engine.job.job_seed,
             kinds=kinds,
-            tensors=[[each.name, list(each.shape), each.group, each.expert] for each in engine.vps.tensors],
+            tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
             carry=_plain(shared),
             rests=rests,
             sums={},
