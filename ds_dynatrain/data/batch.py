@@ -91,10 +91,6 @@ class SlotTable:
         starts = [index * small + min(index, larger) for index in range(self.batch.accumulation + 1)]
         return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
 
-    def ranks(self) -> tuple[tuple[Slot, ...], ...]:
-        """The rows of all ranks: `ranks()[rank][accumulation step]`."""
-        return tuple(self.rank(rank) for rank in range(self.batch.data))
-
     def _slot(self, positions: range) -> Slot:
         if not positions:
             return Slot((0,), 0, 0.0)

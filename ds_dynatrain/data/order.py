@@ -98,11 +98,6 @@ class EpochOrder:
         generator.manual_seed(self.seed + (epoch if self.reshuffle else 0))
         return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
 
-    def batch(self, epoch: int, step: int) -> torch.Tensor:
-        """The data set's indices of one global batch, by position; an int64 tensor of shape (samples(step),)."""
-        start = step * self.train_batch_size
-        return self.permutation(epoch)[start : start + self.samples(step)]
-
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
         """The data set's indices of the global batches from `step` to the end of the epoch."""
         permutation = self.permutation(epoch)

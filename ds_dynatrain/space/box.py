@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,10 +58,6 @@ class Box:
         """The same block, moved."""
         low = tuple(a + b for a, b in zip(self.start, by, strict=True))
         return Box(low, tuple(a + b for a, b in zip(low, self.shape, strict=True)))
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """The indices of all elements in row-major order."""
-        return itertools.product(*(range(low, high) for low, high in zip(self.start, self.stop, strict=True)))
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

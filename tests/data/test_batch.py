@@ -21,7 +21,7 @@ sizes = st.integers(1, 40)
 def test_each_position_is_dealt_once_and_weights_sum_to_slots(batch: int, limit: int, data: int, part: int) -> None:
     arithmetic = BatchArithmetic(batch, limit, data)
     n = 1 + part % batch
-    rows = arithmetic.deal(n).ranks()
+    rows = [arithmetic.deal(n).rank(rank) for rank in range(arithmetic.data)]
     slots = [slot for row in rows for slot in row]
     own = sorted(position for slot in slots if slot.samples for position in slot.positions)
     assert own == list(range(n))
@@ -45,7 +45,7 @@ def test_weighted_slot_means_average_to_the_mean_of_the_samples(batch: int, limi
     losses = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     ranks = [
         sum(losses[list(slot.positions)].mean() * slot.weight / arithmetic.accumulation for slot in row)
-        for row in arithmetic.deal(n).ranks()
+        for row in [arithmetic.deal(n).rank(rank) for rank in range(arithmetic.data)]
     ]
     torch.testing.assert_close(sum(ranks) / arithmetic.data, losses.mean(), rtol=1e-12, atol=0)
 
@@ -63,7 +63,7 @@ def test_even_batches_are_those_of_stock_torch(world: int, accumulation: int, mi
         sampler = DistributedSampler(dataset, num_replicas=world, rank=rank)  # type: ignore[var-annotated, arg-type]
         stock = [part.tolist() for part in DataLoader(dataset, batch_size=micro, sampler=sampler)]  # type: ignore[arg-type]
         ours = [
-            order.batch(0, step)[list(slot.positions)].tolist()
+            next(order.batches(0, step))[list(slot.positions)].tolist()
             for step in range(order.steps)
             for slot in arithmetic.deal(order.samples(step)).rank(rank)
         ]
@@ -71,7 +71,7 @@ def test_even_batches_are_those_of_stock_torch(world: int, accumulation: int, mi
 
 
 def test_eight_samples_over_three_ranks() -> None:
-    rows = BatchArithmetic(8, 4, 3).deal(8).ranks()
+    rows = [BatchArithmetic(8, 4, 3).deal(8).rank(rank) for rank in range(3)]
     assert [[slot.positions for slot in row] for row in rows] == [[(0, 3, 6)], [(1, 4, 7)], [(2, 5)]]
     assert [row[0].weight for row in rows] == [9 / 8, 9 / 8, 6 / 8]
 

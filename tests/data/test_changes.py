@@ -34,13 +34,13 @@ def test_two_four_three() -> None:
     worlds = {2: [0, 1, 2, 3], 5: [3, 0, 2], 8: [1, 2, 3]}
     for step in range(order.steps):
         job.pending = worlds.get(step)
-        check(team.turn(), order.batch(0, step).tolist())
+        check(team.turn(), next(order.batches(0, step)).tolist())
     assert job.generation == 3 and job.world == [1, 2, 3]
     job.pending = [0, 1]
     boundaries = [member.boundaries for member in team.members]
     assert team.turn() == [] and job.generation == 3, "a change never takes effect in a next() that ends the epoch"
     assert [member.boundaries for member in team.members] == boundaries
-    check(team.turn(), order.batch(1, 0).tolist())
+    check(team.turn(), next(order.batches(1, 0)).tolist())
     assert job.generation == 4
 
 
@@ -90,7 +90,7 @@ def test_any_history_of_worlds_trains_the_same_batches(
                 wait, target = next(waits, (99, start))
             else:
                 wait -= 1
-            check(team.turn(), order.batch(epoch, step).tolist())
+            check(team.turn(), next(order.batches(epoch, step)).tolist())
             working = [team.loaders[member] for member in team.job.world]
             assert len({str(loader.state_dict()) for loader in working}) == 1
         assert team.turn() == []
@@ -106,12 +106,12 @@ def test_an_idle_member_judges_no_end_and_goes_on_where_the_others_stand() -> No
     job.pending = [0]
     assert team.turn() == []
     for step in range(order.steps):
-        check(team.turn(), order.batch(1, step).tolist())
+        check(team.turn(), next(order.batches(1, step)).tolist())
     assert team.turn() == []
-    check(team.turn(), order.batch(2, 0).tolist())
+    check(team.turn(), next(order.batches(2, 0)).tolist())
     assert team.members[1].idle and team.loaders[1].cursor.epoch == 1
     job.pending = [2, 0, 1]
-    check(team.turn(), order.batch(2, 1).tolist())
+    check(team.turn(), next(order.batches(2, 1)).tolist())
     assert team.members[2].boundaries == 1, "its first next() went straight to the boundary"
     assert {str(loader.cursor) for loader in team.loaders} == {"Cursor(epoch=2, step=2)"}
 
@@ -131,7 +131,11 @@ def test_everything_may_have_changed_when_the_boundary_returns() -> None:
     job = Job([0], train_batch_size=3, micro_batch_limit=3)
     loader = TrainLoader(source, Away(job, 0))
     order = source.order(3)
-    expected = [order.batch(0, 0).tolist(), order.batch(3, 2).tolist()[2:], order.batch(3, 3).tolist()[2:]]
+    expected = [
+        next(order.batches(0, 0)).tolist(),
+        next(order.batches(3, 2)).tolist()[2:],
+        next(order.batches(3, 3)).tolist()[2:],
+    ]
     assert [*loader] == expected
     assert loader.cursor == Cursor(4, 0)
 

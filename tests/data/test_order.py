@@ -28,7 +28,7 @@ def test_global_batches_tile_the_permutation(length: int, batch: int, drop_last:
             EpochOrder(length, batch, drop_last=True)
         return
     order = EpochOrder(length, batch, reshuffle=True, drop_last=drop_last)
-    batches = [order.batch(epoch, step).tolist() for step in range(order.steps)]
+    batches = [next(order.batches(epoch, step)).tolist() for step in range(order.steps)]
     kept = length - length % batch if drop_last else length
     assert [sample for part in batches for sample in part] == order.permutation(epoch).tolist()[:kept]
     assert len(order) == kept

@@ -86,7 +86,7 @@ class Several(Script):
             for name, engine in {"step": self.engine, **self.others}.items():
                 engine.boundary()
                 order, step = self.loaders.get(name, self.loader).order, int(engine.global_steps)
-                numbers = order.batch(step // order.steps, step % order.steps)
+                numbers = next(order.batches(step // order.steps, step % order.steps))
                 for slot in engine.batch.deal(engine.global_batch_size).rank(engine.data_rank):
                     mine = [int(numbers[position]) for position in slot.positions]
                     rows = [torch.stack(each) for each in zip(*(self.data[i][:2] for i in mine), strict=True)]

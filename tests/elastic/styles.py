@@ -124,7 +124,7 @@ class Boundary(Styled):
         while True:
             engine.boundary()
             step, size = int(engine.global_steps), engine.global_batch_size
-            order = self.loader.order.batch(step // self.loader.order.steps, step % self.loader.order.steps)
+            order = next(self.loader.order.batches(step // self.loader.order.steps, step % self.loader.order.steps))
             slots = engine.batch.deal(size).rank(engine.data_rank)
             parts: list[tuple[float, list[int]]] = []
             for slot in slots:
