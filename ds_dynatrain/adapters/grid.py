@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch.distributed as td
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 
-from ds_dynatrain.space import Layout
-
-
-class StageGroups(Protocol):
-    """What a world tells of its groups of each kind ("data", "pipe")."""
-
-    layout: Layout
-
-    def group(self, kind: str) -> td.ProcessGroup:
-        """The group of a kind that this rank is in; of one rank where the axis has the size 1."""
-
-    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """The group of some stages of this rank's pipeline, which share a tie."""
+from ds_dynatrain.adapters.parallel_state import Groups
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
@@ -28,7 +14,7 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
     Ranks count pipe first, then data, as in DeepSpeed's.
     """
 
-    def __init__(self, world: StageGroups, rank: int) -> None:
+    def __init__(self, world: Groups, rank: int) -> None:
         layout = world.layout
         self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
         self._world = world

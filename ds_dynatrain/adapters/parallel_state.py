@@ -45,6 +45,9 @@ class Groups(Protocol):
     def ranks(self, kind: str) -> tuple[int, ...]:
         """Its ranks in the world."""
 
+    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+        """The group of some stages of this rank's pipeline, which share a tie."""
+
 
 def is_wide(layout: Layout) -> bool:
     """Whether a layout needs an `mpu`: an axis besides data and expert is above 1."""
