@@ -71,11 +71,6 @@ class Moves:
         return len(self.start)
 
     @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return int((self.stop - self.start).sum())
-
-    @property
     def itemsize(self) -> Ints:
         """Bytes of an element of each run, as it is read."""
         return np.array([kind.itemsize for kind in self.kinds], dtype=np.int64)[self.source_kind]

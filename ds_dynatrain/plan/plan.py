@@ -39,11 +39,6 @@ class MemberPlan:
     derived: Moves
     rounds: tuple[Exchange, ...]
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes to other members."""
-        return sum(exchange.sends.nbytes for exchange in self.rounds)
-
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
@@ -52,19 +47,9 @@ class SwitchPlan:
     sides: Sides
 
     @property
-    def source_layout(self) -> Layout:
-        """The layout before the switch."""
-        return self.sides.vps.layout
-
-    @property
     def source_members(self) -> tuple[int, ...]:
         """The members before the switch, in rank order."""
         return self.sides.vps.members
-
-    @property
-    def target_layout(self) -> Layout:
-        """The layout after the switch."""
-        return self.sides.layout
 
     @property
     def target_members(self) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def play(plan: SwitchPlan) -> int:
     """Carry a plan out; the bytes that crossed. AssertionError unless every element arrives, once, and nothing else."""
     vps = plan.sides.vps
     old = {member: memory(vps, vps.layout, rank, plan.kinds) for rank, member in enumerate(vps.members)}
-    due = {member: memory(vps, plan.target_layout, rank, plan.kinds) for rank, member in enumerate(plan.target_members)}
+    due = {member: memory(vps, plan.sides.layout, rank, plan.kinds) for rank, member in enumerate(plan.target_members)}
     new = {member: {name: np.full_like(line, EMPTY) for name, line in held.items()} for member, held in due.items()}
     parts = {member: plan.for_member(member) for member in plan.members}
     crossed = 0
@@ -121,9 +121,10 @@ def _part(memory: Memory, name: tuple[str, str, int], offset: int, length: int) 
 
 
 def _check_sums(plan: SwitchPlan, parts: dict[int, MemberPlan], crossed: int) -> None:
-    assert crossed == plan.bytes_sent == sum(part.bytes_sent for part in parts.values())
+    sent = {member: sum(exchange.sends.nbytes for exchange in part.rounds) for member, part in parts.items()}
     received = {member: sum(exchange.receives.nbytes for exchange in part.rounds) for member, part in parts.items()}
-    assert {member: (part.bytes_sent, received[member]) for member, part in parts.items()} == plan.traffic
+    assert crossed == plan.bytes_sent == sum(sent.values())
+    assert {member: (sent[member], received[member]) for member in parts} == plan.traffic
 
 
 def lacking_bytes(
