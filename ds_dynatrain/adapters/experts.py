@@ -36,6 +36,7 @@ from ds_dynatrain.adapters.expert_groups import (
     leave_groups,
     refuse_other_axes,
 )
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
@@ -51,7 +52,7 @@ def start_size(config: Mapping[str, Any]) -> int:
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
-class AutoEPShaper:
+class AutoEPShaper(Shaper):
     """A model whose layers with experts are AutoEP's."""
 
     def __init__(
@@ -110,10 +111,6 @@ class AutoEPShaper:
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """New parameters have memory that is not written yet; buffers are those of the template."""
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
-
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """A stack has one name at any size."""
-        return dict(root.named_parameters())
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The layers' groups and this rank's place among experts, also in a module that stays."""

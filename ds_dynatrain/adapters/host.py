@@ -34,7 +34,8 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
 from ds_dynatrain.adapters.rules import parts_without_zero
-from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape, Shaper
+from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter

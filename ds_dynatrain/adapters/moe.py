@@ -27,6 +27,7 @@ from ds_dynatrain.adapters.expert_groups import (
     leave_groups,
     refuse_other_axes,
 )
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, Pick
@@ -54,7 +55,7 @@ def dropping(module: nn.Module) -> str | None:
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
 
-class NativeShaper:
+class NativeShaper(Shaper):
     """A model with native experts. owners: see `complete`."""
 
     def __init__(
@@ -97,9 +98,6 @@ class NativeShaper:
     def leave(self, engine: Any) -> None:
         """Layers hold no group of the world."""
         leave_groups(engine.module)
-
-    def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """DeepSpeed reads the size off the layers."""
 
 
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:

@@ -8,90 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
-from ds_dynatrain.adapters.children import Made, pass_hooks_on
+from ds_dynatrain.adapters.children import pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.errors import ConfigError, LayoutError
-from ds_dynatrain.space import AxisCuts, Layout, Partition, is_partitioned
+from ds_dynatrain.space import Layout, Partition
 
 _STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-
-
-class Shaper(Protocol):
-    """What one way of dealing models out has to answer. No call is a collective, and none needs a full-size tensor."""
-
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """How each logical tensor is dealt out under a layout, by its name; of any layout, installed or not.
-
-        LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
-        UnsupportedError naming the parameter that DeepSpeed does not describe.
-        """
-
-    def make(self, layout: Layout, rank: int) -> Made | None:
-        """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.
-
-        In any thread and whatever world is installed; it changes nothing that training uses.
-        """
-
-    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Give the root the children of this rank under `layout`, whose world is installed.
-
-        made: by `make` for this rank, used up by this; made now if None. Every parameter is a new one of its local
-        shape. Children are replaced, never changed: a switch that fails puts the old ones back.
-        """
-
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """The parameters of a root that has the shape of `layout` on this rank, by the names of the logical tensors."""
-
-    def enter(self, engine: Any, layout: Layout) -> None:
-        """Set what DeepSpeed's constructor would have set in the engine for these axes, after `reshape`."""
-
-    def leave(self, engine: Any) -> None:
-        """Take off what `enter` has set, and let go of the groups of its world."""
-
-    def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the sizes of a layout into DeepSpeed's configuration, in place."""
-
-
-class Rigid:
-    """A model that is dealt out by data and sequence only."""
-
-    def __init__(self, reason: str = "this model has no axis but data and sequence") -> None:
-        self._reason = reason
-
-    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """LayoutError: there are none."""
-        raise LayoutError(f"{layout}: {self._reason}")
-
-    def make(self, layout: Layout, rank: int) -> Made | None:
-        """Nothing is ever made."""
-        return None
-
-    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """LayoutError, but for a layout that every rank has whole."""
-        if is_partitioned(layout):
-            self.cuts(layout)
-
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """The root's own."""
-        return dict(root.named_parameters())
-
-    def enter(self, engine: Any, layout: Layout) -> None:
-        """Nothing to set."""
-
-    def leave(self, engine: Any) -> None:
-        """Nothing to let go of."""
-
-    def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Nothing to write."""
 
 
 def shaper_of(
@@ -118,12 +50,7 @@ def shaper_of(
         from ds_dynatrain.adapters.tensor import TensorShaper
 
         return TensorShaper.of(model, config, factory)
-    return Rigid()
-
-
-def first_owners(shaper: Shaper) -> Mapping[int, int]:
-    """Which process of the launch has the first value of a parameter, by its id; process 0 of those left out."""
-    return shaper.owners if isinstance(shaper, moe.NativeShaper | PipelineShaper) else {}
+    return Shaper()
 
 
 def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:

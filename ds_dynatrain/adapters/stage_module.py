@@ -19,12 +19,13 @@ from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate, giving, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.stage_experts import StageExperts
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import AxisCuts, Layout
 
 
-class PipelineShaper:
+class PipelineShaper(Shaper):
     """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
 
     owners: see `moe.complete`. autoep: how AutoEP deals the layers' experts out, if it is on.

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.autotp import Cuts, describe, partition, refuse_empty, refuse_model, settings
 from ds_dynatrain.adapters.children import Made, adopt, with_memory
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.template import ModelFactory, Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, Layout
@@ -34,7 +35,7 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, Unsu
 """How AutoTP, and the checks of what it says, say no."""
 
 
-class TensorShaper:
+class TensorShaper(Shaper):
     """A model that AutoTP deals out, if it is one that AutoTP can."""
 
     def __init__(self, template: Template | None, config: Mapping[str, Any], reason: str = "") -> None:
@@ -100,10 +101,6 @@ class TensorShaper:
         root.__dict__.update(made.on_root)
         if layout.tensor > 1:
             _speak_over(root, groups.get_tensor_model_parallel_group())
-
-    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """The root's own, under their names."""
-        return dict(root.named_parameters())
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """Set what DeepSpeed's constructor sets: the modes of its layers, their group, and a check of the first batch.

@@ -14,7 +14,7 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import layout_config
-from ds_dynatrain.adapters.shaping import Shaper
+from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ds_dynatrain.adapters.sequence import first_size
-from ds_dynatrain.adapters.shaping import Shaper, start_expert_size, start_tensor_size
+from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic

@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.adapters.shaping import first_owners, shaper_of
+from ds_dynatrain.adapters.shaping import shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
 from ds_dynatrain.adapters.support import refuse_unsupported
@@ -193,7 +193,7 @@ def _build(
         own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
         features = features_of(model, own, extras.mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory, owners)
-        incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
+        incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **shaper.owners})
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
