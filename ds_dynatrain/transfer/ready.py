@@ -60,6 +60,11 @@ class Outline:
         return Outline(places, tuple(parcels))
 
     @property
+    def longest(self) -> int:
+        """Bytes of its longest message."""
+        return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+    @property
     def slots(self) -> int:
         """How many slots of staging it can use."""
         return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
@@ -81,7 +86,8 @@ class ReadyPlan:
 
     chunk: longest staged message. longest: of the others. local: what is read and what is written by local moves;
     copies: the same as matrices. exchanges: (peer, sends, receives). derived: the places that casts read and write,
-    all of them in target buffers. staging: touched already, as far as it will be used.
+    all of them in target buffers. staging: touched already, as far as it will be used; a slot is no longer than the
+    longest message here.
     """
 
     plan: MemberPlan
@@ -100,7 +106,7 @@ class ReadyPlan:
         chunk, longest = lengths(budget_bytes, on_host)
         read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
         exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in plan.rounds)
-        staging = Staging(chunk)
+        staging = Staging(min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0)))
         at_once = concurrent(budget_bytes, chunk)
         used = [sends.slots + receives.slots for _, sends, receives in exchanges]
         staging.reserve(max((sum(used[at : at + at_once]) for at in range(len(used))), default=0))
