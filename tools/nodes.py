@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,13 @@ Found = TypeVar("Found")
 
 
 def metadata(folder: Path) -> Path:
-    """What an installation would write about the package, its entry points among it, in a folder for PYTHONPATH."""
+    """What an installation would write about the package, its entry points among it, in a folder for PYTHONPATH.
+
+    Nothing where the package is installed.
+    """
+    folder.mkdir()
+    if entry_points(group="torchrun.handlers", name="dynatrain"):
+        return folder
     code = "import setuptools; setuptools.setup()"
     command = [sys.executable, "-c", code, "-q", "egg_info", "--egg-base", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -85,7 +92,6 @@ class Job:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.folder / "metadata").mkdir()
         path = [str(ROOT), str(metadata(self.folder / "metadata"))]
         ours = {"PYTHONPATH": os.pathsep.join(path), "OUT": str(self.folder), "OMP_NUM_THREADS": "1"}
         self.variables = {**self.variables, **ours}

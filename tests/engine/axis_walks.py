@@ -83,7 +83,7 @@ def compare(
     reference = {"state": state, "position": position}
     static = {
         layout: continued(pool.once(static_case, layout=layout, seconds=seconds, following=reference, **same))
-        for layout in dict.fromkeys(path)
+        for layout in dict.fromkeys(path[1:])
     }
     same |= reference
     switched = jobs.means_by_place(pool.run(walk_case, path=list(path), answer=answer, seconds=seconds, **same))

@@ -24,6 +24,8 @@ from typing import Any
 from tests.ops import surroundings
 
 ROOT = Path(__file__).parents[2]
+SLOW = {"transformers": "transformers.models.mixtral.modeling_mixtral"}
+"""What ranks would import, a second each: before they are forked, if a test of this session has the first."""
 START_SECONDS = 120.0
 CASE_SECONDS = 60.0
 GRACE_SECONDS = 3.0
@@ -70,12 +72,13 @@ class Nursery:
     """The process that has imported everything and forks ranks; see rank_process.py."""
 
     def __init__(self, log: Path, accelerator: str) -> None:
+        slow = [models for name, models in SLOW.items() if name in sys.modules]
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
         names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", **surroundings()}
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.rank_process", str(there.fileno())],
+                [sys.executable, "-m", "tests.engine.rank_process", str(there.fileno()), *slow],
                 cwd=ROOT,
                 env={**os.environ, **names},
                 pass_fds=[there.fileno()],

@@ -1,4 +1,4 @@
-"""The processes behind the pool: `python -m tests.engine.rank_process FD` imports everything once and forks ranks.
+"""The processes behind the pool: `python -m tests.engine.rank_process FD [MODULE...]` imports once and forks ranks.
 
 One request a line of JSON over the socket FD: {"port": ..., "logs": [...]} with one pipe per rank as file descriptors
 makes ranks and answers their process ids; {"reap": id} answers the exit code of one.
@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,9 +38,11 @@ CASE_SEED = 1234
 REQUEST_BYTES = 1 << 16
 
 
-def main(descriptor: int) -> None:
-    """Serve the test process until it closes the socket."""
+def main(descriptor: int, modules: Sequence[str]) -> None:
+    """Serve the test process until it closes the socket. modules: that are imported first."""
     _end_with_parent()
+    for module in modules:
+        importlib.import_module(module)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
@@ -143,4 +146,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])
