@@ -14,20 +14,29 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 BUILD_SECONDS = 280
 FOLDER = Path(__file__).parents[1] / "build" / "torch_extensions"
-BUILD = "from deepspeed.accelerator import get_accelerator as g; g().create_op_builder('{}').load(verbose=False)"
+BUILT = "built"
+BUILD = f"""
+import sys
+from deepspeed.accelerator import get_accelerator
+for builder in map(str.strip, sys.stdin):
+    get_accelerator().create_op_builder(builder).load(verbose=False)
+    print("{BUILT}", flush=True)
+"""
 
 
 class Builds:
-    """Operators that are being built, one after the other, in the background."""
+    """Operators that are being built in the background, one after the other, in one process that knows DeepSpeed."""
 
     def __init__(self, builders: Iterable[str]) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._futures: dict[str, Future[None]] = {}
+        self._process: subprocess.Popen[str] | None = None
         for builder in builders:
             self._begin(builder)
 
@@ -35,26 +44,47 @@ class Builds:
         """Until `builder` is through; skips the test where nothing can be compiled."""
         self._begin(builder).result()
 
-    def _begin(self, builder: str) -> Future[None]:
-        if builder not in self._futures:
-            self._futures[builder] = self._thread.submit(_build, builder)
-        return self._futures[builder]
-
     def stop(self) -> None:
         """Begin no other one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _begin(self, builder: str) -> Future[None]:
+        if builder not in self._futures:
+            self._futures[builder] = self._thread.submit(self._build, builder)
+        return self._futures[builder]
 
-def _build(builder: str) -> None:
-    """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds."""
-    if shutil.which("c++") is None:
-        pytest.skip(f"{builder}: DeepSpeed compiles it at first use, and there is no C++ compiler")
-    subprocess.run(
-        [sys.executable, "-c", BUILD.format(builder)],
+    def _build(self, builder: str) -> None:
+        """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds."""
+        if shutil.which("c++") is None:
+            pytest.skip(f"{builder}: DeepSpeed compiles it at first use, and there is no C++ compiler")
+        if self._process is None:
+            self._process = _builder_process()
+        orders, answers = self._process.stdin, self._process.stdout
+        assert orders is not None and answers is not None
+        limit = Timer(BUILD_SECONDS, self._process.kill)
+        limit.start()
+        said = []
+        try:
+            print(builder, file=orders, flush=True)
+            for line in answers:
+                if line.strip() == BUILT:
+                    return
+                said.append(line)
+        finally:
+            limit.cancel()
+        self._process = None
+        raise RuntimeError(f"{builder} was not built:\n{''.join(said)[-4000:]}")
+
+
+def _builder_process() -> subprocess.Popen[str]:
+    """It ends with its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD],
         env={**os.environ, "DS_ACCELERATOR": "cpu", **surroundings()},
-        check=True,
-        timeout=BUILD_SECONDS,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
