@@ -19,6 +19,9 @@ CHECKED  := ds_dynatrain examples $(wildcard tools)
 OTHER    := .venv-deepspeed-$(VERSION)
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
+# Two files of tests at a time: while one waits, the other one computes. One at a time: make test WORKERS=0
+WORKERS  ?= 2
+
 # What runs with every supported DeepSpeed.
 CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \
             $(addprefix tests/engine/test_,start.py matrix.py chains.py members.py faults.py checkpoints.py)
@@ -54,7 +57,7 @@ demo: $(STAMP)  ## train a GPT with plain DeepSpeed, with two live switches, and
 	$(BIN)/python examples/elastic/nodes.py --out $(DEMO_OUT)/elastic
 
 test: $(STAMP)  ## run the tests, the long sets apart
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) $(ARGS)
 
 test-all: $(STAMP)  ## run all tests: every combination, long chains
 	$(BIN)/python -m pytest -m '' $(ARGS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 import pytest
 
@@ -31,16 +33,29 @@ SLOWEST = 10
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to compile what the tests will need."""
+    """Begin to compile what the tests will need; of several workers one does, and the others wait for its locks."""
     wanted = {name for item in session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
     builders = [builder for fixture, builder in OPERATORS.items() if fixture in wanted]
-    session.config.stash[BUILDS] = Builds([] if session.config.option.collectonly else builders)
+    is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    session.config.stash[BUILDS] = Builds(builders if is_first and not session.config.option.collectonly else [])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave out what is not needed any more."""
     if builds := session.config.stash.get(BUILDS, None):
         builds.stop()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers each takes a file at a time; jobs under torchrun share static runs, and are one worker's."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/elastic" if nodeid.startswith("tests/elastic/") else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_report_header() -> str | None:
