@@ -213,7 +213,12 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.starts += 1
-        self.ranks = self.nursery.start(port, [self.folder / f"{self.starts}_{rank}.log" for rank in range(self.size)])
+        files = [self.folder / f"{self.starts}_{rank}.log" for rank in range(self.size)]
+        try:
+            self.ranks = self.nursery.start(port, files)
+        except TimeoutError:  # its answer would be taken for that to the next request
+            self.stop()
+            raise
         failed = [answer for answer in self._collect(START_SECONDS, frozenset()) if isinstance(answer, str)]
         if failed:
             logs = [rank.tail(0) for rank in self.ranks]
