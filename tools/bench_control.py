@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.packing import pack
+from ds_dynatrain.engine.preparation import BACKGROUND_POLL_SECONDS
 from ds_dynatrain.engine.transaction.certify import SIDES, certify
 from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Session
@@ -65,6 +67,12 @@ def tensors() -> tuple[LogicalTensor, ...]:
     named = [(f"layers.{number}.{name}", shape) for number in range(LAYERS) for name, shape in layer.items()]
     named += [("embed", (WORDS, WIDTH)), ("norm", (WIDTH,)), ("head", (WORDS, WIDTH))]
     return tuple(LogicalTensor(name, shape) for name, shape in named)
+
+
+STREAMS = {"states": streams.capture(), "print": "0" * 32}
+"""As if of any member; what they compute for themselves is no part of what is measured."""
+SWITCH_SECONDS = 2e-4
+"""After which one thread lets another one run: in processes of their own members do not wait for each other so."""
 
 
 class Switch:
@@ -180,19 +188,20 @@ def prepare(mine: Control, proposal: Proposal) -> None:
     """What is said in the background: by all, and by those of one node, who may read each other's memory."""
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
-    session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=0.05)
+    session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=BACKGROUND_POLL_SECONDS)
     session.reduce("building", {"errors": []}, lambda one, _: one)
     near = mine.read_list(key)
     for step in ("cards", "readable"):
         mine.post(f"{node}/{step}/{mine.member}", {"machine": "x" * 40, "probe": list(range(16))})
-        mine.gather(f"{node}/{step}", near, "finding neighbors")
+        keys = {member: f"{node}/{step}/{member}" for member in near}
+        mine.wait(keys, "finding neighbors", longest=BACKGROUND_POLL_SECONDS, is_there=False)
     agreement.say_prepared(mine, proposal)
 
 
 def meet(session: Session, proposal: Proposal) -> None:
     """Post what others need, meet, and read it."""
     mine, generation = session.board, proposal.generation
-    mine.post(f"stream/{generation}/{mine.member}", {"states": streams.capture(), "print": "0" * 32})
+    mine.post(f"stream/{generation}/{mine.member}", STREAMS)
     if session.is_first:
         mine.post(f"carry/{generation}", {"shared": {"groups": ["x" * 200] * 8, "scheduler": "x" * 500}})
     agreement.wait_until_prepared(mine, proposal, session.stop)
@@ -247,6 +256,7 @@ def simulated(members: int) -> dict[str, float]:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, nargs="*", default=[4, 16, 64], help="threads in the place of members")
     parser.add_argument("--simulated", type=int, default=SIMULATED, help="members that one process computes for")

@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
 
-SHORTEST_POLL_SECONDS = 0.0003
 LONGEST_POLL_SECONDS = 0.005
+POLL_RANGE = 16
+"""The longest time between two looks, by the shortest."""
 POLLS_PER_SECOND = 30_000
 """What all members that wait for the same may ask of the store together: it answers some 50,000."""
 LATER = 1 / 3
@@ -150,18 +151,18 @@ class Control:
         stop: Callable[[], None] | None = None,
         crowd: int = 1,
         longest: float = LONGEST_POLL_SECONDS,
-        is_soon: bool = True,
+        is_there: bool = True,
     ) -> dict[int, Any]:
         """As `gather`, for one key of each member's own.
 
         crowd: how many members wait at the same time. longest: seconds between two looks at most, for a small crowd.
-        is_soon: whether they may be there already.
+        is_there: whether they may be there already.
         """
         begin, names = time.monotonic(), list(keys.values())
         end = begin + self.timeout_seconds if deadline is None else deadline
-        shortest = max(SHORTEST_POLL_SECONDS, crowd / POLLS_PER_SECOND)
+        shortest = max(longest / POLL_RANGE, crowd / POLLS_PER_SECOND)
         look = begin + STOP_SECONDS
-        if not is_soon:
+        if not is_there:
             time.sleep(shortest)
         while not self._store.check(names):
             now = time.monotonic()

@@ -265,7 +265,9 @@ class Preparation:
         """Tell all members on this machine a record, and read theirs."""
         board, key = self.control, f"{what}/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", record)
-        return board.gather(key, self._on_machine, "finding neighbors", stop=self._stop_if_abandoned)
+        keys = {member: f"{key}/{member}" for member in self._on_machine}
+        stop, longest = self._stop_if_abandoned, BACKGROUND_POLL_SECONDS
+        return board.wait(keys, "finding neighbors", stop=stop, longest=longest, is_there=False)
 
     @cached_property
     def _on_machine(self) -> list[int]:

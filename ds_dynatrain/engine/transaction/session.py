@@ -259,7 +259,7 @@ class Session:
 
     def _wait(self, keys: Mapping[int, str], doing: str, stop: Callable[[], None] | None) -> dict[int, Any]:
         wait = partial(self.board.wait, keys, doing, stop=stop, longest=self._longest)
-        wait = partial(wait, crowd=len(self.members), is_soon=len(keys) > 1)
+        wait = partial(wait, crowd=len(self.members), is_there=len(keys) > 1)
         return wait_for_living(self.board, keys, doing, wait) if self._is_patient else wait()
 
     def _heard(self, place: str, mine: Any, join: Join) -> Any:
