@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.core import EngineCore
 
 
 class OptimizerForwarder(torch.optim.Optimizer):
@@ -20,18 +19,18 @@ class OptimizerForwarder(torch.optim.Optimizer):
     user's, what a scheduler puts in place of `step`) is kept here.
     """
 
-    def __init__(self, engine: DynatrainEngine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.__dict__["_engine"] = engine  # torch's own constructor would take groups, and keep them
 
     @property
     def current(self) -> Any:
         """DeepSpeed's present optimizer object."""
-        return self._engine.optimizer
+        return self._engine.host.optimizer
 
     @property
     def basic(self) -> torch.optim.Optimizer:
         """The torch optimizer underneath: one object for the whole job."""
-        return self._engine.basic_optimizer  # type: ignore[no-any-return]
+        return self._engine.host.basic_optimizer  # type: ignore[no-any-return]
 
     @property
     def _opt_called(self) -> bool:

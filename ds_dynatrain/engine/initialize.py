@@ -30,13 +30,11 @@ from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first_layout import first_layout
 from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
-from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
-from ds_dynatrain.engine.members.early import Early, found_early
 from ds_dynatrain.engine.members.entry import Entry, beside, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
-from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.engine.turns import Turns, refuse_idle
+from ds_dynatrain.engine.process import PROCESS, Early, refuse_idle
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import practice
 
@@ -97,14 +95,14 @@ def initialize(
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
     engine = _joined(own, settings, given, _Extras(on_idle, param_init_fn, mpu, model_factory), start)
-    loader = None if training_data is None else engine.training_loader(training_data, collate_fn)
+    loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
     if settings.resume is not None:
         try:
-            engine.resumed = resume(engine, settings.resume)
+            engine.resumed = resume(engine._parts, settings.resume, engine._parts.checkpoints.load)
         except BaseException:
             engine.destroy()
             raise
-    return engine, OptimizerForwarder(engine), loader, engine.lr_scheduler
+    return engine, OptimizerForwarder(engine._parts), loader, engine.lr_scheduler
 
 
 def _joined(
@@ -116,16 +114,17 @@ def _joined(
 ) -> DynatrainEngine:
     """The engine, in the job that this process has come to. start: of torch.distributed, as DeepSpeed takes it."""
     start_without_compiler()
-    place, turns = worker_place(), Turns.of_process()
+    place = worker_place()
+    PROCESS.begin()
     rule_of(settings.raw_layouts)  # a wrong one is refused before this process joins anything
-    _refuse_beside(turns.engines, settings, arguments["model"], place)
-    early = found_early()
-    if place is not None and early is None and not turns.engines:
+    _refuse_beside(PROCESS.engines, settings, arguments["model"], place)
+    early = PROCESS.found_early()
+    if place is not None and early is None and not PROCESS.engines:
         stand_alone()
     with telling_of_locks():
         deepspeed.init_distributed(**start)
-    with telling_of_locks(), turns.joining():
-        return _build(own, settings, arguments, extras, place, early, turns)
+    with telling_of_locks(), PROCESS.joining():
+        return _build(own, settings, arguments, extras, place, early)
 
 
 def _refuse_beside(
@@ -168,13 +167,12 @@ def _build(
     extras: _Extras,
     place: WorkerPlace | None,
     early: Early | None,
-    turns: Turns,
 ) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
-    entry = _enter(settings, place, early, turns)
+    entry = _enter(settings, place, early)
     try:
         lists, said = lists_of(arguments), described(own, settings)
         if entry.elastic is not None:
@@ -186,7 +184,7 @@ def _build(
             layout, sizes = of_running_job(entry.record, said)
         else:
             layout = first_layout(model, own, settings, entry.size, extras.mpu, pipe)
-            if turns.engines:
+            if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
             sizes = BatchSizes.of(own, layout.data)
@@ -197,7 +195,7 @@ def _build(
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
-        job, arguments = Job(*parts, entry.elastic, entry.number), {**arguments, "turns": turns}
+        job = Job(*parts, entry.elastic, entry.number)
         around = entry.surroundings(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
     except BaseException:
@@ -205,14 +203,14 @@ def _build(
         raise
 
 
-def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None, turns: Turns) -> Entry:
+def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
     """Into the job, in whichever way this process comes."""
     if early is not None:
         return early.take_over(settings)
     if place is None:
         return with_launch(settings.timeout_seconds)
-    elastic = turns.engines[0].job.elastic if turns.engines else None
-    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(turns.engines))
+    elastic = PROCESS.engines[0].job.elastic if PROCESS.engines else None
+    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(PROCESS.engines))
 
 
 def _split(

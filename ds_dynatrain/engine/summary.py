@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.meeting import Outcome as Measured
+from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.plan import estimate
 from ds_dynatrain.report import CertificateSummary, Outcome, Side, SwitchEvent
 from ds_dynatrain.space import Layout
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.meeting import Outcome as Measured
-    from ds_dynatrain.engine.preparation import Preparation
-
 
 def event_of(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     preparation: Preparation,
     measured: Measured,
     was: tuple[Layout, tuple[int, ...]],
@@ -29,14 +25,14 @@ def event_of(
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None
     if measured.digest:
-        certificate = CertificateSummary(len(engine.model_map.tensors), tuple(kinds), measured.digest)
+        certificate = CertificateSummary(len(engine.host.model_map.tensors), tuple(kinds), measured.digest)
     bound = 0
     if plan is not None:
         bound = estimate(plan, engine.settings.memory_budget_bytes, 1.0).highest_peak_bytes
     return SwitchEvent(
         outcome=outcome,
         generation=proposal.generation,
-        step=int(engine.global_steps),
+        step=engine.global_steps,
         source=Side(was[0].to_dict(), was[1]),
         target=Side(proposal.layout.to_dict(), proposal.members),
         bytes_kept=sum(record["kept"] for record in records),

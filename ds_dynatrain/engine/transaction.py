@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -33,17 +33,16 @@ from ds_dynatrain.engine.carry import (
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, drifts, side_digests, verdict
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.engine.meeting import Meeting, Outcome
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, settle
 from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.errors import CensusError, CertificateError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 CARRY_TAG = 2
 
@@ -55,7 +54,7 @@ class Transaction(Meeting):
     none. Then all vote, one asks for the decision, and all conclude it.
     """
 
-    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+    def __init__(self, engine: EngineCore, preparation: Preparation, place: str) -> None:
         super().__init__(engine, preparation, place)
         self.source: Buffers = {}
         self.target: Buffers = {}
@@ -69,7 +68,7 @@ class Transaction(Meeting):
         self.new_streams: streams.Streams | None = None
         self.source_digests: SideDigests | None = None
         self.kept_share: dict[str, Digests] = {}
-        self.old_config = engine.present_config
+        self.old_config = engine.host.present_config
         self.before_reshape: Replaced | None = None
         self.settlement = Settlement()
         self.own_buffers: set[str] = set()
@@ -157,11 +156,11 @@ class Transaction(Meeting):
         """No collective is under way and no window is open; what there is to give away is named and posted."""
         engine, generation = self.engine, self.proposal.generation
         if self.source_rank is not None:
-            refuse_at_boundary(engine)
-            refuse_changes(engine)
-            engine.settle_parameters()
-            self.source, self.scalars = engine.state_buffers()
-            check_census(engine, engine.vps, self.source_rank, self.source, "before the moves")
+            refuse_at_boundary(engine.host)
+            refuse_changes(engine.host)
+            engine.host.settle_parameters()
+            self.source, self.scalars = engine.host.state_buffers()
+            check_census(engine.host, engine.vps, self.source_rank, self.source, "before the moves")
             self.warn_of_last_gradients()
             self.before = shared_carry(engine, self.scalars)
             self.control.post(f"stream/{generation}/{self.source_rank}", self.own_streams)
@@ -185,9 +184,9 @@ class Transaction(Meeting):
     def _offer_buffers(self, rank: int) -> None:
         """Post the buffers that training has changed, once for each stage."""
         place = self.proposal.source_layout.coordinate(rank)
-        self.own_buffers = {name for name, _ in self.engine.module.named_buffers()}
+        self.own_buffers = {name for name, _ in self.engine.host.module.named_buffers()}
         if self._layers_move and place == {**dict.fromkeys(place, 0), "pipe": place["pipe"]}:
-            changed = encode(pack(self.engine.changed_buffers()), [])
+            changed = encode(pack(self.engine.host.changed_buffers()), [])
             self.control.post(f"buffers/{self.proposal.generation}/{place['pipe']}", changed)
 
     def _take_buffers(self) -> None:
@@ -231,7 +230,7 @@ class Transaction(Meeting):
         self.settlement = settle(vps, self.source_rank, self.source, drifting, self.preparation.transport(), seconds)
         self.control.post(f"settled/{generation}/{mine}", self.settlement.distances)
         distances = self._await(f"settled/{generation}", members, "the values of replicas").values()
-        types = self.engine.element_types
+        types = self.engine.host.element_types
         said = judge_replicas(
             distances, self.engine.settings.replica_tolerance, {kind: types.of(kind) for kind in drifting}
         )
@@ -260,7 +259,7 @@ class Transaction(Meeting):
         """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
         if self.source_rank is not None:
             self.is_detached = self.outcome.is_rebuilt = True
-            self.engine.detach()
+            self.engine.host.detach()
         if self.target_rank is not None and self.preparation.world is not None:
             self.is_installed = self.outcome.is_rebuilt = True
             install(self.preparation.world)
@@ -271,7 +270,7 @@ class Transaction(Meeting):
                 self.preparation.vps, self.proposal.layout, self.target_rank, made
             )
             self.is_attached = True
-            self.engine.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
+            self.engine.host.attach(self.proposal.layout, self.preparation.world, config, self.target, scalars)
 
     def _move(self) -> None:
         plan, transport = self._plans()[1], self.preparation.transport()
@@ -347,8 +346,8 @@ class Transaction(Meeting):
     def _report_target(self, rank: int) -> dict[str, Any]:
         layout = self.proposal.layout
         vps = self.preparation.vps.with_layout(layout, self.proposal.members)
-        held, scalars = self.engine.state_buffers()
-        check_census(self.engine, vps, rank, held, "after the moves")
+        held, scalars = self.engine.host.state_buffers()
+        check_census(self.engine.host, vps, rank, held, "after the moves")
         kinds = tuple(kind for kind in self.kinds if kind in vps.present_kinds())
         gone = [key for key in self.target if key[0] in kinds and key not in held]
         if gone:
@@ -369,19 +368,19 @@ class Transaction(Meeting):
         """All have the record; let go of the old world once all have said so."""
         engine, proposal = self.engine, self.proposal
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
-        if engine.turns.is_shared and self.target_rank is not None:
+        if PROCESS.is_shared and self.target_rank is not None:
             engine.speak()  # since the vote it was another engine's turn
         self.preparation.committed()
         self._measure()
         self.acknowledge(self._measurements())
         if self.target_rank is not None:
-            engine.forget_steps()
+            engine.host.forget_steps()
         self.preparation.end_neighbors()
         self._release_source()
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))
         if self.target_rank is None:
-            engine.leave_world()
+            engine.host.leave_world()
             engine.launch.install()
             if self.preparation.world is not None:
                 self.control.bury(drop(self.preparation.world))
@@ -403,16 +402,16 @@ class Transaction(Meeting):
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
         engine, world = self.engine, self.old_world
         if self.is_attached:
-            engine.detach()
+            engine.host.detach()
         if self.before_reshape is not None:
-            engine.undo_reshape(self.before_reshape)
+            engine.host.undo_reshape(self.before_reshape)
         self.settlement.undo()
         if self.is_detached and world is not None:
             install(world)
-            engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
+            engine.host.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
             put_back(engine, self.before)
         elif self.is_installed:
-            engine.leave_world()
+            engine.host.leave_world()
             engine.launch.install()
         streams.restore(self.own_streams)
         self._measure()

@@ -24,7 +24,7 @@ VICTIM, SECONDS = 1, 3.0
 
 def held(engine: Any) -> dict[str, Any]:
     """This member's state, without a message to anybody."""
-    buffers, scalars = engine.state_buffers()
+    buffers, scalars = engine._host.state_buffers()
     found: dict[str, Any] = {str(key): value.clone() for key, value in buffers.items()}
     return {**found, "scalars": scalars.values, "steps": engine.global_steps, "stream": torch.get_rng_state()}
 

@@ -268,7 +268,7 @@ def walk_case(name: str, walks: bool) -> Seen:
         every = range(len(engine.basic_optimizer.param_groups))
         seen.kinds = {
             kind.name: tuple(every if kind.groups is None else sorted(kind.groups))
-            for kind in engine.vps.kinds
+            for kind in engine._parts.vps.kinds
             if kind.name not in ("weight", "master", "stale_grad")
         }
         place = 0

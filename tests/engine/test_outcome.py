@@ -108,7 +108,7 @@ def cut_case(call: str, folder: Path, who: tuple[int, ...], forever: bool) -> An
                 except OutcomeUnknown as unknown:
                     said = str(unknown)
         if said:
-            engine.control._connect_anew()  # for the end of this job
+            engine._parts.control._connect_anew()  # for the end of this job
             try:
                 next(iter(made.loader))
             except OutcomeUnknown as unknown:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences, small_gpt
@@ -310,7 +310,7 @@ def failing_case(stage: int) -> tuple[list[str], str, jobs.Record]:
         was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
         before = oracle.gather(engine)
         flip(engine.module, 4)
-        with patch.object(HostEngine, "attach", _flipping(HostEngine.attach)), pytest.raises(SwitchFailed) as caught:
+        with patch.object(Host, "attach", _flipping(Host.attach)), pytest.raises(SwitchFailed) as caught:
             engine.register_parameters()
         said.append(str(caught.value))
         found.extend(oracle.differences(before, oracle.gather(engine)))

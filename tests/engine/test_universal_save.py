@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import OpenBatch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
@@ -86,25 +87,25 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
             subject.step(engine, next(batches))
             batch = next(batches)
             engine.backward(engine(*batch))
-        old = engine.world
-        mine = engine.control.member
+        old = engine._parts.world
+        mine = engine._parts.control.member
         if mine in members:
-            ties, seconds = engine.vps.ties(target), engine.control.timeout_seconds
+            ties, seconds = engine._parts.vps.ties(target), engine._parts.control.timeout_seconds
             if breaks:
-                world = build_world(engine.control.store, 8, mine, members, members, seconds, target, ties)
-                with record_that_breaks(engine.control), pytest.raises(RuntimeError, match="Broken pipe"):
-                    restore(engine, target, members, world, folder, lambda tag: tag == "older")
+                world = build_world(engine._parts.control.store, 8, mine, members, members, seconds, target, ties)
+                with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
+                    restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
-                engine.control.bury(drop(world))
-            world = build_world(engine.control.store, 9, mine, members, members, seconds, target, ties)
-            found = restore(engine, target, members, world, folder)
+                engine._parts.control.bury(drop(world))
+            world = build_world(engine._parts.control.store, 9, mine, members, members, seconds, target, ties)
+            found = restore(engine._parts, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"
         if old is not None:
-            engine.control.bury(drop(old))
+            engine._parts.control.bury(drop(old))
         if mine not in members:
-            engine.launch.install()
-            engine.world = None
+            engine._parts.launch.install()
+            engine._parts.world = None
             return None, []
         state = oracle.gather(engine, subject.places)
         return state, [subject.step(engine, next(batches)) for _ in range(MORE)]
@@ -242,16 +243,16 @@ def trouble_case(folder: Path, calm: bool) -> Any:
 
 def _in_a_window(engine: Any, folder: Path) -> None:
     """As if a loader had dealt a micro-batch."""
-    engine._dealt = True
+    engine._parts.open_batch = OpenBatch(True)
     try:
         engine.save_universal(folder)
     finally:
-        engine._dealt = False
+        engine._parts.open_batch = OpenBatch()
 
 
 def _with_other_name(engine: Any, folder: Path) -> None:
     """A model whose third tensor has another name."""
-    line = engine._space.line
+    line = engine._parts._space.line
     third = line.tensors[2]
     name = third.name
     object.__setattr__(third, "name", "renamed")

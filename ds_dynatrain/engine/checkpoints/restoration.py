@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,13 +23,12 @@ from ds_dynatrain.engine.certificate import side_digests, state_digest, whole_di
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.session import Session
+from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 ALWAYS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
 """State kinds that a layout has or has not; the others, moments, begin with the first step."""
@@ -84,19 +83,17 @@ class Old:
     config: tuple[dict[str, Any], Any]
 
     @staticmethod
-    def of(engine: DynatrainEngine) -> Old:
-        engine.settle_parameters()
-        buffers, scalars = engine.state_buffers()
+    def of(engine: EngineCore) -> Old:
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
         shared, rest = shared_carry(engine, scalars), copy.deepcopy(rest_carry(engine))
-        return Old(buffers, scalars, shared, rest, streams.capture(), engine.present_config)
+        return Old(buffers, scalars, shared, rest, streams.capture(), engine.host.present_config)
 
 
 class Restoration:
     """The transaction on one member."""
 
-    def __init__(
-        self, engine: DynatrainEngine, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False
-    ) -> None:
+    def __init__(self, engine: EngineCore, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False) -> None:
         self.engine, self.goal, self.path, self.old = engine, goal, path, old
         self.trust_pickle = trust_pickle
         self.control = engine.control
@@ -124,7 +121,7 @@ class Restoration:
             raise
         if decision.commit:
             self._commit()
-            return Restored(self.path, int(self.engine.global_steps), self.client_state, self.kinds, self.digest)
+            return Restored(self.path, self.engine.global_steps, self.client_state, self.kinds, self.digest)
         self._roll_back()
         decision.raise_interrupt()
         what = "" if self.old is None else "load_universal: "
@@ -150,16 +147,16 @@ class Restoration:
         self.types = self._types(source)
         local = vps.local(layout, self.rank)
         if self.old is not None:
-            needs = engine.room_for(layout, self.goal.members)
-            feasible.check_memory(self.control.member, needs, engine.candidates.nodes)
+            room = needs(engine, layout, self.goal.members)
+            feasible.check_memory(self.control.member, room, engine.candidates.nodes)
         self.buffers = provide(local, self.types, set(), {}, zeros)
         reader.fill(vps, layout, self.rank, self.buffers)
         try:
             self.shared = source.shared(numbers)
-            if len(self.shared["groups"]) != len(engine.basic_optimizer.param_groups):
+            if len(self.shared["groups"]) != len(engine.host.basic_optimizer.param_groups):
                 raise CheckpointError(
                     f"it has {len(self.shared['groups'])} optimizer groups, and there are "
-                    f"{len(engine.basic_optimizer.param_groups)} here"
+                    f"{len(engine.host.basic_optimizer.param_groups)} here"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
@@ -232,8 +229,8 @@ class Restoration:
     def _verify_carry(self) -> None:
         """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
         engine = self.engine
-        held, scalars = engine.state_buffers()
-        check_census(engine, self.vps, self.rank, held, "after loading")
+        held, scalars = engine.host.state_buffers()
+        check_census(engine.host, self.vps, self.rank, held, "after loading")
         shared = shared_carry(engine, scalars)
         lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
         if lost:
@@ -251,12 +248,14 @@ class Restoration:
         engine, goal = self.engine, self.goal
         if self.old is not None:
             self.is_detached = True
-            engine.detach()
+            engine.host.detach()
         else:
             install(goal.world)
         engine.take_shape(self.vps, goal.layout, self.rank)
         self.is_attached = True
-        engine.attach(goal.layout, goal.world, engine.config_for(goal.layout), self.buffers, scalars_of(self.shared))
+        engine.host.attach(
+            goal.layout, goal.world, engine.config_for(goal.layout), self.buffers, scalars_of(self.shared)
+        )
         self._take(self.shared, self.rest, self.streams)
 
     def _take(self, shared: dict[str, Any], rest: dict[str, Any], own: streams.Streams) -> None:
@@ -277,19 +276,19 @@ class Restoration:
             engine.begin_anew(goal.world.generation)
         else:
             self.control.bury(_release(self.old.buffers))
-        engine.forget_steps()
-        if engine.compilations.count:
-            engine.compilations.forget()
+        engine.host.forget_steps()
+        if engine.host.compilations.count:
+            engine.host.compilations.forget()
 
     def _roll_back(self) -> None:
         """As if nobody had asked, or, without an old state, as an idle member."""
         engine, old, goal = self.engine, self.old, self.goal
         if self.is_attached:
-            engine.detach()
+            engine.host.detach()
         if old is None:
-            engine.leave_world()
+            engine.host.leave_world()
         elif self.is_detached:
-            engine.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
+            engine.host.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
             self._take(old.shared, old.rest, old.streams)
         self.buffers = {}
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
@@ -21,12 +21,10 @@ from ds_dynatrain.engine.certificate import drifts
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.session import Request, Session
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 class PendingSave:
@@ -61,7 +59,7 @@ class PendingSave:
 class Saver:
     """The saving half of an engine: one save at a time."""
 
-    def __init__(self, engine: DynatrainEngine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self._memory = HostMemory()
         self._boards: tuple[Control, Control] | None = None
@@ -84,7 +82,7 @@ class Saver:
         self.settle()
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
-        pending = PendingSave(int(self.engine.global_steps))
+        pending = PendingSave(self.engine.global_steps)
         thread = threading.Thread(target=_run, args=(saving, pending), name="dynatrain-save", daemon=True)
         self._running = pending, thread
         thread.start()
@@ -135,7 +133,7 @@ class _Saving:
     """One save on one working member."""
 
     def __init__(
-        self, engine: DynatrainEngine, control: Control, path: Path, tag: str | None, key: str, keep: int | None
+        self, engine: EngineCore, control: Control, path: Path, tag: str | None, key: str, keep: int | None
     ) -> None:
         self.engine, self.control, self.path, self.tag, self.keep = engine, control, path, tag, keep
         self.members, self.first = engine.members, engine.members[0]
@@ -151,7 +149,7 @@ class _Saving:
         What fails after that is kept for `carry_out`, where all learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step(), with no switch pending"
-        asked = {"folder": str(self.path), "tag": self.tag, "step": int(self.engine.global_steps)}
+        asked = {"folder": str(self.path), "tag": self.tag, "step": self.engine.global_steps}
         request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
         ask(self.session, request)
         try:

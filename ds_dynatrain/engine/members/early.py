@@ -11,7 +11,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import make_group
 from ds_dynatrain.adapters.start import telling_of_locks
-from ds_dynatrain.adapters.watched import Fate, WatchedGroup, watched
+from ds_dynatrain.adapters.watched import Fate, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from, worker_place
@@ -19,6 +19,8 @@ from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, stand_alone, with_members
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.process import Early as EarlyMember
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger
 
@@ -28,7 +30,7 @@ LOOK_SECONDS = 0.5
 
 @dataclass(eq=False)
 class Early:
-    """A member without an engine; it hangs on the group that `torch.distributed` speaks of, until `initialize` comes.
+    """A member without an engine; `PROCESS` has it until `initialize` comes.
 
     launch: that group. entry: where the process starts a job; None where it joins one.
     """
@@ -46,14 +48,14 @@ class Early:
 
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
-        self.launch.group.held = self
+        PROCESS.early = self
         self.launch.install()
         atexit.register(self.end)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
         """On into the job, with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
-        self.is_taken, launch.group.held = True, None
+        self.is_taken, PROCESS.early = True, None
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
         self.elastic.configure(settings)
         if entry is not None and entry.world is not None:
@@ -83,18 +85,11 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     place = worker_place()
     joins = False
     if place is not None and not (td.is_initialized() and is_ours_installed()):
-        early = found_early() or _begin(place)
+        early: EarlyMember = PROCESS.found_early() or _begin(place)
         joins = early.joins
     with telling_of_locks():
         deepspeed.init_distributed(*arguments, **named)
     return joins
-
-
-def found_early() -> Early | None:
-    """What `init_distributed` has left for `initialize`."""
-    group = td.group.WORLD if td.is_initialized() else None
-    held = group.held if isinstance(group, WatchedGroup) else None
-    return held if isinstance(held, Early) else None
 
 
 def _begin(place: WorkerPlace) -> Early:
