@@ -16,8 +16,7 @@ from ds_dynatrain.version import __version__
 
 if TYPE_CHECKING:
     from ds_dynatrain.adapters.optimizers import register_optimizer
-    from ds_dynatrain.engine.initialize import initialize
-    from ds_dynatrain.engine.members.early import init_distributed
+    from ds_dynatrain.engine.initialize import init_distributed, initialize
     from ds_dynatrain.report import SwitchEvent
 
 __all__ = [
@@ -34,14 +33,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from ds_dynatrain.engine.initialize import initialize
+    if name in ("initialize", "init_distributed"):
+        from ds_dynatrain.engine import initialize as calls
 
-        return initialize
-    if name == "init_distributed":
-        from ds_dynatrain.engine.members.early import init_distributed
-
-        return init_distributed
+        return getattr(calls, name)
     if name == "register_optimizer":
         from ds_dynatrain.adapters.optimizers import register_optimizer
 

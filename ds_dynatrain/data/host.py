@@ -26,13 +26,8 @@ class Host(Protocol):
         ...
 
     @property
-    def data(self) -> int:
-        """Size of the data axis."""
-        ...
-
-    @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is dealt in the present world; its `data` equals the host's."""
+        """How a global batch is dealt in the present world."""
         ...
 
     @property

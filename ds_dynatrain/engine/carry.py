@@ -103,14 +103,10 @@ def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
 
 def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
     """Everything, on a member that starts to work; its optimizer is attached already."""
-    settle_counters(engine, shared)
-    engine.job_epoch = shared["epoch"]
-    for group, values in zip(engine.host.basic_optimizer.param_groups, shared["groups"], strict=True):
-        group.update(values)
-    if engine.host.lr_scheduler is not None:
-        engine.host.lr_scheduler.load_state_dict(shared["scheduler"])
-        if hasattr(engine.host.lr_scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
-            engine.host.lr_scheduler._last_lr = [group["lr"] for group in engine.host.basic_optimizer.param_groups]
+    put_back(engine, shared)
+    engine.job_epoch, scheduler = shared["epoch"], engine.host.lr_scheduler
+    if hasattr(scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
+        scheduler._last_lr = [group["lr"] for group in engine.host.basic_optimizer.param_groups]
     for name, state in shared["loaders"].items():
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)

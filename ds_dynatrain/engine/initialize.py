@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
@@ -21,6 +22,7 @@ from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
+from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine.checkpoints.resume import resume
@@ -32,9 +34,10 @@ from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
 from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
+from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
-from ds_dynatrain.engine.process import PROCESS, Early, refuse_idle
+from ds_dynatrain.engine.process import PROCESS, refuse_idle
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import practice
 
@@ -103,6 +106,27 @@ def initialize(
             engine.destroy()
             raise
     return engine, OptimizerForwarder(engine._parts), loader, engine.lr_scheduler
+
+
+def init_distributed(*arguments: Any, **named: Any) -> bool:
+    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
+
+    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
+    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
+    are training, and take part in nothing. Returns whether this process joins.
+
+    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    """
+    place = worker_place()
+    joins = False
+    if place is not None and not (td.is_initialized() and is_ours_installed()):
+        early = PROCESS.found_early()
+        if early is None:
+            early = PROCESS.early = begin(place)
+        joins = early.joins
+    with telling_of_locks():
+        deepspeed.init_distributed(*arguments, **named)
+    return joins
 
 
 def _joined(
@@ -206,6 +230,7 @@ def _build(
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
     """Into the job, in whichever way this process comes."""
     if early is not None:
+        PROCESS.early = None
         return early.take_over(settings)
     if place is None:
         return with_launch(settings.timeout_seconds)

@@ -33,11 +33,6 @@ class Loaders:
         return self.engine.place("data")
 
     @property
-    def data(self) -> int:
-        """Size of the data axis."""
-        return self.engine.layout.data
-
-    @property
     def batch(self) -> BatchArithmetic:
         """How a global batch is dealt in the present world."""
         return self.engine.batch_for(self.engine.layout)

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
-from ds_dynatrain.engine.engine import DynatrainEngine, in_turn
+from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of, places_of
 from ds_dynatrain.engine.members.voiding import surviving
+from ds_dynatrain.engine.overrides import in_turn
 from ds_dynatrain.errors import DataError
 
 

@@ -21,89 +21,38 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.process_wide import put_plain
-from ds_dynatrain.adapters.worlds import LaunchWorld
-from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.core import EngineCore, Own
 from ds_dynatrain.engine.course import Course
 from ds_dynatrain.engine.meeting import Outcome
-from ds_dynatrain.engine.members.entry import Entry
+from ds_dynatrain.engine.members.early import Early
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice
 
 
-class Early(Protocol):
-    """A member without an engine. launch: the group that it stands in."""
-
-    launch: LaunchWorld
-
-    @property
-    def joins(self) -> bool:
-        """Whether it joins a job that runs already."""
-        ...
-
-    def take_over(self, settings: DynatrainConfig) -> Entry:
-        """On into the job, with an engine."""
-        ...
-
-
 class Recovery(Protocol):
-    """What is done about a failure in the middle of training."""
+    """What is done about a failure in the middle of training; see `members.forming.Forming`."""
 
-    def check(self) -> None:
-        """WorldChanged if a collective of the present world has failed already."""
-        ...
-
-    def see_failure(self) -> None:
-        """Form a new world, if a collective of the present one has failed in the script."""
-        ...
-
-    def recover(self, error: RuntimeError) -> bool:
-        """Form a new world if `error` is of a collective of the present one; False if it is something else."""
-        ...
-
-    def close_worlds(self) -> None:
-        """No collectives until the next boundary."""
-        ...
+    def check(self) -> None: ...
+    def see_failure(self) -> None: ...
+    def recover(self, error: RuntimeError) -> bool: ...
+    def close_worlds(self) -> None: ...
 
 
 class Membership(Protocol):
-    """The process's part in a job whose members come and go, as its engines see it."""
+    """The process's part in a job whose members come and go, as its engines see it; see `members.changes.Changes`."""
 
     @property
-    def forming(self) -> Recovery:
-        """For failures."""
-        ...
-
-    def stand(self, engine: EngineCore, place: str, window_is_open: bool) -> None:
-        """A boundary of an engine."""
-        ...
-
-    def keeps_void(self, engine: EngineCore) -> bool:
-        """Whether what an engine deals stays void."""
-        ...
-
-    def guard(self, preparation: Preparation) -> None:
-        """Let a failure break a preparation off."""
-        ...
-
-    def after(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """A switch of one engine has ended on this member."""
-        ...
-
-    def retrain(self, members: tuple[int, ...]) -> None:
-        """Others hold the state now."""
-        ...
-
-    def reopen(self, engine: EngineCore) -> None:
-        """Have a living notice board; SwitchRefused if there is none."""
-        ...
-
-    def leave(self, engine: EngineCore) -> None:
-        """An engine has ended."""
-        ...
+    def forming(self) -> Recovery: ...
+    def stand(self, engine: EngineCore, place: str, window_is_open: bool) -> None: ...
+    def keeps_void(self, engine: EngineCore) -> bool: ...
+    def guard(self, preparation: Preparation) -> None: ...
+    def after(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None: ...
+    def retrain(self, members: tuple[int, ...]) -> None: ...
+    def reopen(self, engine: EngineCore) -> None: ...
+    def leave(self, engine: EngineCore) -> None: ...
 
 
 class Process:

@@ -17,12 +17,11 @@ from ds_dynatrain.engine.agreement import Proposal, Wish
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.targets import Targets, needs
+from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.space import Layout, is_partitioned
@@ -41,11 +40,6 @@ class Switcher:
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._watch = Watch(engine.control)
 
-    @property
-    def control(self) -> Control:
-        """The notice board of the present generation."""
-        return self.engine.control
-
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def ask(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]) -> PendingSwitch:
@@ -58,7 +52,7 @@ class Switcher:
             PROCESS.membership.reopen(self.engine)
         wish, proposal = self._wish(layout, at, changes)
         try:
-            agreed = agreement.agree(self.control, self.place_in_training(), wish, self.engine.members, proposal)
+            agreed = agreement.agree(self.engine.control, self.place_in_training(), wish, self.engine.members, proposal)
         except (td.DistError, WorldChanged) as error:
             raise SwitchRefused(f"the notice board is gone: {error}", "ask again later") from error
         self._attempts.prepare(agreed)
@@ -84,8 +78,7 @@ class Switcher:
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
-            members = self._targets.slots(target)
-            feasible.check_memory(self.control.member, needs(engine, target, members), engine.candidates.nodes)
+            members = self._targets.members_for(target)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
@@ -107,8 +100,7 @@ class Switcher:
                 raise SwitchRefused(f"at={at!r} is not a whole number", "give a number of optimizer steps")
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
-            members = self._targets.slots(target)
-            feasible.check_memory(self.control.member, needs(engine, target, members), engine.candidates.nodes)
+            members = self._targets.members_for(target)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
@@ -140,7 +132,7 @@ class Switcher:
     def stand_at(self, place: str) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         self.engine.has_stood = True
-        self.control.raise_if_lost()
+        self.engine.control.raise_if_lost()
         self._saver.look()
         self._stand_at(place)
         PROCESS.course.note()
@@ -173,7 +165,7 @@ class Switcher:
         if self.engine.preparation is None:
             return
         proposal = self.engine.preparation.proposal
-        if agreement.wait_for_rank_0(self.control, proposal):
+        if agreement.wait_for_rank_0(self.engine.control, proposal):
             self._attempts.transact(place)
         else:
             self._see_given_up()
@@ -203,16 +195,16 @@ class Switcher:
         """On an idle member: make ready for a switch that the working members have agreed on."""
         if self.engine.preparation is not None:
             return
-        record = self.control.read(f"proposal/{self.engine.attempt + 1}")
+        record = self.engine.control.read(f"proposal/{self.engine.attempt + 1}")
         if record is None:
             return
         registration.catch_up(self.engine)
         proposal = Proposal.from_json(record)
-        if self.control.member in proposal.union:
-            self._attempts.rehearse(proposal.layout, proposal.members.index(self.control.member))
+        if self.engine.control.member in proposal.union:
+            self._attempts.rehearse(proposal.layout, proposal.members.index(self.engine.control.member))
             self._attempts.prepare(proposal)
             return
-        outcome = self.control.read(f"record/{proposal.generation}")
+        outcome = self.engine.control.read(f"record/{proposal.generation}")
         if outcome is not None:
             self.engine.attempt = proposal.generation
             if outcome["commit"]:
@@ -224,12 +216,12 @@ class Switcher:
         """Leave when the job has ended."""
         if self._watch.look(self.engine.members):
             self.engine.close_preparation()
-            self.control.post(f"left/{self.control.member}", True)
+            self.engine.control.post(f"left/{self.engine.control.member}", True)
             raise SystemExit(0)
 
     def _see_given_up(self) -> None:
         """Let go of a preparation that was given up before the meeting."""
         if self.engine.preparation is not None:
-            record = self.control.read(f"record/{self.engine.preparation.proposal.generation}")
+            record = self.engine.control.read(f"record/{self.engine.preparation.proposal.generation}")
             if record is not None and not record["commit"]:
                 self.engine.close_preparation()

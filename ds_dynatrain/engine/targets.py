@@ -64,11 +64,13 @@ class Targets:
             reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
-    def slots(self, target: Layout) -> tuple[int, ...]:
-        """Who would hold which rank."""
+    def members_for(self, target: Layout) -> tuple[int, ...]:
+        """Who would hold which rank; SwitchRefused if this node has not the memory for it."""
         pool, engine = self.engine.candidates, self.engine
         able = engine.members if PROCESS.membership is not None and PROCESS.is_shared else pool.members
-        return assign_slots(engine.vps, target, able, pool.nodes)
+        members = assign_slots(engine.vps, target, able, pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)
+        return members
 
 
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> dict[int, int]:

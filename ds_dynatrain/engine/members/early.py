@@ -1,26 +1,19 @@
-"""`init_distributed`: into an elastic job before there is an engine; a script sees the job's world from the start."""
+"""Into an elastic job before there is an engine, so that a script sees the job's world from the start."""
 
 from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass
-from typing import Any
-
-import deepspeed
-import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.start import telling_of_locks
 from ds_dynatrain.adapters.watched import Fate, watched
-from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed
+from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from, worker_place
+from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, stand_alone, with_members
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.process import Early as EarlyMember
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger
 
@@ -32,7 +25,7 @@ LOOK_SECONDS = 0.5
 class Early:
     """A member without an engine; `PROCESS` has it until `initialize` comes.
 
-    launch: that group. entry: where the process starts a job; None where it joins one.
+    launch: the group that it stands in. entry: where the process starts a job; None where it joins one.
     """
 
     elastic: Elastic
@@ -48,14 +41,13 @@ class Early:
 
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
-        PROCESS.early = self
         self.launch.install()
         atexit.register(self.end)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
         """On into the job, with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
-        self.is_taken, PROCESS.early = True, None
+        self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
         self.elastic.configure(settings)
         if entry is not None and entry.world is not None:
@@ -73,26 +65,8 @@ class Early:
             self.elastic.member.stop(has_ended=not ended_in_error())
 
 
-def init_distributed(*arguments: Any, **named: Any) -> bool:
-    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
-
-    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
-    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
-    are training, and take part in nothing. Returns whether this process joins.
-
-    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
-    """
-    place = worker_place()
-    joins = False
-    if place is not None and not (td.is_initialized() and is_ours_installed()):
-        early: EarlyMember = PROCESS.found_early() or _begin(place)
-        joins = early.joins
-    with telling_of_locks():
-        deepspeed.init_distributed(*arguments, **named)
-    return joins
-
-
-def _begin(place: WorkerPlace) -> Early:
+def begin(place: WorkerPlace) -> Early:
+    """Into the job of an elastic launch, without an engine. SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
     elastic = made_by(place, settings)
     stand_alone()

@@ -33,25 +33,14 @@ def is_of_a_collective(error: RuntimeError) -> bool:
 
 
 class Around(Protocol):
-    """What forming asks of the part that follows changes of members (`changes`)."""
+    """What forming asks of the part that follows changes of members; see `changes.Changes`."""
 
     engines: list[EngineParts]
 
-    def look(self) -> None:
-        """See what was published, and make ready what follows from it."""
-        ...
-
-    def meet(self) -> None:
-        """On a working member: take part in what is due."""
-        ...
-
-    def wait_for_work(self) -> None:
-        """On an idle member: until it works."""
-        ...
-
-    def enter(self, change: Change) -> None:
-        """Stand in the later generation from here on, or go."""
-        ...
+    def look(self) -> None: ...
+    def meet(self) -> None: ...
+    def wait_for_work(self) -> None: ...
+    def enter(self, change: Change) -> None: ...
 
 
 class Forming:
