@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -25,6 +25,7 @@ from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout
 
 BOUNDARY = "engine.boundary"
+Folder = str | os.PathLike[str]
 
 
 class DynatrainEngine(OverridingEngine):
@@ -126,7 +127,19 @@ class DynatrainEngine(OverridingEngine):
     # ---- switching ---------------------------------------------------------------------------------------------------
 
     @in_turn
-    def switch(self, layout: Layout | None = None, *, at: int | None = None, **changes: int) -> PendingSwitch:
+    def switch(
+        self,
+        layout: Layout | None = None,
+        *,
+        at: int | None = None,
+        data: int | None = None,
+        zero_stage: int | None = None,
+        pipe: int | None = None,
+        expert: int | None = None,
+        tensor: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> PendingSwitch:
         """Ask for another layout; call it on every working member, with the same arguments and at the same step.
 
         layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
@@ -137,12 +150,25 @@ class DynatrainEngine(OverridingEngine):
         see `last_switch`.
         """
         self._parts.window.refuse_switch()
-        return self._parts.switcher.ask(layout, at, changes)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        return self._parts.switcher.ask(layout, at, sizes)
 
     @in_turn
-    def plan(self, layout: Layout | None = None, **changes: int) -> SwitchEstimate:
+    def plan(
+        self,
+        layout: Layout | None = None,
+        *,
+        data: int | None = None,
+        zero_stage: int | None = None,
+        pipe: int | None = None,
+        expert: int | None = None,
+        tensor: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> SwitchEstimate:
         """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
-        return self._parts.switcher.dry_run(layout, changes)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        return self._parts.switcher.dry_run(layout, sizes)
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""
@@ -161,7 +187,7 @@ class DynatrainEngine(OverridingEngine):
             parts.is_void = False
 
     @in_turn
-    def register_parameters(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
+    def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
         """Take over what has changed since it was registered: parameters' `requires_grad`, and new optimizer groups.
 
         Call it on every working member at the same step, after `engine.step()`. What is frozen now loses its master and
@@ -179,18 +205,19 @@ class DynatrainEngine(OverridingEngine):
         self._parts.window.refuse_switch()
         return self._parts.switcher.register(list(groups or ()))
 
-    def carry(self, name: str, value: Any) -> Any:
-        """Carry an object with `state_dict` and `load_state_dict`: a member that starts to work takes rank 0's state.
+    def register_for_checkpointing(self, name: str, value: Any) -> Any:
+        """Carry and save an object with `state_dict` and `load_state_dict`.
 
-        Call it on every process, idle ones too, before the first switch. Returns the object. ConfigError for an object
-        without the two methods or a name that is taken.
+        A member that starts to work takes rank 0's state of it. Call it on every process, idle ones too, before the
+        first switch. Returns the object. ConfigError for one without the two methods, or a name that is taken.
         """
         wanted, parts = ("state_dict", "load_state_dict"), self._parts
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
         if missing:
-            raise ConfigError(f"carry({name!r}): a {type(value).__name__} has no {' and no '.join(missing)}")
+            lacks = f"a {type(value).__name__} has no {' and no '.join(missing)}"
+            raise ConfigError(f"register_for_checkpointing({name!r}): {lacks}")
         if name in parts.carried:
-            raise ConfigError(f"carry({name!r}): the name is taken; take another one")
+            raise ConfigError(f"register_for_checkpointing({name!r}): the name is taken; take another one")
         parts.carried[name] = value
         if name in parts.arrived["objects"]:
             value.load_state_dict(parts.arrived["objects"].pop(name))
@@ -294,42 +321,40 @@ class DynatrainEngine(OverridingEngine):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    @overload
+    def save(self, path: Folder, tag: str | None = None, *, background: Literal[False] = False) -> Path: ...
+    @overload
+    def save(self, path: Folder, tag: str | None = None, *, background: Literal[True]) -> PendingSave: ...
     @in_turn
-    def save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> Path:
+    def save(self, path: Folder, tag: str | None = None, *, background: bool = False) -> Path | PendingSave:
         """Save all state into a folder of checkpoints, as one that any layout and any world can load.
 
         Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
         folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
         `latest` names it from then on. Returns the checkpoint's own folder.
 
+        background: the step waits for a copy in host memory alone, and a thread writes. The copy takes as much memory
+        as this member writes, and is kept for the next one. `wait()` of the result gives the folder, or raises why
+        there is none; a boundary that finds it failed logs the error. Another save, a load and the end of the engine
+        wait for it.
+
         CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
         can go on.
         """
-        return self._parts.checkpoints.save(path, tag)
+        checkpoints = self._parts.checkpoints
+        return checkpoints.start_save(path, tag) if background else checkpoints.save(path, tag)
 
     @in_turn
-    def start_save_universal(self, path: str | os.PathLike[str], tag: str | None = None) -> PendingSave:
-        """`save_universal` in the background: the step waits for a copy in host memory, and a thread writes.
-
-        The copy takes as much memory as this member writes, and is kept for the next one. `wait()` of the result gives
-        the folder, or raises why there is none; a boundary that finds it failed logs the error. Another save, a load
-        and the end of the engine wait for it.
-        """
-        return self._parts.checkpoints.start_save(path, tag)
-
-    @in_turn
-    def load_universal(
-        self, path: str | os.PathLike[str], tag: str | None = None, *, trust_pickle: bool = False
-    ) -> Restored:
-        """Go on from a checkpoint of `save_universal`, whatever layout and world it was saved in, in the present one.
+    def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:
+        """Go on from a checkpoint of `save`, whatever layout and world it was saved in, in the present one.
 
         One of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are then.
         trust_pickle: of such files, run what they say where they hold more than tensors and plain values.
 
         Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
         default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
-        objects of `carry`; a loader or object that is made later gets its own then. An iterator over a loader goes on
-        from the position that was loaded.
+        objects of `register_for_checkpointing`; a loader or object that is made later gets its own then. An iterator
+        over a loader goes on from the position that was loaded.
 
         CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
         was saved: training goes on as before the call. OutcomeUnknown if this member cannot know whether others
@@ -342,3 +367,9 @@ class DynatrainEngine(OverridingEngine):
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
         ending.close(self._parts)
+
+
+def _given(*sizes: object) -> dict[str, Any]:
+    """The changes to a layout that were asked for."""
+    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries")
+    return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -1,9 +1,9 @@
 """A switch that holds no more than the larger side: through a checkpoint of this very step ("safety": "lean").
 
-The working members save a checkpoint, as `engine.save_universal` does, and read back that it is sound. One record then
+The working members save a checkpoint, as `engine.save` does, and read back that it is sound. One record then
 says whether to go on: until it every failure leaves all as it was. After it the source is freed, before anything of the
 target is taken; the members of the target restore from the checkpoint, in the new world, under the same proofs as
-`engine.load_universal`. If that fails, those of the source restore from it in the old world, whose groups are kept
+`engine.load`. If that fails, those of the source restore from it in the old world, whose groups are kept
 until then. So what is held at once is at most max(source, target) and what reads and writes are staged in.
 """
 

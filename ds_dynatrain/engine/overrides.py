@@ -219,9 +219,9 @@ class OverridingEngine(HostEngine):
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, *arguments: Any, trust_pickle: bool = False, **named: Any
     ) -> Any:
-        """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `save_universal`.
+        """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `engine.save`.
 
-        That is one step for all members, as `load_universal`, which see also for `trust_pickle`; CheckpointError says
+        That is one step for all members, as `engine.load`, which see also for `trust_pickle`; CheckpointError says
         why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
 
         On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client

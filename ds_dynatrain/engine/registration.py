@@ -1,4 +1,4 @@
-"""`engine.register_parameters`: what is trained, and in which groups, changes in the same world and layout.
+"""`engine.update_param_groups`: what is trained, and in which groups, changes in the same world and layout.
 
 Like a switch it is a transaction. All working members judge the same records; each fills new buffers, puts a new
 optimizer over them, and reports digests per tensor; the outcome is written once. Before that a failure puts the old
@@ -40,7 +40,7 @@ STAYS = ("counters", "windows", "epoch", "scaling", "loaders")
 
 
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
-    """Carry out what has changed; False if nothing has. See `DynatrainEngine.register_parameters`.
+    """Carry out what has changed; False if nothing has. See `DynatrainEngine.update_param_groups`.
 
     place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
     in words.
@@ -59,7 +59,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
             lists_per_group(engine.host.lr_scheduler, len(engine.host.basic_optimizer.param_groups))
     except SwitchRefused as refused:
         refusal = refused.reason, refused.way_out
-    session = Session(engine.control, key, engine.members, "register_parameters")
+    session = Session(engine.control, key, engine.members, "update_param_groups")
     request = Request({"groups": None if asked is None else asked.to_json()}, refusal)
     session.agree(request, None, SwitchRefused, _differ)
     if asked is None:
@@ -168,7 +168,7 @@ class _Registration:
             self.engine.host.compilations.forget()
         decision.raise_interrupt()
         if not decision.commit:
-            raise SwitchFailed(f"register_parameters: {decision.reason}; the engine goes on as before it")
+            raise SwitchFailed(f"update_param_groups: {decision.reason}; the engine goes on as before it")
 
     def _carry_out(self) -> dict[str, Any]:
         """Rebuild; what this member reports of both sides."""

@@ -108,7 +108,7 @@ class Switcher:
         return wish, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at)
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
-        """See `DynatrainEngine.register_parameters`."""
+        """See `DynatrainEngine.update_param_groups`."""
         layout = self.engine.layout
         if is_partitioned(layout):
             plain = layout.replace(pipe=1, expert=1, tensor=1, boundaries=None)

@@ -56,5 +56,5 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
             if epoch == 1 and engine.layout.data == 1 and HOW != "wakes":
                 time.sleep(ALONE_SECONDS)
     if HOW == "saves":
-        engine.save_universal(OUT / "saved", "last")
+        engine.save(OUT / "saved", "last")
     say(event="end")

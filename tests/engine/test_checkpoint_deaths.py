@@ -46,14 +46,14 @@ def case(path: Path, kind: type, method: str) -> str:
             return ""
         batches = iter(made.loader)
         jobs.one_micro_batch(engine, next(batches), jobs.Record())
-        engine.save_universal(path, "before")
+        engine.save(path, "before")
         jobs.one_micro_batch(engine, next(batches), jobs.Record())
         before = held(engine)
 
         def killed(self: Any, *_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        call = engine.load_universal if kind is Restoration else engine.save_universal
+        call = engine.load if kind is Restoration else engine.save
         try:
             if td.get_rank() == VICTIM:
                 with patch.object(kind, method, killed):

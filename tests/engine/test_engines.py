@@ -294,14 +294,14 @@ def saving(folder: Path) -> list[Any]:
         for _ in range(4):
             for run in runs:
                 run.step()
-        actor.engine.save_universal(folder / "actor")
+        actor.engine.save(folder / "actor")
         critic.engine.save_checkpoint(str(folder / "critic"))
         saved = actor.state()
         for run in runs:
             run.step()
         for _ in range(2):
             critic.step()
-        actor.engine.load_universal(folder / "actor")
+        actor.engine.load(folder / "actor")
         same = actor.state() == saved and actor.engine.global_steps == 4
         while critic.engine.global_steps < STEPS:
             critic.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.space import Layout
 from tests.adapters.stock import stock_engine
 from tests.engine import jobs
 from tests.engine.pool import RankPool
@@ -19,8 +22,8 @@ NAMES = {
     *("layout", "members", "member", "rank", "generation", "idle", "is_void"),
     *("loader", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
     *("data", "data_rank", "sequence", "sequence_rank"),
-    *("save_universal", "start_save_universal", "load_universal", "resumed"),
-    *("register_parameters", "carry", "new_group", "turn", "close"),
+    *("save", "load", "resumed"),
+    *("update_param_groups", "register_for_checkpointing", "new_group", "turn", "close"),
 }
 MOST = 40
 
@@ -51,3 +54,12 @@ def test_of_the_class() -> None:
 def test_of_an_object(pool: RankPool, stage: int) -> None:
     for ours, stock in pool.run(found, stage=stage):
         assert ours - stock - public(dir(DeepSpeedEngine)) <= {"resumed"}
+
+
+@pytest.mark.parametrize("call", [DynatrainEngine.switch, DynatrainEngine.plan])
+def test_axes_are_spelled_out(call: Any) -> None:
+    """Whatever a layout has can be changed by its name; another name is Python's own error."""
+    given = set(signature(call).parameters) - {"self", "layout", "at"}
+    assert given == {each.name for each in fields(Layout)}
+    with pytest.raises(TypeError, match="dta"):
+        signature(call).bind(None, dta=4)

@@ -338,7 +338,7 @@ def register_case(name: str, block: str, start: jobs.Sizes, target: jobs.Sizes) 
                 for parameter_name, held in model.named_parameters():
                     if parameter_name.startswith(block):
                         held.requires_grad_(engine.global_steps == 6)
-                assert engine.register_parameters()
+                assert engine.update_param_groups()
                 found.append(_wrong_after_registering(before, oracle.gather(engine), model, block))
             elif engine.global_steps == 4:
                 jobs.ask(engine, target)

@@ -19,7 +19,7 @@ def ahead_case(folder: str) -> tuple[str, ...]:
     def each(job: jobs.Job) -> None:
         if job.engine.global_steps in (1, 2):
             job.engine._parts.attempt += job.engine.rank
-            saved.append(job.engine.save_universal(folder).name)
+            saved.append(job.engine.save(folder).name)
             job.engine._parts.attempt -= job.engine.rank
 
     with jobs.job(jobs.config("fp32", (2, 1))) as made:
@@ -39,10 +39,10 @@ def void_case(folder: str) -> tuple[float, list[str]]:
         mean = float(engine.mean(3.0, 2))
         asked = (
             (engine.switch, {"data": 1}),
-            (engine.register_parameters, {}),
-            (engine.save_universal, {"path": folder}),
+            (engine.update_param_groups, {}),
+            (engine.save, {"path": folder}),
         )
-        for ask, arguments in (*asked, (engine.load_universal, {"path": folder})):
+        for ask, arguments in (*asked, (engine.load, {"path": folder})):
             with pytest.raises((SwitchRefused, CheckpointError)) as refusal:
                 ask(**arguments)
             said.append(str(refusal.value))

@@ -1,4 +1,4 @@
-"""`save_universal` and `load_universal` on living ranks: any layout to any other, bit by bit, and what follows."""
+"""`engine.save` and `engine.load` on living ranks: any layout to any other, bit by bit, and what follows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saving_case(find: Find, dtype: str, at: Layout, target: Layout, folder: Path
         if not engine.idle:
             for _ in range(STEPS):
                 subject.step(engine, next(batches))
-            engine.save_universal(folder)
+            engine.save(folder)
             state = oracle.gather(engine, subject.places)
             if target != at:
                 engine.switch(target, at=engine.global_steps)
@@ -54,7 +54,7 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
         if engine.idle:
             return None, []
         subject.step(engine, next(batches))
-        engine.load_universal(folder)
+        engine.load(folder)
         return oracle.gather(engine, subject.places), [subject.step(engine, next(batches)) for _ in range(MORE)]
     return None, []
 
@@ -212,29 +212,29 @@ def trouble_case(folder: Path, calm: bool) -> Any:
         engine, record = made.engine, jobs.Record()
         if engine.idle:
             return None
-        counter = engine.carry("counter", Counter())
+        counter = engine.register_for_checkpointing("counter", Counter())
         batches = iter(made.loader)
         for step in range(6):
             if step == 2:
                 counter.values["seen"] += 5
-                engine.save_universal(folder, "good")
+                engine.save(folder, "good")
             if step == 4 and not calm:
                 path = folder / "good"
-                fails("taken", partial(engine.save_universal, folder, "good"))
-                fails("name", partial(engine.save_universal, folder, "../x"))
-                fails("file", partial(engine.save_universal, folder / "good" / "manifest.arrow"))
-                fails("none", partial(engine.load_universal, folder, "other"))
-                fails("differ", partial(engine.save_universal, folder, f"mine{engine.rank}"))
+                fails("taken", partial(engine.save, folder, "good"))
+                fails("name", partial(engine.save, folder, "../x"))
+                fails("file", partial(engine.save, folder / "good" / "manifest.arrow"))
+                fails("none", partial(engine.load, folder, "other"))
+                fails("differ", partial(engine.save, folder, f"mine{engine.rank}"))
                 fails("open", partial(_in_a_window, engine, folder))
                 if engine.rank == 0:
                     damage(path)
-                fails("damaged", partial(engine.load_universal, folder), CheckpointDamaged)
+                fails("damaged", partial(engine.load, folder), CheckpointDamaged)
                 if engine.rank == 0:
                     damage(path)
                 fails("other model", partial(_with_other_name, engine, folder))
             jobs.one_micro_batch(engine, next(batches), record)
         after = {name: held.clone() for name, held in engine.module.named_buffers()}
-        engine.load_universal(folder, "good")
+        engine.load(folder, "good")
         counter.values["seen"] -= 5
         late = engine.loader(Sequences(), num_workers=0, name="late")
         return record.losses, said, counter.values["seen"].tolist(), after, late.cursor
@@ -245,7 +245,7 @@ def _in_a_window(engine: Any, folder: Path) -> None:
     """As if a loader had dealt a micro-batch."""
     engine._parts.open_batch = OpenBatch(True)
     try:
-        engine.save_universal(folder)
+        engine.save(folder)
     finally:
         engine._parts.open_batch = OpenBatch()
 
@@ -257,7 +257,7 @@ def _with_other_name(engine: Any, folder: Path) -> None:
     name = third.name
     object.__setattr__(third, "name", "renamed")
     try:
-        engine.load_universal(folder)
+        engine.load(folder)
     finally:
         object.__setattr__(third, "name", name)
 
@@ -299,12 +299,12 @@ def drifting_case(sizes: jobs.Sizes, folder: Path) -> Any:
             if engine.rank == 1:
                 weight[3] += 1
             try:
-                engine.save_universal(folder, "drifted")
+                engine.save(folder, "drifted")
                 said = ""
             except CheckpointError as error:
                 said = str(error)
             weight[3] = before
-        engine.save_universal(folder, "whole")
+        engine.save(folder, "whole")
         return said
     return None
 
@@ -328,13 +328,13 @@ def background_case(folder: Path, background: bool) -> Any:
             jobs.one_micro_batch(engine, batch, record)
             if step in (1, 3):
                 state = oracle.gather(engine)
-                pending = engine.start_save_universal(folder) if background else engine.save_universal(folder)
+                pending = engine.save(folder, background=True) if background else engine.save(folder)
         if background:
             assert pending.wait() == folder / "step4" and pending.done
-            pending = engine.start_save_universal(folder / "latest")
+            pending = engine.save(folder / "latest", background=True)
             with pytest.raises(CheckpointError, match="nothing was saved"):
                 pending.wait()
-        engine.load_universal(folder)
+        engine.load(folder)
         assert oracle.differences(state, oracle.gather(engine)) == []
         return record.losses
     return None
@@ -374,8 +374,8 @@ def rewriting_case(find: Find, layouts: list[Layout], reference: Path, folder: P
     for at in layouts:
         with axis_walks.started(subject, "fp32", at) as made:
             if not made.engine.idle:
-                made.engine.load_universal(reference)
-                made.engine.save_universal(folder, str(at).replace(" ", "_").replace("=", ""))
+                made.engine.load(reference)
+                made.engine.save(folder, str(at).replace(" ", "_").replace("=", ""))
                 state = oracle.gather(made.engine, subject.places)
     return state
 
@@ -386,7 +386,7 @@ def reading_case(find: Find, taken: list[tuple[Layout, Layout]], folder: Path, s
     for target in sorted({target for _, target in taken}, key=str):
         with axis_walks.started(subject, "fp32", target) as made:
             for source in [source for source, end in taken if end == target] if not made.engine.idle else []:
-                made.engine.load_universal(folder, str(source).replace(" ", "_").replace("=", ""))
+                made.engine.load(folder, str(source).replace(" ", "_").replace("=", ""))
                 found = oracle.gather(made.engine, subject.places)
                 assert oracle.differences(state, found) == [], (source, target)
                 compared += 1

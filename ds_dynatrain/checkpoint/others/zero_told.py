@@ -28,7 +28,7 @@ FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
 """What parameters of a pipeline's tied layers are called, which lie in its files under the numbers of their layers."""
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-INSTEAD = "load it into an engine with load_checkpoint, and save it with save_universal"
+INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -31,30 +31,30 @@ class Checkpoints:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
 
     def save(self, path: str | os.PathLike[str], tag: str | None) -> Path:
-        """See `DynatrainEngine.save_universal`."""
-        agreed = self._arrive("save_universal", path, tag)
+        """See `DynatrainEngine.save`."""
+        agreed = self._arrive("save", path, tag)
         if agreed is None:
-            return _not_saved("save_universal", path, tag)
+            return _not_saved("save", path, tag)
         folder, name = agreed
         key, in_the_way = f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way()
         return self._saver.save(folder, name, key, in_the_way, None)
 
     def start_save(self, path: str | os.PathLike[str], tag: str | None) -> PendingSave:
-        """See `DynatrainEngine.start_save_universal`."""
-        agreed = self._arrive("start_save_universal", path, tag)
+        """See `DynatrainEngine.save`, in the background."""
+        agreed = self._arrive("save in the background", path, tag)
         if agreed is None:
             given_up = PendingSave(self.engine.global_steps)
-            given_up.finish(_not_saved("start_save_universal", path, tag), None)
+            given_up.finish(_not_saved("save in the background", path, tag), None)
             return given_up
         folder, name = agreed
         key, in_the_way = f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way()
         return self._saver.start(folder, name, key, in_the_way, None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool) -> Restored:
-        """See `DynatrainEngine.load_universal`; it uses a generation up, as a switch does."""
-        agreed = self._arrive("load_universal", path, tag)
+        """See `DynatrainEngine.load`; it uses a generation up, as a switch does."""
+        agreed = self._arrive("load", path, tag)
         if agreed is None:
-            raise CheckpointError(f"load_universal({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
+            raise CheckpointError(f"load({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
         self._saver.settle()
         folder, name = agreed
         engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()

@@ -124,7 +124,7 @@ class Restoration:
             return Restored(self.path, self.engine.global_steps, self.client_state, self.kinds, self.digest)
         self._roll_back()
         decision.raise_interrupt()
-        what = "" if self.old is None else "load_universal: "
+        what = "" if self.old is None else "engine.load: "
         end = "" if self.old is None else "; training goes on as before it"
         raise decision.checkpoint_error(f"{what}{self.path}: {decision.reason}{end}")
 

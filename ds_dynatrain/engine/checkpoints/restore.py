@@ -1,9 +1,9 @@
-"""From a checkpoint into living processes: `engine.load_universal`, and `restore` for members whose state is gone.
+"""From a checkpoint into living processes: `engine.load`, and `restore` for members whose state is gone.
 
 Both are one transaction (`restoration`), like a switch whose source is the checkpoint. Each member fills new buffers
 with its own byte ranges; digests over all members must be those of the checkpoint before anything of the engine is
 touched; then the optimizer is put over the new buffers, the carry taken over, and the outcome written once.
-`load_universal` keeps the old state until then and goes back to it; `restore` has none to go back to.
+`engine.load` keeps the old state until then and goes back to it; `restore` has none to go back to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(
     is_open: str,
     trust_pickle: bool = False,
 ) -> Restored:
-    """See `DynatrainEngine.load_universal`. generation: the number that the load uses up, as a switch does.
+    """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
     place, is_open: as for `registration.register`.
     """

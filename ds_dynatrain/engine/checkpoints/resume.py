@@ -14,7 +14,7 @@ from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 Load = Callable[[Path, str, bool], Restored]
-"""Folder, tag, and whether pickles are trusted; as `engine.load_universal`."""
+"""Folder, tag, and whether pickles are trusted; as `engine.load`."""
 
 
 def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:

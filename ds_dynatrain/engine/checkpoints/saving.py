@@ -1,4 +1,4 @@
-"""`engine.save_universal`: all working members write one checkpoint at a boundary, or none is there afterwards.
+"""`engine.save`: all working members write one checkpoint at a boundary, or none is there afterwards.
 
 Rank 0 opens a hidden folder and says where; each member writes its share and reports; rank 0 puts the manifest and the
 record together, gives the folder its name, and says so. Nothing of the training is touched: whatever fails, it goes on.
@@ -137,7 +137,7 @@ class _Saving:
     ) -> None:
         self.engine, self.control, self.path, self.tag, self.keep = engine, control, path, tag, keep
         self.members, self.first = engine.members, engine.members[0]
-        self.session = Session(control, key, self.members, "save_universal", is_patient=True)
+        self.session = Session(control, key, self.members, "engine.save", is_patient=True)
         self.snapshot: Snapshot | None = None
         self.error: BaseException | None = None
 
@@ -169,7 +169,7 @@ class _Saving:
                     self.session.first("saved", lambda: str(self._finish(snapshot, hidden)), "saving a checkpoint")
                 )
         except CheckpointError as error:
-            raise CheckpointError(f"save_universal: {error}; nothing was saved, and training can go on") from error
+            raise CheckpointError(f"engine.save: {error}; nothing was saved, and training can go on") from error
         finally:
             self.snapshot = None
 
