@@ -266,15 +266,7 @@ class DynatrainEngine(OverridingEngine):
         where a change takes effect; an evaluation loader (`evaluation=True`, not shuffled unless asked; `batch_size` is
         its own) has neither.
         """
-        return self._parts.loaders.make(
-            dataset,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            shuffle=shuffle,
-            evaluation=evaluation,
-            batch_size=batch_size,
-            name=name,
-        )
+        return self._parts.loaders.make(dataset, collate_fn, num_workers, shuffle, evaluation, batch_size, name)
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
         """The one of `training_data`."""
@@ -341,8 +333,7 @@ class DynatrainEngine(OverridingEngine):
         CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
         can go on.
         """
-        checkpoints = self._parts.checkpoints
-        return checkpoints.start_save(path, tag) if background else checkpoints.save(path, tag)
+        return self._parts.checkpoints.save(path, tag, background)
 
     @in_turn
     def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
@@ -30,7 +31,6 @@ from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
 from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
@@ -97,7 +97,7 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
-    engine = _joined(own, settings, given, _Extras(on_idle, param_init_fn, mpu, model_factory), start)
+    engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
     loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
     if settings.resume is not None:
         try:
@@ -105,7 +105,7 @@ def initialize(
         except BaseException:
             engine.destroy()
             raise
-    return engine, OptimizerForwarder(engine._parts), loader, engine.lr_scheduler
+    return engine, OptimizerForwarder(engine._host), loader, engine.lr_scheduler
 
 
 def init_distributed(*arguments: Any, **named: Any) -> bool:
@@ -129,26 +129,34 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     return joins
 
 
-def _joined(
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    arguments: dict[str, Any],
-    extras: _Extras,
-    start: dict[str, Any],
-) -> DynatrainEngine:
+@dataclass(frozen=True)
+class _Given:
+    """What the caller gave. own: DeepSpeed's configuration; arguments: of DeepSpeed's constructor, which is not told of
+    the others."""
+
+    own: dict[str, Any]
+    settings: DynatrainConfig
+    arguments: dict[str, Any]
+    on_idle: OnIdle | None
+    param_init_fn: ParamInit | None
+    mpu: Any
+    model_factory: ModelFactory | None
+
+
+def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     """The engine, in the job that this process has come to. start: of torch.distributed, as DeepSpeed takes it."""
     start_without_compiler()
     place = worker_place()
     PROCESS.begin()
-    rule_of(settings.raw_layouts)  # a wrong one is refused before this process joins anything
-    _refuse_beside(PROCESS.engines, settings, arguments["model"], place)
+    rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
+    _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
     early = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
         stand_alone()
     with telling_of_locks():
         deepspeed.init_distributed(**start)
     with telling_of_locks(), PROCESS.joining():
-        return _build(own, settings, arguments, extras, place, early)
+        return _build(given, place, early)
 
 
 def _refuse_beside(
@@ -174,25 +182,9 @@ def _refuse_beside(
             )
 
 
-@dataclass(frozen=True)
-class _Extras:
-    """What the caller gave that DeepSpeed's constructor is not told."""
-
-    on_idle: OnIdle | None
-    param_init_fn: ParamInit | None
-    mpu: Any
-    model_factory: ModelFactory | None
-
-
-def _build(
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    arguments: dict[str, Any],
-    extras: _Extras,
-    place: WorkerPlace | None,
-    early: Early | None,
-) -> DynatrainEngine:
+def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
+    own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
@@ -207,18 +199,18 @@ def _build(
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
         else:
-            layout = first_layout(model, own, settings, entry.size, extras.mpu, pipe)
+            layout = first_layout(model, own, settings, entry.size, mpu, pipe)
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
             sizes = BatchSizes.of(own, layout.data)
         own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
-        features = features_of(model, own, extras.mpu)
-        shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory, owners)
-        incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **first_owners(shaper)})
+        features = features_of(model, own, mpu)
+        shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners)
+        incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **first_owners(shaper)})
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
+        parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
         job = Job(*parts, entry.elastic, entry.number)
         around = entry.surroundings(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()

@@ -82,13 +82,12 @@ class Loaders:
     def make(
         self,
         dataset: Any,
-        *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int | None = None,
-        shuffle: bool | None = None,
-        evaluation: bool = False,
-        batch_size: int | None = None,
-        name: str | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int | None,
+        shuffle: bool | None,
+        evaluation: bool,
+        batch_size: int | None,
+        name: str | None,
     ) -> TrainLoader | EvaluationLoader:
         """See `DynatrainEngine.loader`."""
         deepspeed, known = self.engine.deepspeed, self.engine.train_loaders

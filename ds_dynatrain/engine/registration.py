@@ -45,18 +45,17 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
     place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
     in words.
     """
+    host = engine.host
     key = f"register/{place}"
     refusal: tuple[str, str] | None = None
     asked = None
     try:
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
-        refuse_at_boundary(engine.host)
-        asked = regroup(
-            engine.host.model_map, engine.host.module, engine.host.basic_optimizer, groups, _has_begun(engine)
-        )
+        refuse_at_boundary(host)
+        asked = regroup(host.model_map, host.module, host.basic_optimizer, groups, _has_begun(engine))
         if asked is not None:
-            lists_per_group(engine.host.lr_scheduler, len(engine.host.basic_optimizer.param_groups))
+            lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
     except SwitchRefused as refused:
         refusal = refused.reason, refused.way_out
     session = Session(engine.control, key, engine.members, "update_param_groups")
@@ -80,10 +79,11 @@ def catch_up(engine: EngineCore) -> None:
 
 def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
     """On an idle member: register what the job has registered, in its order."""
+    host = engine.host
     for record in records:
         asked = Regrouping.from_json(record)
-        lists = lists_per_group(engine.host.lr_scheduler, len(engine.host.basic_optimizer.param_groups))
-        for name, parameter in engine.host.module.named_parameters():
+        lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        for name, parameter in host.module.named_parameters():
             parameter.requires_grad_(name in asked.requires_grad)
         _adopt(engine, asked, _model_after(engine, asked))
         follow(lists, asked.origins)
@@ -99,25 +99,25 @@ def _has_begun(engine: EngineCore) -> bool:
 
 
 def _model_after(engine: EngineCore, asked: Regrouping) -> ModelMap:
-    parameters = dict(engine.host.module.named_parameters())
-    old = engine.host.model_map
+    host = engine.host
+    parameters = dict(host.module.named_parameters())
+    old = host.model_map
     shapes = {id(each): tensor.shape for each, tensor in zip(old.parameters, old.tensors, strict=True)}
-    return ModelMap.of(
-        engine.host.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes
-    )
+    return ModelMap.of(host.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes)
 
 
 def _adopt(engine: EngineCore, asked: Regrouping, model: ModelMap) -> None:
     """Make the new groups those of the optimizer; a group that lives on is the same dictionary."""
-    present = list(engine.host.basic_optimizer.param_groups)
-    wanted = asked.groups_of(present, dict(engine.host.module.named_parameters()))
+    host = engine.host
+    present = list(host.basic_optimizer.param_groups)
+    wanted = asked.groups_of(present, dict(host.module.named_parameters()))
     for group, values in zip(asked.groups, wanted, strict=True):
         if not group.fresh:
             present[group.origin].update(values)
     groups = [
         values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
     ]
-    engine.host.adopt(model, groups)
+    host.adopt(model, groups)
 
 
 @dataclass
@@ -136,17 +136,17 @@ class _Registration:
     """The transaction on one working member."""
 
     def __init__(self, engine: EngineCore, asked: Regrouping, session: Session) -> None:
-        self.engine, self.asked, self.session = engine, asked, session
+        self.engine, self.asked, self.session, host = engine, asked, session, engine.host
         self.control, self.layout = engine.control, engine.layout
         if engine.world is None:
             raise RuntimeError("an idle member has nothing to register")
         self.world = engine.world
-        self.lists: Lists = lists_per_group(engine.host.lr_scheduler, len(engine.host.basic_optimizer.param_groups))
-        engine.host.settle_parameters()
-        buffers, scalars = engine.host.state_buffers()
-        groups = [(group, dict(group)) for group in engine.host.basic_optimizer.param_groups]
+        self.lists: Lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        host.settle_parameters()
+        buffers, scalars = host.state_buffers()
+        groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
         shared = shared_carry(engine, scalars)
-        self.old = _Old(engine.host.model_map, groups, engine.vps, buffers, scalars, shared)
+        self.old = _Old(host.model_map, groups, engine.vps, buffers, scalars, shared)
         self.kinds: tuple[str, ...] = ()
         self.begun = _has_begun(engine)
         self.new_kinds: tuple[str, ...] = ()
@@ -172,29 +172,27 @@ class _Registration:
 
     def _carry_out(self) -> dict[str, Any]:
         """Rebuild; what this member reports of both sides."""
-        engine, old = self.engine, self.old
+        engine, host, old = self.engine, self.engine.host, self.old
         self.kinds = self._kinds_held()
-        check_census(engine.host, old.vps, engine.rank, old.buffers, "before registering")
+        check_census(host, old.vps, engine.rank, old.buffers, "before registering")
         digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
         model = _model_after(engine, self.asked)
-        groups = self.asked.groups_of(
-            engine.host.basic_optimizer.param_groups, dict(engine.host.module.named_parameters())
-        )
-        with _in_place(engine.host.basic_optimizer, groups):
+        groups = self.asked.groups_of(host.basic_optimizer.param_groups, dict(host.module.named_parameters()))
+        with _in_place(host.basic_optimizer, groups):
             vps = space_of(engine, self.layout, engine.members, model)
             scalars = self._scalars_after(model)
         self.new_kinds = self._kinds_of(vps)
         self._check_memory(vps)
         target, expected = self._filled(vps)
         self.is_detached = True
-        engine.host.detach()
+        host.detach()
         _adopt(engine, self.asked, model)
         follow(self.lists, self.asked.origins)
         engine.adopt_space(vps)
-        engine.host.attach(self.layout, self.world, engine.host.present_config, target, scalars)
+        host.attach(self.layout, self.world, host.present_config, target, scalars)
         settle_counters(engine, old.shared)
-        held, found = engine.host.state_buffers()
-        check_census(engine.host, vps, engine.rank, held, "after registering")
+        held, found = host.state_buffers()
+        check_census(host, vps, engine.rank, held, "after registering")
         if found.values != scalars.values:
             raise CertificateError("the optimizer's counts are not those that were put in")
         shared = shared_carry(engine, found)

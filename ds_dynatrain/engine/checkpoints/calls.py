@@ -30,25 +30,16 @@ class Checkpoints:
     def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: Window) -> None:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
 
-    def save(self, path: str | os.PathLike[str], tag: str | None) -> Path:
+    def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
         """See `DynatrainEngine.save`."""
-        agreed = self._arrive("save", path, tag)
-        if agreed is None:
-            return _not_saved("save", path, tag)
-        folder, name = agreed
-        key, in_the_way = f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way()
-        return self._saver.save(folder, name, key, in_the_way, None)
-
-    def start_save(self, path: str | os.PathLike[str], tag: str | None) -> PendingSave:
-        """See `DynatrainEngine.save`, in the background."""
-        agreed = self._arrive("save in the background", path, tag)
+        agreed = self._arrive("save in the background" if background else "save", path, tag)
         if agreed is None:
             given_up = PendingSave(self.engine.global_steps)
-            given_up.finish(_not_saved("save in the background", path, tag), None)
-            return given_up
+            given_up.finish(_not_saved("save", path, tag), None)
+            return given_up if background else given_up.wait()
         folder, name = agreed
-        key, in_the_way = f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way()
-        return self._saver.start(folder, name, key, in_the_way, None)
+        how = self._saver.start if background else self._saver.save
+        return how(folder, name, f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way(), None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool) -> Restored:
         """See `DynatrainEngine.load`; it uses a generation up, as a switch does."""
