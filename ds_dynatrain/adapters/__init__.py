@@ -39,6 +39,7 @@
 | `staged` | a `PipelineModule` of which each process has built its own stage |
 | `template`, `children` | the user's model without memory; other children for a root that stays |
 | `autotp`, `tensor` | what AutoTP does and says, asked without memory or peers; its layers on a root that stays |
+| `forward` | the optimizer that `initialize` returns |
 | `host`, `host_engine`, `pipeline_host` | what can be done to DeepSpeed's engines; the engines that are open to it |
 """
 

@@ -43,7 +43,7 @@ def load(
         {"folder": str(where), "tag": tag, "step": engine.global_steps},
         refusal_of(engine, is_open and f"{is_open}: load after engine.step(), with no switch pending", tag),
     )
-    ask(Session(control, f"load/{place}", members, "load_universal"), request)
+    ask(Session(control, f"load/{place}", members, "engine.load"), request)
     same = (engine.layout, members, engine.layout, members, None)
     control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
     if engine.world is None:
