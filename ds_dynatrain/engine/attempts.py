@@ -5,15 +5,12 @@ A number that was proposed is used up, whatever becomes of it: no key on the not
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from ds_dynatrain.adapters.memory import provide
+from ds_dynatrain.adapters.memory import provide, untouched
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
@@ -56,7 +53,7 @@ class Attempts:
         """
         engine, before = self.engine, streams.capture()
         types = engine.types_in(layout)
-        empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
+        empty = provide(engine.vps.local(layout, rank), types, set(), {}, untouched)
         world = stand_in_world(rank, layout, engine.vps.ties(layout))
         with installed(world, engine.launch):
             engine.take_shape(engine.vps, layout, rank)
@@ -192,10 +189,3 @@ class Attempts:
     def _writer(self) -> EventWriter | None:
         path = self.engine.settings.report.jsonl
         return None if path is None else EventWriter(Path(path))
-
-
-def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages that are never there, and that no limit of this process's own memory counts."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)

@@ -78,14 +78,8 @@ def initialize(
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
     that a switch would get wrong, CheckpointError if `dynatrain.resume` names what cannot be loaded.
     """
-    given = {
-        "args": args,
-        "model": model,
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "lr_scheduler": lr_scheduler,
-        "collate_fn": collate_fn,
-    }
+    given = {"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters}
+    given |= {"lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
     start = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
     own, settings = _split(args, config, config_params)
     if settings is None:

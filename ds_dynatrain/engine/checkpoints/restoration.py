@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, install
 from ds_dynatrain.checkpoint import Reader
@@ -275,7 +274,7 @@ class Restoration:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             engine.begin_anew(goal.world.generation)
         else:
-            self.control.bury(_release(self.old.buffers))
+            self.control.bury(release(self.old.buffers))
         engine.host.forget_steps()
         if engine.host.compilations.count:
             engine.host.compilations.forget()
@@ -291,13 +290,3 @@ class Restoration:
             engine.host.attach(goal.layout, goal.world, old.config, old.buffers, old.scalars)
             self._take(old.shared, old.rest, old.streams)
         self.buffers = {}
-
-
-def _release(buffers: Buffers) -> threading.Thread:
-    """Give memory back in a thread: unmapping takes its time."""
-    old = dict(buffers)
-    buffers.clear()
-    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
-    del old
-    thread.start()
-    return thread
