@@ -252,10 +252,11 @@ class OverridingEngine(HostEngine):
 
     def destroy(self) -> None:
         """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
-        if "_parts" not in self.__dict__:  # it could not be built
+        if "_parts" not in self.__dict__:
             return
         with self.turn():
             ending.end_job(self._parts)
             super().destroy()
-            self._host.let_module_go()
+            if hasattr(self._host, "model_map"):  # else it could not be built
+                self._host.let_module_go()
         PROCESS.leave(self._parts)
