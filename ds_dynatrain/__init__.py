@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.errors import DynatrainError, SwitchRefused, WorldChanged
 from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.version import __version__
 
 if TYPE_CHECKING:
     from ds_dynatrain.adapters.optimizers import register_optimizer
-    from ds_dynatrain.engine.initialize import initialize
-    from ds_dynatrain.engine.members.early import init_distributed
+    from ds_dynatrain.engine.initialize import init_distributed, initialize
     from ds_dynatrain.report import SwitchEvent
 
-__version__ = "0.1.0"
 __all__ = [
     "DynatrainError",
     "Layout",

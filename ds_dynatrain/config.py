@@ -117,7 +117,6 @@ class DynatrainConfig(_Block):
     `fallback.path`, and holds no more than the larger side."""
     memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES)] = 1 << 30
     """What a member may hold in flight beyond its source and its destination, in bytes."""
-    verify: Literal["full"] = "full"
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
     """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself may have drifted apart
     for a switch to take one for all, as a share of the tensor's largest value."""

@@ -28,7 +28,7 @@ def test_empty_block_is_all_defaults() -> None:
     _, block = split_config(with_block({}))
     assert block is not None
     assert block.layout is None
-    assert (block.safety, block.verify) == ("rollback", "full")
+    assert block.safety == "rollback"
     assert (block.memory_budget_bytes, block.timeout_seconds) == (1 << 30, 60.0)
     assert (block.data.reshuffle, block.report.jsonl) == (False, None)
 
@@ -40,7 +40,6 @@ def test_whole_block_is_read() -> None:
                 "layout": {"data": 2, "zero_stage": 1, "pipe": 1, "tensor": 1},
                 "safety": "rollback",
                 "memory_budget_bytes": 131072,
-                "verify": "full",
                 "timeout_seconds": 5,
                 "data": {"reshuffle": True},
                 "report": {"jsonl": "switches.jsonl"},
@@ -99,6 +98,7 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ),
         ({"layout": [2, 1]}, "dynatrain.layout: expected an object of keys, got [2, 1] (list)"),
         ({"layout": 2}, "dynatrain.layout: expected an object of keys, got 2 (integer)"),
+        ({"safety": None}, "dynatrain.safety: expected 'rollback' or 'lean', got None (null)"),
         ({"timeout_seconds": "60"}, "dynatrain.timeout_seconds: expected number, got '60' (string)"),
         ({"timeout_seconds": 0}, "dynatrain.timeout_seconds: expected greater than 0, got 0 (integer)"),
         ({"memory_budget_bytes": 1e9}, "dynatrain.memory_budget_bytes: expected integer, got 1000000000.0 (number)"),
@@ -116,7 +116,6 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"layouts": {"2": {"dat": 2}}}, "dynatrain.layouts.2.dat: unknown key; did you mean 'data'?"),
         ({"layout": {"dat": 2}}, "dynatrain.layout.dat: unknown key; did you mean 'data'?"),
         ({"resume": "checkpoints"}, "dynatrain.resume: expected an object of keys, got 'checkpoints'"),
-        ({"verify": None}, "dynatrain.verify: expected 'full', got None (null)"),
         ({"layouts": 4}, "dynatrain.layouts: expected string, got 4 (integer)"),
         ({"layouts": {"2": {"data": 0}}}, "dynatrain.layouts.2.data: expected greater than or equal to 1, got 0"),
         (

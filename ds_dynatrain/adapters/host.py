@@ -1,17 +1,14 @@
-"""DeepSpeed's engine with the few openings that a live switch needs; every private method it overrides is here."""
+"""What a live switch needs of DeepSpeed's engine: its optimizer off and on again, its module in another shape."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import init_autocast_params
@@ -22,29 +19,22 @@ from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
-from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
-from ds_dynatrain.adapters.experts import AutoEPShaper
 from ds_dynatrain.adapters.flat import IN_HOLLOW_GROUP, fill_hollow_groups
-from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
-from ds_dynatrain.adapters.optimizers import check_optimizer, moment_types
+from ds_dynatrain.adapters.optimizers import moment_types
 from ds_dynatrain.adapters.rules import parts_without_zero
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
-from ds_dynatrain.adapters.tokens import divided_by_tokens
-from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout, LogicalTensor
-from ds_dynatrain.support import practice
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,89 +47,73 @@ class Replaced:
     names: dict[nn.Parameter, str]
 
 
-class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
-    """A DeepSpeed engine whose optimizer can be taken off and put on under another layout.
+@dataclass(eq=False)
+class Host:
+    """What is there for DeepSpeed's engine beside it, and what can be done to it.
 
-    `attached` false builds it without a ZeRO optimizer: an idle member's engine, which holds parameters' names and
-    shapes only. `whole` false does the same on every member: `attach_first` follows when the parameters have come in.
+    engine: DeepSpeed's (`host_engine.HostEngine`). layout: what is on the module, or was last. global_batch_size:
+    samples per optimizer step, also where DeepSpeed's three numbers cannot say it. attaches: false for an engine built
+    without a ZeRO optimizer: an idle member's, which holds parameters' names and shapes only. whole: false where that
+    is so on every member, for `attach_first` follows when the parameters have come in.
+
+    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. window_tokens: of the open window, on this rank.
+    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether a
+    backward pass is under way whose loss is weighted, so that its gradients are not again. is_own_optimizer: whether it
+    comes from the configuration.
     """
 
+    engine: Any
     layout: Layout
-    """The present one; from the start on."""
-    model_map: ModelMap
-    """The tensors in their local shapes, and the parameters of this rank."""
     shaper: Shaper
-    shape: Shape
-    optimizer: Any
-    slot_weight: float
-    slot_is_borrowed: bool
-    _is_weighted: bool
-    window_tokens: int | None
-    without_gradient: tuple[str, ...]
-    """Trainable parameters that got no gradient on this rank in the last window."""
-    _gradients: GradientWatch
-    _gathers: GatherWatch
-    compilations: CompileWatch
-    _scaling: scaler.State
-    _is_own_optimizer: bool
-    data_parallel_group: Any
-    seq_data_parallel_group: Any
+    global_batch_size: int
+    attaches: bool
+    whole: bool
+    shape: Shape = WHOLE_SHAPE
+    slot_weight: float = 1.0
+    slot_is_borrowed: bool = False
+    window_tokens: int | None = None
+    without_gradient: tuple[str, ...] = ()
+    is_weighted: bool = False
+    is_own_optimizer: bool = False
+    model_map: ModelMap = field(init=False)
+    """The tensors in their local shapes, and the parameters of this rank."""
+    compilations: CompileWatch = field(init=False)
+    _gradients: GradientWatch = field(init=False)
+    _gathers: GatherWatch = field(init=False)
+    _scaling: scaler.State = field(init=False)
 
-    def __init__(self, *, attached: bool, shaper: Shaper, whole: bool = True, **arguments: Any) -> None:
-        self.__dict__.update(_build_attached=attached and whole, _is_whole=whole)
-        self.__dict__.update(shaper=shaper, shape=WHOLE_SHAPE)
-        self.__dict__.update(slot_weight=1.0, slot_is_borrowed=False, window_tokens=None, _is_weighted=False)
-        self.__dict__.update(without_gradient=())
-        super().__init__(**arguments)
+    # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
 
-    # ---- building ------------------------------------------------------------------------------------------------
+    @property
+    def module(self) -> nn.Module:
+        """The model of this rank."""
+        module: nn.Module = self.engine.module
+        return module
 
-    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """DeepSpeed's, but that the shaper has AutoEP's layers in the model already."""
-        if isinstance(self.shaper, AutoEPShaper):
-            return self.shaper.take_replaced()
-        return super()._configure_expert_parallel(model, collect_sources)
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's present one."""
+        return self.engine.optimizer
 
-    def _configure_distributed_model(self, model: nn.Module) -> None:
-        """DeepSpeed's; it finds the groups that layers with experts ask for."""
-        ask_for_present_groups(model)
-        super()._configure_distributed_model(model)
+    @property
+    def basic_optimizer(self) -> Any:
+        """The torch optimizer underneath: one object for the whole job."""
+        return self.engine.basic_optimizer
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Note the user's groups before ZeRO replaces them; stop there on an idle member."""
-        self._is_own_optimizer = client_optimizer is None
-        if client_optimizer is None and self.has_moe_layers:
-            model_parameters = configure_moe_param_groups(model_parameters)
-        if client_optimizer is None:
-            basic = self._configure_basic_optimizer(model_parameters)
-        elif isinstance(client_optimizer, torch.optim.Optimizer):
-            basic = client_optimizer
-        else:
-            basic = client_optimizer(model_parameters)
-        basic.param_groups[:] = [group for group in basic.param_groups if group["params"]]
-        refuse_mixed_groups(basic.param_groups)
-        refuse_optimizer(basic)
-        check_optimizer(basic, self.config, self.layout)
+    @property
+    def lr_scheduler(self) -> Any:
+        """One object for the whole job; None if there is none."""
+        return self.engine.lr_scheduler
+
+    # ---- what is known of it -----------------------------------------------------------------------------------------
+
+    def look(self, basic: torch.optim.Optimizer) -> None:
+        """Register what the engine is built over, before ZeRO replaces it."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
-        if self.model_map.dtype != self.get_data_types()[0]:
-            raise practice("element types").error(f"a parameter is {self.model_map.dtype}")
-        refuse_groups(self.model_map.groups)
         self._gradients = GradientWatch(self.model_map)
         self._gathers = GatherWatch(self.model_map.parameters)
         self.compilations = CompileWatch()
-        self._scaling = scaler.first_state(self)
-        if self._build_attached:
-            reset_counters()
-            super()._configure_optimizer(basic, None)
-            settle_flat_groups(self.optimizer)
-            correct_fragments(self.optimizer)
-        else:
-            self.basic_optimizer = self.optimizer = basic
-
-    def _broadcast_model(self) -> None:
-        """DeepSpeed's, unless the parameters are not there yet: then each comes in equal for all."""
-        if self._is_whole:
-            super()._broadcast_model()
+        self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
         """`attach` for the first time, with what DeepSpeed's constructors do to the state of a new optimizer."""
@@ -149,13 +123,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
             self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
 
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        """DeepSpeed asks it of optimizers that the user made; ours from the configuration comes by the same door."""
-        return not self._is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
-
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
         """The order that the configuration's curriculum describes over a data set of that length, if there is one."""
-        block = self.data_efficiency_config()
+        block = self.engine.data_efficiency_config()
         on = block["data_sampling"]["curriculum_learning"]["enabled"]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
 
@@ -166,33 +136,13 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         By `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation` (DeepSpeed 0.18 always
         has it).
         """
-        managed = getattr(type(self), "managed_gradient_accumulation", None)
-        return bool(self._is_gradient_accumulation_boundary) or not (managed is None or managed(self))
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per optimizer step, also where DeepSpeed's three numbers cannot say it."""
-        return int(self.train_batch_size())
-
-    def _configure_random_ltd_scheduler(self, configs: dict[str, Any]) -> Any:
-        """DeepSpeed's, which counts the tokens of a global batch."""
-        return super()._configure_random_ltd_scheduler(
-            {**configs, RANDOM_LTD_GLOBAL_BATCH_SIZE: self.global_batch_size}
-        )
-
-    def random_ltd_config(self) -> dict[str, Any]:
-        """DeepSpeed's block for random-LTD, with the sizes that its constructor adds to that of the first layout."""
-        block: dict[str, Any] = super().random_ltd_config()
-        block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
-        block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
-        return block
-
-    # ---- the four verbs ------------------------------------------------------------------------------------------
+        managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
+        return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
 
     @property
     def present_config(self) -> tuple[dict[str, Any], Any]:
         """DeepSpeed's configuration at present, as a dictionary and parsed."""
-        return self.config, self._config
+        return self.engine.config, self.engine._config
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """The module's buffers that are not as at the start, where layers go from member to member; by name."""
@@ -223,7 +173,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def take_grad_norm(self, norm: float | None) -> None:
         """The norm of the last step, on a member that did not take it."""
-        self._global_grad_norm = norm
+        self.engine._global_grad_norm = norm
 
     @property
     def stage_adapter(self) -> StageAdapter:
@@ -235,15 +185,15 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Of what type each state is: by the model and the configuration, the same in every layout."""
         weight = self.model_map.dtype
         moments = moment_types(self.basic_optimizer, weight)
-        return ElementTypes(weight=weight, gradient=self.get_data_types()[1], moments=moments)
+        return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """The live flat buffers of this rank, and the optimizer's scalars."""
-        return self.stage_adapter.describe(self, self.model_map)
+        return self.stage_adapter.describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
         """Where DeepSpeed itself says that each element lies."""
-        return self.stage_adapter.census(self, self.model_map)
+        return self.stage_adapter.census(self.engine, self.model_map)
 
     def detach(self) -> None:
         """Take the ZeRO optimizer off the module. Buffers live on with whoever holds them; parameters keep no gradient.
@@ -253,11 +203,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         old, adapter = self.optimizer, self.stage_adapter
         if hasattr(old, "destroy"):
             old.destroy()
-        adapter.release(self, self.model_map)
+        adapter.release(self.engine, self.model_map)
         self.basic_optimizer.state.clear()
         for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
             group["params"] = list(parameters)
-        self.optimizer = self.basic_optimizer
+        self.engine.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
@@ -276,7 +226,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         shape = Shape.of(layout, rank)
         if shape == self.shape:
             return None
-        before = Replaced(self.shape, Children.of(self.module), self.model_map, self.param_names)
+        before = Replaced(self.shape, Children.of(self.module), self.model_map, self.engine.param_names)
         try:
             self.shaper.reshape(self.module, layout, made)
             self._mark_for_autocast()
@@ -290,20 +240,20 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _mark_for_autocast(self) -> None:
         """Say on new parameters, as DeepSpeed did on those before, in which type ranks add their gradients up."""
-        if self.torch_autocast_enabled():
-            modules = self.torch_autocast_lower_precision_safe_modules()
-            init_autocast_params(self, self.torch_autocast_dtype(), modules)
+        if self.engine.torch_autocast_enabled():
+            modules = self.engine.torch_autocast_lower_precision_safe_modules()
+            init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
 
     def undo_reshape(self, before: Replaced) -> None:
         """Go back to what `reshape` replaced; nothing may be attached."""
         before.children.put_back(self.module)
         self._take(before.shape, before.model)
-        self.param_names = before.names
+        self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
         """Speak of these parameters from now on, in the basic optimizer, too."""
         self.shape = shape
-        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
             group["params"] = list(parameters)
         self._gathers.stop()
@@ -315,22 +265,22 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
-        """Remove what DeepSpeed and this class keep on the module, and in torch, for as long as the engine lives."""
+        """Remove what DeepSpeed and this object keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
         self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
-            if hook in self.__dict__:
-                self.__dict__.pop(hook).remove()
+            if hook in self.engine.__dict__:
+                self.engine.__dict__.pop(hook).remove()
                 restore_linear()  # once: DeepSpeed calls `destroy` again when the engine is collected
                 forget_traces()
 
     def leave_world(self) -> None:
         """Leave names and objects, no data and no group: the state of an idle member."""
-        self.shaper.leave(self)
-        self.data_parallel_group = self.seq_data_parallel_group = None
-        self.global_rank = -1
-        sequence.leave(self)
+        self.leave_shape()
+        self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
+        self.engine.global_rank = -1
+        sequence.leave(self.engine)
         for parameter in self.model_map.parameters:
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
@@ -346,12 +296,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self._give_shapes(layout)
         reset_counters()
         if layout.zero_stage > 0 or parts_without_zero(self):
-            names = {held: name for held, name in self.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)}
-            self.param_names = {**names, **fill_hollow_groups(self.basic_optimizer, self.model_map)}
+            names = {
+                held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)
+            }
+            self.engine.param_names = {**names, **fill_hollow_groups(self.basic_optimizer, self.model_map)}
         with hollow(self.basic_optimizer):
-            super()._configure_optimizer(self.basic_optimizer, None)
+            self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
-        self.stage_adapter.refill(self, self.model_map, buffers, scalars)
+        self.stage_adapter.refill(self.engine, self.model_map, buffers, scalars)
         self._after_attach()
 
     def _give_shapes(self, layout: Layout) -> None:
@@ -373,27 +325,28 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             held.data = shared[: math.prod(shape)].view(shape)
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
-        self.config, self._config = config
-        self.world_size, self.dp_world_size = layout.world_size, layout.data
-        self.seq_dp_world_size = layout.data * layout.sequence
-        self.mp_world_size = layout.pipe * layout.tensor
-        self.global_rank = -1 if world.rank is None else world.rank
-        self.data_parallel_group, self.seq_data_parallel_group = world.group("data_only"), world.data
-        self.mpu = world.mpu
-        self.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
-        sequence.enter(self, world, layout)
-        self.shaper.enter(self, layout)
+        self.layout = layout
+        self.engine.config, self.engine._config = config
+        self.engine.world_size, self.engine.dp_world_size = layout.world_size, layout.data
+        self.engine.seq_dp_world_size = layout.data * layout.sequence
+        self.engine.mp_world_size = layout.pipe * layout.tensor
+        self.engine.global_rank = -1 if world.rank is None else world.rank
+        self.engine.data_parallel_group, self.engine.seq_data_parallel_group = world.group("data_only"), world.data
+        self.engine.mpu = world.mpu
+        self.engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
+        sequence.enter(self.engine, world, layout)
+        self.shaper.enter(self.engine, layout)
 
     def _after_attach(self) -> None:
         """What DeepSpeed's constructor does after its optimizer stands."""
-        self._support_torch_style_backward = (
+        self.engine._support_torch_style_backward = (
             isinstance(self.optimizer, ZeROOptimizer) and check_internal_apis_for_count_used_parameters()
         )
-        if self._support_torch_style_backward:
-            self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
-        self.save_non_zero_checkpoint = self.save_zero_checkpoint = False
-        self._configure_checkpointing()
-        self.tput_timer.batch_size = self.train_batch_size()
+        if self.engine._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(self.engine._backward_post_hook)
+        self.engine.save_non_zero_checkpoint = self.engine.save_zero_checkpoint = False
+        self.engine._configure_checkpointing()
+        self.engine.tput_timer.batch_size = self.engine.train_batch_size()
 
     @property
     def open_gathers(self) -> int:
@@ -409,7 +362,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def break_off(self) -> None:
         """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""
-        for timer in self.timers.get_timers().values():
+        for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
 
@@ -425,80 +378,26 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.basic_optimizer.param_groups[:] = groups
         self._gradients = GradientWatch(model)
 
-    def load_checkpoint(
-        self,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        *others: Any,
-        **named: Any,
-    ) -> Any:
-        """DeepSpeed's. In stage 0, too, weights that come without the optimizer's states become the masters.
-
-        DeepSpeed does so in its other stages alone: in stage 0 the old masters stay, and the next step writes over what
-        was loaded.
-        """
-        found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *others, **named)
-        has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
-        if found[0] is not None and not load_optimizer_states and has_masters:
-            self.optimizer.refresh_fp32_params()
-        return found
-
     def settle_parameters(self) -> None:
         """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""
-        if int(self.zero_optimization_stage()) == 3:
+        if int(self.engine.zero_optimization_stage()) == 3:
             self.optimizer.parameter_offload.partition_all_parameters()
 
-    # ---- exact batches -------------------------------------------------------------------------------------------
-
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
-    ) -> torch.Tensor:
-        """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
-
-        tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
-        its tokens, in whatever world. Give it for every micro-batch of a window or for none.
-        """
-        if tokens is not None:
-            count = 0 if self.slot_is_borrowed else int(tokens)
-            self.window_tokens = (self.window_tokens or 0) + count
-            self.slot_weight = float(count)
-        weight = self._loss_weight
-        self._is_weighted = True  # the loss is, so its gradients are not again
-        forgotten = scaler.forgotten_scale(self)
-        try:
-            weighted = loss if weight == 1.0 else loss * weight
-            if forgotten != 1.0:
-                weighted = weighted.float() * forgotten
-            scaled: torch.Tensor = super().backward(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-            return scaled if forgotten == 1.0 else scaled / forgotten
-        finally:
-            self._is_weighted = False
-            self.slot_weight = self.slot_weight if tokens is None else 1.0
-
-    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Also weight `loss.backward()`, which does not pass through `backward`."""
-        scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
-        if scaled is None or scaled is grad or self._is_weighted or self._loss_weight == 1.0:
-            return scaled
-        return scaled * self._loss_weight
-
     @property
-    def _loss_weight(self) -> float:
-        return self.slot_weight * sequence.loss_factor(self)
+    def loss_weight(self) -> float:
+        """By which the loss of this micro-batch is multiplied."""
+        return self.slot_weight * sequence.loss_factor(self.engine)
 
-    def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
-        if self.shape.expert > 1:
-            clip_with_experts(self.module, self.gradient_clipping(), self.layout)
-        else:
-            super().clip_fp32_gradients()
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _take_model_step(self, *arguments: Any) -> None:
-        """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
-        counted = all_counted(self.module, self.layout)
-        with divided_by_tokens(self, self.window_tokens), scaler.true_norm(self), counted:
-            super()._take_model_step(*arguments)
+    def end_step(self) -> None:
+        """After an optimizer step of DeepSpeed's."""
         self.window_tokens = None
         self.without_gradient = self._gradients.missing()
+
+    def leave_shape(self) -> None:
+        """Hold no group of the world."""
+        self.shaper.leave(self.engine)
+
+    def put_in_place(self) -> None:
+        """Let what DeepSpeed keeps once for a process, besides groups, be this engine's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -154,3 +156,20 @@ def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memor
 
 def _capacity(buffer: torch.Tensor) -> int:
     return int(buffer.untyped_storage().nbytes()) // buffer.element_size() - int(buffer.storage_offset())
+
+
+def untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages that are never there, and that no limit of this process's own memory counts."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
+
+
+def release(buffers: Buffers) -> threading.Thread:
+    """Give memory back in a thread: unmapping takes its time."""
+    old = dict(buffers)
+    buffers.clear()
+    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
+    del old
+    thread.start()
+    return thread

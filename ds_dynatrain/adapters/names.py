@@ -11,8 +11,8 @@ import itertools
 
 import deepspeed
 
-from ds_dynatrain import __version__
 from ds_dynatrain.adapters.versions import Names, present, versions_tested
+from ds_dynatrain.version import __version__
 
 NAMES: Names = {
     "deepspeed": "set_optimizer_flags init_distributed",

@@ -82,9 +82,9 @@ def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
                 gradient.div_(divisor)
 
 
-def refuse_moved_states(engine: Any) -> None:
+def refuse_moved_states(host: Any) -> None:
     """SwitchRefused while `engine.offload_states()` has taken state away: there is nothing to read in its place."""
-    away = getattr(engine.optimizer, "offloaded_states", None)
+    away = getattr(host.optimizer, "offloaded_states", None)
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
         raise practice("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")

@@ -1,7 +1,8 @@
-"""DeepSpeed's pipeline engine with the openings of `HostEngine`: what its constructor does for a number of stages."""
+"""DeepSpeed's pipeline engine with the same openings: what its constructor does for a number of stages."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from ds_dynatrain.adapters.bf16 import count_hollow_experts
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
-from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.host import Host
+from ds_dynatrain.adapters.host_engine import HostEngine
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, stand_at
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
@@ -24,13 +26,76 @@ from ds_dynatrain.space import Layout
 _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 
-class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
+@dataclass(eq=False)
+class StageHost(Host):
+    """That of a pipeline engine. compiled_with: what `compile` was told, once it was called."""
+
+    shaper: PipelineShaper
+    compiled_with: dict[str, Any] | None = None
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """All layers or none: stages have different ones."""
+        return [] if self.compiled_with is None else ["every layer"]
+
+    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+        super()._enter_world(world, layout, config)
+        grid = StageGrid(world, self.engine.global_rank)
+        place(self.module, self.shaper.template, layout, grid)
+        if self.compiled_with is not None:
+            compile_layers(self.module, self.compiled_with)
+        self.engine._enter_stage(grid)
+
+    def put_in_place(self) -> None:
+        """Let DeepSpeed's messages between stages be those of this engine."""
+        p2p._grid = self.engine.grid
+
+    def leave_shape(self) -> None:
+        """Hold no group of a world, and no activation."""
+        super().leave_shape()
+        self.engine.grid = self.engine.mpu = p2p._grid = None
+        leave(self.module)
+        self.engine._forget_activations()
+
+    def break_off(self) -> None:
+        """As with any engine; no micro-batch ends a window any more."""
+        super().break_off()
+        self.engine._force_grad_boundary = False
+
+    def _after_attach(self) -> None:
+        super()._after_attach()
+        self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
+        self.engine.micro_batches = self.engine.gradient_accumulation_steps()
+        self.engine.batch_timer.batch_size = self.engine.train_batch_size()
+        self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
+
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """Running statistics, say, but no table that a constructor has computed."""
+        first = self.shaper.template.buffers()
+        held = dict(self.module.named_buffers())
+        return {name: value for name, value in held.items() if name not in first or not torch.equal(value, first[name])}
+
+    @property
+    def forward_passes(self) -> int | None:
+        """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
+        return int(self.engine.module.micro_offset)
+
+    @forward_passes.setter
+    def forward_passes(self, count: int | None) -> None:
+        self.engine.module.micro_offset = count
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank's stage reads samples: the first one inputs, the last one targets."""
+        return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
+
+
+class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
+    _HOST = StageHost
+    _host: StageHost
     grid: StageGrid
-    shaper: PipelineShaper
-    _compiled_with: dict[str, Any] | None = None
-    """What `compile` was told, once it was called."""
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
         """groups: of the world to start in, which may be a stand-in; it is installed."""
@@ -38,32 +103,19 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         stand_at(model, grid)
         super().__init__(model=model, mpu=grid, **arguments)
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
-            place(model, self.shaper.template, groups.layout, grid)
+            place(model, self._host.shaper.template, groups.layout, grid)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         """DeepSpeed's, but that the shaper has AutoEP's layers in the module already."""
-        if self.shaper.autoep:
-            return self.shaper.autoep.take_replaced()
+        if self._host.shaper.autoep:
+            return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
     def compile(self, *arguments: Any, **given: Any) -> None:
         """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""
         super().compile(*arguments, **given)
         backend = given.get("backend") or get_accelerator().get_compile_backend()
-        self._compiled_with = {**given.get("compile_kwargs", {}), "backend": backend}
-
-    @property
-    def compiled_modules(self) -> list[str]:
-        """All layers or none: stages have different ones."""
-        return [] if self._compiled_with is None else ["every layer"]
-
-    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
-        super()._enter_world(world, layout, config)
-        grid = StageGrid(world, self.global_rank)
-        place(self.module, self.shaper.template, layout, grid)
-        if self._compiled_with is not None:
-            compile_layers(self.module, self._compiled_with)
-        self._enter_stage(grid)
+        self._host.compiled_with = {**given.get("compile_kwargs", {}), "backend": backend}
 
     def _enter_stage(self, grid: StageGrid) -> None:
         """Be the engine of a stage in a world.
@@ -79,16 +131,6 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.data_iterator = self.training_dataloader = None
         self._forget_activations()
 
-    def speak_of_stage(self) -> None:
-        """Let DeepSpeed's messages between stages be those of this engine."""
-        p2p._grid = self.grid
-
-    def leave_stage(self) -> None:
-        """Hold no group of a world, and no activation."""
-        self.grid = self.mpu = p2p._grid = None  # type: ignore[assignment]
-        leave(self.module)
-        self._forget_activations()
-
     def _forget_activations(self) -> None:
         """No buffer of the former shape, no loss of the former world."""
         self.num_pipe_buffers = 0
@@ -98,11 +140,6 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.outputs = self.fwd_outputs = None
         self.total_loss = self.total_additional_losses = self.agg_additional_losses = None
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
-
-    def break_off(self) -> None:
-        """As with any engine; no micro-batch ends a window any more."""
-        super().break_off()
-        self._force_grad_boundary = False
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """DeepSpeed's, but that a buffer of another type is not taken again.
@@ -116,34 +153,7 @@ class PipelineHost(HostEngine, PipelineEngine):  # type: ignore[misc]
         made: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
         return made
 
-    def _after_attach(self) -> None:
-        super()._after_attach()
-        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
-        self.micro_batches = self.gradient_accumulation_steps()
-        self.batch_timer.batch_size = self.train_batch_size()
-        self.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
-
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:
-            count_hollow_experts(self.optimizer, self.model_map)
+            count_hollow_experts(self.optimizer, self._host.model_map)
         super()._take_model_step(*arguments)
-
-    def changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Running statistics, say, but no table that a constructor has computed."""
-        first = self.shaper.template.buffers()
-        held = dict(self.module.named_buffers())
-        return {name: value for name, value in held.items() if name not in first or not torch.equal(value, first[name])}
-
-    @property
-    def forward_passes(self) -> int | None:
-        """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
-        return int(self.module.micro_offset)
-
-    @forward_passes.setter
-    def forward_passes(self, count: int | None) -> None:
-        self.module.micro_offset = count
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank's stage reads samples: the first one inputs, the last one targets."""
-        return bool(self.is_first_stage() or self.is_last_stage())

@@ -71,27 +71,6 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
     c10d._register_pg_in_world(group, backend, store, group.group_name, f"cpu:{backend}", rank_mapping=mapping)
 
 
-class Sign(FakeStore):
-    """The store of a group of one rank that is there to be found in `torch.distributed`, with what hangs on it."""
-
-    def __init__(self, held: object) -> None:
-        super().__init__()
-        self.held = held
-
-
-def put_up(held: object) -> td.ProcessGroup:
-    """Hang something on `torch.distributed` for the rest of the process to find, until the sign is unregistered."""
-    group, _ = make_fake_group(f"{OURS}sign", 0, 1)
-    register(group, Sign(held), (0,))
-    return group
-
-
-def found_on_sign() -> object:
-    """What hangs there; None if there is no sign."""
-    stores = (store for _, store in c10d._world.pg_map.values())
-    return next((store.held for store in stores if isinstance(store, Sign)), None)
-
-
 def is_ours(group: td.ProcessGroup | None) -> bool:
     """Whether it is a group of a world of ours; all their names begin alike."""
     return group is not None and str(group.group_name).startswith(OURS)

@@ -100,7 +100,7 @@ def regroup(
     if lost:
         raise SwitchRefused(
             f"{lost[0]!r} requires a gradient now and is listed in no optimizer group",
-            "name one: engine.register_parameters(groups=[{'params': [...], 'like': 0}])",
+            "name one: engine.update_param_groups(groups=[{'params': [...], 'like': 0}])",
         )
     fresh += [NewGroup(like, True, tuple(names[id(each)] for each in held), more) for held, like, more in wanted]
     if not kept and not fresh:

@@ -16,26 +16,26 @@ ALIGNED_BYTES = 16
 """What `parameter_alignment` rounds the start of a tensor up to."""
 
 
-def rules_of(engine: Any) -> ZeroRules:
+def rules_of(host: Any) -> ZeroRules:
     """The rules of all layouts, from DeepSpeed's own reading of the configuration.
 
     ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
     """
-    itemsize = int(engine.model_map.dtype.itemsize)
-    flat = _stages_with_options(engine)
+    itemsize = int(host.model_map.dtype.itemsize)
+    flat = _stages_with_options(host.engine)
     return ZeroRules(
-        flat_without_zero=holds_flat_groups(engine.basic_optimizer, engine.element_types),
-        parts_without_zero=parts_without_zero(engine),
-        sub_group_size=int(engine.zero_sub_group_size()),
-        round_robin_stages=flat if engine.zero_round_robin_gradients() else frozenset(),
-        aligned_stages=flat if aligns_parameters(engine) else frozenset(),
+        flat_without_zero=holds_flat_groups(host.basic_optimizer, host.element_types),
+        parts_without_zero=parts_without_zero(host),
+        sub_group_size=int(host.engine.zero_sub_group_size()),
+        round_robin_stages=flat if host.engine.zero_round_robin_gradients() else frozenset(),
+        aligned_stages=flat if aligns_parameters(host.engine) else frozenset(),
         weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
     )
 
 
-def parts_without_zero(engine: Any) -> bool:
+def parts_without_zero(host: Any) -> bool:
     """Whether DeepSpeed takes its BF16_Optimizer at stage 0: for a pipeline in bf16."""
-    return is_pipeline(engine.module) and engine.model_map.dtype == torch.bfloat16
+    return is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16
 
 
 def _stages_with_options(engine: Any) -> frozenset[int]:

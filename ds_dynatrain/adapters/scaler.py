@@ -140,7 +140,7 @@ def true_norm(engine: Any) -> Iterator[None]:
     yield
     if divisor != 1.0:
         optimizer._global_grad_norm = optimizer._global_grad_norm / divisor
-        engine.take_grad_norm(optimizer._global_grad_norm)
+        engine._global_grad_norm = optimizer._global_grad_norm
 
 
 # ---- token weights -----------------------------------------------------------------------------------------------

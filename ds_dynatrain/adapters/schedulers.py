@@ -36,7 +36,7 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
                 if len(held) != groups:
                     raise SwitchRefused(
                         f"{cls.__qualname__}.{name} has {len(held)} entries and the optimizer {groups} groups",
-                        "add groups with engine.register_parameters only",
+                        "add groups with engine.update_param_groups only",
                     )
                 found.append((each, name, held))
     return found

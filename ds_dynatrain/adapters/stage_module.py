@@ -94,11 +94,10 @@ class PipelineShaper(Shaper):
             enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Hold no group of its world, and no activation."""
+        """Hold no group of its world."""
         if self.autoep:
             experts.leave(engine)
         leave_groups(engine.module)
-        engine.leave_stage()
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """The expert size for AutoEP; the module says all else."""

@@ -63,28 +63,28 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
         raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
 
 
-def refuse_at_boundary(engine: Any) -> None:
+def refuse_at_boundary(host: Any) -> None:
     """SwitchRefused for what must not be open where a switch takes effect. Called on each member that holds state."""
-    steps = int(engine.gradient_accumulation_steps())
-    if engine.micro_steps % steps:
-        have = f"an accumulation window is open: {engine.micro_steps % steps} of {steps} micro-batches"
+    steps = int(host.engine.gradient_accumulation_steps())
+    if host.engine.micro_steps % steps:
+        have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
         raise practice("open accumulation window").refused(have)
-    if getattr(engine.optimizer, "_coalesce_grad_reduction", False):
+    if getattr(host.optimizer, "_coalesce_grad_reduction", False):
         raise practice("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
-    if engine.inside_no_sync_ctxt:
+    if host.engine.inside_no_sync_ctxt:
         raise practice("no_sync").refused("a no_sync window is open")
-    refuse_moved_states(engine)
-    if engine.open_gathers:
-        have = f"a deepspeed.zero.GatheredParameters block is open ({engine.open_gathers})"
+    refuse_moved_states(host)
+    if host.open_gathers:
+        have = f"a deepspeed.zero.GatheredParameters block is open ({host.open_gathers})"
         raise practice("GatheredParameters").refused(have)
-    if engine.waiting_gradients:
-        have = f"gradients of {engine.waiting_gradients} parameters wait for an optimizer step"
+    if host.waiting_gradients:
+        have = f"gradients of {host.waiting_gradients} parameters wait for an optimizer step"
         raise practice("gradients without a step").refused(have)
 
 
-def refuse_changes(engine: Any) -> None:
+def refuse_changes(host: Any) -> None:
     """SwitchRefused, naming the parameter, if what is trained or how it is grouped is not what is registered."""
-    found = changes(engine.model_map, engine.module, engine.basic_optimizer, engine.optimizer is engine.basic_optimizer)
+    found = changes(host.model_map, host.module, host.basic_optimizer, host.optimizer is host.basic_optimizer)
     if found is not None:
         raise practice(found[0]).refused(found[1])
 

@@ -82,10 +82,7 @@ class WatchedWork(Work):
 
 
 class WatchedGroup(td.ProcessGroup):
-    """A group over the same connections as another one, which it keeps.
-
-    held: whatever belongs to it, for whoever finds the group in `torch.distributed`.
-    """
+    """A group over the same connections as another one, which it keeps."""
 
     def __init__(self, group: td.ProcessGroup, fate: Fate) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the one for classes of Python
@@ -96,7 +93,6 @@ class WatchedGroup(td.ProcessGroup):
         self._set_group_name(GroupName(group.group_name))
         self._group = group
         self._fate = fate
-        self.held: object = None
 
 
 def watched(made: Made, fate: Fate) -> Made:

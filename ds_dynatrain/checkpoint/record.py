@@ -16,12 +16,12 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import ConfigDict, Field, Strict, ValidationError, create_model
 
-from ds_dynatrain import __version__
 from ds_dynatrain.checkpoint.files import dumped, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor
 from ds_dynatrain.space.tensor import Line
+from ds_dynatrain.version import __version__
 
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ds_dynatrain import __version__
 from ds_dynatrain.support import practice
+from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 TESTED_DEEPSPEED = ("0.19.8", "0.18.9")

@@ -54,7 +54,7 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         """Batches on each rank in the present world."""
-        return math.ceil(self._order.length / (self._host.data * self.batch_size))
+        return math.ceil(self._order.length / (self._host.batch.data * self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, none where the others are not evaluating; `DataError` on an idle member."""
@@ -66,7 +66,7 @@ class EvaluationLoader:
         with self._host.turn():
             if not self._host.begin_evaluation(self):
                 return iter(())
-        return self._batches(self._host.data_rank, self._host.data, len(self))
+        return self._batches(self._host.data_rank, self._host.batch.data, len(self))
 
     def _batches(self, rank: int, data: int, count: int) -> Iterator[Any]:
         permutation = self._order.permutation(0)

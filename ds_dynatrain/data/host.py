@@ -25,12 +25,8 @@ class Host(Protocol):
         """This member's index on the data axis, 0 to data - 1; members that share it get the same samples."""
 
     @property
-    def data(self) -> int:
-        """Size of the data axis."""
-
-    @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is dealt in the present world; its `data` equals the host's."""
+        """How a global batch is dealt in the present world."""
 
     @property
     def generation(self) -> int:

@@ -5,35 +5,29 @@ A number that was proposed is used up, whatever becomes of it: no key on the not
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
-
-from ds_dynatrain.adapters.memory import provide
+from ds_dynatrain.adapters.memory import provide, untouched
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints.fallback import Fallback
+from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
-from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 ASSUMED_BYTES_PER_SECOND = 1e9
 """Speed of a link that `estimate` reckons with before a switch has been measured."""
@@ -41,24 +35,15 @@ ASSUMED_BYTES_PER_SECOND = 1e9
 OnSwitch = Callable[[SwitchEvent], object]
 
 
-class Attempts(Targets):
-    """One at a time; `attempt` is the highest generation number that was ever proposed."""
+class Attempts:
+    """Those of one engine, one at a time. listeners: the user's, called after each that was committed."""
 
-    def __init__(self, engine: DynatrainEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: EngineCore, saver: Saver) -> None:
+        self.engine, self._saver = engine, saver
         self.listeners: list[OnSwitch] = []
-        self.attempt = 1
-        self._pending: PendingSwitch | None = None
+        self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
         self._first_step_is_due = False
-        self._preparation: Preparation | None = None
-        self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
-        self._fallback = Fallback(engine, engine.settings.fallback)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a switch is being prepared."""
-        return self._preparation is not None
 
     def rehearse(self, layout: Layout, rank: int) -> None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
@@ -67,14 +52,14 @@ class Attempts(Targets):
         were.
         """
         engine, before = self.engine, streams.capture()
-        types = self.types(layout)
-        empty = provide(engine.vps.local(layout, rank), types, set(), {}, _untouched)
+        types = engine.types_in(layout)
+        empty = provide(engine.vps.local(layout, rank), types, set(), {}, untouched)
         world = stand_in_world(rank, layout, engine.vps.ties(layout))
         with installed(world, engine.launch):
             engine.take_shape(engine.vps, layout, rank)
-            engine.attach(layout, world, engine.config_for(layout), empty, Scalars())
-            engine.detach()
-        engine.leave_world()
+            engine.host.attach(layout, world, engine.config_for(layout), empty, Scalars())
+            engine.host.detach()
+        engine.host.leave_world()
         streams.restore(before)
 
     def settle_meshes(self, proposal: Proposal) -> None:
@@ -95,57 +80,59 @@ class Attempts(Targets):
         SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
         are in the present generation.
         """
-        live = {} if self.engine.idle else self.engine.state_buffers()[0]
+        engine, around, membership = self.engine, self.engine.surroundings, PROCESS.membership
+        live = {} if engine.idle else engine.host.state_buffers()[0]
         self.settle_meshes(proposal)
-        around, engine = self.engine.surroundings, self.engine
         front, back = (around.control, around.background) if boards is None else boards
-        make, settings, types = engine.make_children, engine.settings, self.types(proposal.layout)
+        make, settings, types = engine.host.make_children, engine.settings, engine.types_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
-        self._preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
-        self._preparation.is_lean = self._is_lean
-        self._preparation.own_count, self._preparation.number = len(engine.own_groups), engine.job.number
-        self._preparation.has_sequence = engine.job.has_sequence
+        preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
+        preparation.is_lean = engine.is_lean
+        preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
+        preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
-        self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
+        preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:
-            self._preparation.check = check
-        if self.changes is not None:
-            self.changes.guard(self._preparation)
-        self.attempt = proposal.generation
-        self._preparation.start()
+            preparation.check = check
+        if membership is not None:
+            membership.guard(preparation)
+        engine.preparation, engine.attempt = preparation, proposal.generation
+        preparation.start()
 
     def transact(self, place: str) -> None:
         """Take part in the switch that was prepared."""
-        begin, preparation = time.perf_counter(), self._prepared()
-        was = self.engine.layout, self.engine.members
+        begin, engine, preparation = time.perf_counter(), self.engine, self._prepared()
+        was = engine.layout, engine.members
         with without_collection():
-            kind = LeanTransaction if self._is_lean else Transaction
-            outcome = kind(self.engine, preparation, place).run()
+            if engine.is_lean:
+                outcome = LeanTransaction(engine, preparation, place, self._saver).run()
+            else:
+                outcome = Transaction(engine, preparation, place).run()
         self.note(preparation, outcome, was, begin)
-        if self.changes is not None:
-            self.changes.after(self.engine, preparation.proposal, outcome)
+        if PROCESS.membership is not None:
+            PROCESS.membership.after(engine, preparation.proposal, outcome)
 
     def part(self, place: str) -> Transaction:
         """One that the caller votes in, concludes and notes, as a part of something larger; not for lean switches."""
         return Transaction(self.engine, self._prepared(), place, is_part=True)
 
     def _prepared(self) -> Preparation:
-        if self._preparation is None:
+        if self.engine.preparation is None:
             raise RuntimeError("no switch was prepared")
-        return self._preparation
+        return self.engine.preparation
 
     def note(
         self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
     ) -> None:
         """A transaction has ended: tell all who want to know. was: layout and members before; begin: in seconds."""
-        engine, self._preparation = self.engine, None
+        engine, self.engine.preparation = self.engine, None
         if not engine.idle:
-            self._fallback.settle()
+            engine.settle_fallback()
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
         engine.last_switch, self._first_step_is_due = event, True
-        engine.compilations.begin()
-        if outcome.is_rebuilt and engine.compilations.count:
-            engine.compilations.forget()  # after the pause was measured; compiling again is measured with it
+        engine.host.compilations.begin()
+        if outcome.is_rebuilt and engine.host.compilations.count:
+            engine.host.compilations.forget()  # after the pause was measured; compiling again is measured with it
         self._answer(event)
         if engine.rank == 0:
             log_event(event)
@@ -154,22 +141,23 @@ class Attempts(Targets):
         if event.outcome == "committed":
             if event.bytes_sent:
                 busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
-                self._bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
+                self.bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:
                 listener(event)
 
     def _answer(self, event: SwitchEvent) -> None:
         """Tell whoever asked for the switch how it went."""
-        if self._pending is not None:
-            self._pending.event = event
-            self._answered, self._pending = self._pending, None
+        pending = self.engine.pending
+        if pending is not None:
+            pending.event = event
+            self._answered, self.engine.pending = pending, None
 
     def give_up(self, reason: str) -> None:
         """Let go of what is being prepared: it cannot come about any more, on no member."""
-        preparation = self._preparation
+        preparation = self.engine.preparation
         if preparation is None:
             return
-        self.close()
+        self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
         event = event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0)
         self.engine.last_switch = event
@@ -187,9 +175,9 @@ class Attempts(Targets):
             return
         self._first_step_is_due = False
         event = engine.last_switch
-        if event is None or not engine.compilations.seconds:
+        if event is None or not engine.host.compilations.seconds:
             return
-        engine.last_switch = replace(event, recompile_ms=1e3 * engine.compilations.seconds)
+        engine.last_switch = replace(event, recompile_ms=1e3 * engine.host.compilations.seconds)
         if self._answered is not None and self._answered.event is event:
             self._answered.event = engine.last_switch
         if engine.rank == 0:
@@ -201,24 +189,3 @@ class Attempts(Targets):
     def _writer(self) -> EventWriter | None:
         path = self.engine.settings.report.jsonl
         return None if path is None else EventWriter(Path(path))
-
-    def begin_anew(self, generation: int) -> None:
-        """What was pending or being prepared is void; numbers up to `generation` are used up."""
-        self.close()
-        self._pending = None
-        self.attempt = max(self.attempt, generation)
-        self._fallback.settle()
-
-    def close(self) -> None:
-        """Let go of whatever is being prepared."""
-        if self._preparation is not None:
-            self._preparation.abandon()
-            self.attempt = self._preparation.proposal.generation
-            self._preparation = None
-
-
-def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages that are never there, and that no limit of this process's own memory counts."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)

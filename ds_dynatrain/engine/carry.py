@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.engine.encoding import decode, encode, fingerprint
 from ds_dynatrain.errors import SwitchFailed
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -58,33 +54,33 @@ def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:
     return {part: fingerprint(value) for part, value in shared.items()}
 
 
-def shared_carry(engine: DynatrainEngine, scalars: Scalars) -> dict[str, Any]:
+def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
     """What must be equal on all working members, as values that `encoding.encode` takes."""
-    steps = max(int(engine.gradient_accumulation_steps()), 1)
+    deepspeed, steps = engine.deepspeed, max(engine.accumulation, 1)
     return {
-        "counters": {name: int(getattr(engine, name)) for name in COUNTERS},
-        "windows": int(engine.micro_steps) // steps,
+        "counters": {name: int(getattr(deepspeed, name)) for name in COUNTERS},
+        "windows": engine.micro_steps // steps,
         "epoch": engine.job_epoch,
-        "groups": [_hyper_parameters(group) for group in engine.basic_optimizer.param_groups],
+        "groups": [_hyper_parameters(group) for group in engine.host.basic_optimizer.param_groups],
         "scalars": {
             name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()
         },
-        "scaling": engine.scaling_state(),
-        "scheduler": _scheduler_state(engine.lr_scheduler),
+        "scaling": engine.host.scaling_state(),
+        "scheduler": _scheduler_state(engine.host.lr_scheduler),
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
-        "compiled modules": engine.compiled_modules,
-        "forward passes": engine.forward_passes,
-        "random-LTD": engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
+        "compiled modules": engine.host.compiled_modules,
+        "forward passes": engine.host.forward_passes,
+        "random-LTD": deepspeed.random_ltd_scheduler.state_dict() if deepspeed.random_ltd_enabled() else None,
     }
 
 
-def rest_carry(engine: DynatrainEngine) -> dict[str, Any]:
+def rest_carry(engine: EngineCore) -> dict[str, Any]:
     """What a member that starts to work takes from rank 0 besides."""
-    norm = engine.get_global_grad_norm()
+    norm = engine.deepspeed.get_global_grad_norm()
     return {
         "grad_norm": float(norm) if norm is not None else None,
-        "training": bool(engine.module.training),
-        "buffers": {name: held.detach() for name, held in engine.module.named_buffers()},
+        "training": bool(engine.host.module.training),
+        "buffers": {name: held.detach() for name, held in engine.host.module.named_buffers()},
         "objects": {name: held.state_dict() for name, held in engine.carried.items()},
     }
 
@@ -108,10 +104,10 @@ def _bytes(held: torch.Tensor) -> bytes:
     return held.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def take_buffers(engine: DynatrainEngine, values: dict[str, torch.Tensor], but: set[str]) -> None:
+def take_buffers(engine: EngineCore, values: dict[str, torch.Tensor], but: set[str]) -> None:
     """Values for the module's buffers of these names, other than those `but`."""
     with torch.no_grad():
-        for name, held in engine.module.named_buffers():
+        for name, held in engine.host.module.named_buffers():
             if name in values and name not in but:
                 held.copy_(values[name])
 
@@ -123,44 +119,40 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
     )
 
 
-def settle_counters(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
+def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
     """Counters and loss scale of a working member in the new world.
 
     Micro-steps start anew on a multiple of the accumulation.
     """
     for name in COUNTERS:
-        setattr(engine, name, shared["counters"][name])
-    engine.micro_steps = shared["windows"] * int(engine.gradient_accumulation_steps())
-    engine.take_scaling(shared["scaling"])
-    engine.forward_passes = shared["forward passes"]
+        setattr(engine.deepspeed, name, shared["counters"][name])
+    engine.deepspeed.micro_steps = shared["windows"] * engine.accumulation
+    engine.host.take_scaling(shared["scaling"])
+    engine.host.forward_passes = shared["forward passes"]
 
 
-def put_back(engine: DynatrainEngine, shared: dict[str, Any]) -> None:
+def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
     """Counters, loss scale, hyper-parameters and the scheduler as they were before a switch that failed."""
     settle_counters(engine, shared)
-    for group, values in zip(engine.basic_optimizer.param_groups, shared["groups"], strict=True):
+    for group, values in zip(engine.host.basic_optimizer.param_groups, shared["groups"], strict=True):
         group.update(values)
-    if engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(shared["scheduler"])
+    if engine.host.lr_scheduler is not None:
+        engine.host.lr_scheduler.load_state_dict(shared["scheduler"])
 
 
-def take_over(engine: DynatrainEngine, shared: dict[str, Any], rest: dict[str, Any]) -> None:
+def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
     """Everything, on a member that starts to work; its optimizer is attached already."""
-    settle_counters(engine, shared)
-    engine.job_epoch = shared["epoch"]
-    for group, values in zip(engine.basic_optimizer.param_groups, shared["groups"], strict=True):
-        group.update(values)
-    if engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(shared["scheduler"])
-        if hasattr(engine.lr_scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
-            engine.lr_scheduler._last_lr = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    put_back(engine, shared)
+    engine.job_epoch, scheduler = shared["epoch"], engine.host.lr_scheduler
+    if hasattr(scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
+        scheduler._last_lr = [group["lr"] for group in engine.host.basic_optimizer.param_groups]
     for name, state in shared["loaders"].items():
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)
-    if engine.random_ltd_enabled():
-        engine.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
-    engine.take_grad_norm(rest["grad_norm"])
-    engine.module.train(rest["training"])
+    if engine.deepspeed.random_ltd_enabled():
+        engine.deepspeed.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
+    engine.host.take_grad_norm(rest["grad_norm"])
+    engine.host.module.train(rest["training"])
     take_buffers(engine, rest["buffers"], set())
     for name, state in rest["objects"].items():
         engine.carried[name].load_state_dict(state)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.adapters.host import HostEngine
 
 Row = tuple[str, int, int, int, int]
 """(state kind, tensor number, first row-major index, elements, address)."""
@@ -42,7 +38,7 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
     return rows
 
 
-def check_census(engine: HostEngine, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
+def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
     """CensusError, with the tensor and both places, unless every element lies where the layout says."""
     for (kind, name), held in buffers.items():
         if held.element_size() != vps.kind(kind).itemsize:
@@ -50,7 +46,7 @@ def check_census(engine: HostEngine, vps: VirtualParameterSpace, rank: int, buff
                 f"{when}, rank {rank}: elements of {kind} in {name} are {held.dtype}, and {vps.kind(kind).itemsize} "
                 "bytes are expected of each"
             )
-    found: set[Row] = {row for row in engine.state_census() if row.numel}
+    found: set[Row] = {row for row in host.state_census() if row.numel}
     expected = predicted(vps, rank, buffers, {row[0] for row in found} | {"weight", "master"})
     if found == expected:
         return

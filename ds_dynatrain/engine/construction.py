@@ -19,14 +19,18 @@ from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start
 from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.members.changes import Changes
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.process import PROCESS, Membership
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.space import Layout, is_partitioned
@@ -50,15 +54,15 @@ class Construction:
         """The engine, ready for work; where it raises nothing of it is left."""
         given, ties = self._arguments()
         engine = self._working(given, ties) if self.entry.mine in self._members else self._idle(given, ties)
-        space = space_of(engine, self.layout, self._members)
+        space = space_of(engine._parts, self.layout, self._members)
         if self.entry.joins:
             self.incoming.held.clear()
         elif not given["whole"]:
             with self._unmade(engine):
-                take_in(engine, self.incoming, space)
-        engine.open_for_work(space)
+                take_in(engine._parts, self.incoming, space)
+        open_for_work(engine._parts, space, self._membership(engine._parts))
         if self.entry.elastic is not None:
-            self._settle(engine, self.entry.elastic)
+            self._settle(engine._parts, self.entry.elastic)
         atexit.register(_close, weakref.ref(engine))
         return engine
 
@@ -67,6 +71,15 @@ class Construction:
         """Those that work."""
         record = self.entry.record
         return tuple(range(self.layout.world_size)) if record is None else tuple(record["members"])
+
+    def _membership(self, engine: EngineParts) -> Membership | None:
+        """In an elastic job that of the engines that are there already, of which this is one more; else a new one."""
+        if self.entry.elastic is None:
+            return None
+        found = PROCESS.membership
+        changes = found if isinstance(found, Changes) else Changes(self.entry.elastic)
+        changes.engines.append(engine)
+        return changes
 
     def _arguments(self) -> tuple[dict[str, Any], Ties]:
         """(the engine's arguments, the sets of stages that share a tensor)."""
@@ -104,7 +117,7 @@ class Construction:
         stand_in = stand_in_world(0, self.layout, ties)
         with installed(stand_in, self.entry.launch):
             engine = _engine_in(None, stand_in, given)
-        engine.leave_world()
+        engine._host.leave_world()
         return engine
 
     @contextmanager
@@ -113,13 +126,13 @@ class Construction:
         try:
             yield
         except BaseException:
-            engine.let_module_go()
+            engine._host.let_module_go()
             self.entry.launch.install()
-            if engine.world is not None:
-                drop(engine.world).join(engine.settings.timeout_seconds)
+            if engine._parts.world is not None:
+                drop(engine._parts.world).join(self.job.settings.timeout_seconds)
             raise
 
-    def _settle(self, engine: DynatrainEngine, elastic: Elastic) -> None:
+    def _settle(self, engine: EngineParts, elastic: Elastic) -> None:
         """The elastic job has started: the group that all stood in has served, and each stands alone while it is
         idle."""
         entry = self.entry
@@ -148,6 +161,6 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
-        if engine.job.elastic is not None:
+        if engine._parts.job.elastic is not None:
             gc.freeze()  # else Python's end visits all that torch and DeepSpeed have: 0.8 s of a core, and a node that
             # was told to go has little time

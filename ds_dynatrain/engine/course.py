@@ -17,16 +17,14 @@ Nothing is posted where nobody is late. Without a notice board all go on, each b
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as td
 
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
-    from ds_dynatrain.engine.turns import Turns
 
 POLL_SECONDS = 0.002
 LONGEST_POLL_SECONDS = 0.05
@@ -38,8 +36,8 @@ SAID_AFTER_SECONDS = 60.0
 class Course:
     """That of this process; where it has several engines, the first one speaks for all."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, first: Callable[[], EngineCore | None]) -> None:
+        self._first = first
         self._epochs = 0
         self._mark: tuple[object, str] | None = None
         self._begun: dict[int, int] | None = None
@@ -50,7 +48,7 @@ class Course:
 
     def note(self) -> None:
         """At a boundary: in a new world, say how many epochs this script has begun."""
-        engine = self._engine
+        engine = self._first()
         if engine is None or engine.idle or engine.generation == 1:  # nobody can have come late to the first world
             return
         mark = engine.surroundings, engine.era
@@ -70,7 +68,7 @@ class Course:
 
     def _epochs_begun(self) -> dict[int, int]:
         """By member, when this world began. All have said so by now: each has made a step in it."""
-        engine = self._engine
+        engine = self._first()
         if engine is None or self._mark is None:
             return {}
         if self._begun is not None:
@@ -80,11 +78,6 @@ class Course:
         if len(begun) == len(said):
             self._begun = begun
         return begun
-
-    @property
-    def _engine(self) -> EngineCore | None:
-        engines = self._turns.engines
-        return engines[0] if engines else None
 
     # ---- stations ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +96,7 @@ class Course:
 
         SystemExit(0) if they have ended, SystemExit(1) if with an error. MemberMissing for a leader that is silent.
         """
-        engine = self._engine
+        engine = self._first()
         if engine is None or engine.idle or engine.is_void or len(engine.members) == 1:
             return list(arguments)
         try:
@@ -133,7 +126,7 @@ class Course:
 
     def _key(self, engine: EngineCore) -> str:
         """Of the next station; they are counted between two steps, so that nobody stays astray for longer."""
-        stretch = engine.era, int(engine.global_steps)
+        stretch = engine.era, engine.global_steps
         if stretch != self._stretch:
             self._stretch, self._count = stretch, 0
         return f"station/{stretch[0]}/{stretch[1]}/{self._count}"

@@ -2,39 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast, overload
 
-from ds_dynatrain.adapters.compiled import compiled_by_wrapping
-from ds_dynatrain.adapters.sequence import enter as enter_sequence
+import torch
+
+from ds_dynatrain.adapters.worlds import add_groups
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, TrainLoader
+from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.attempts import OnSwitch
-from ds_dynatrain.engine.calls.checkpoints import CheckpointCalls
-from ds_dynatrain.engine.calls.data import DataCalls
-from ds_dynatrain.engine.calls.ending import EndingCalls
-from ds_dynatrain.engine.calls.groups import GroupCalls
-from ds_dynatrain.engine.calls.training import TrainingCalls
-from ds_dynatrain.engine.liveness import Heartbeat
+from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.checkpoints.saving import PendingSave
+from ds_dynatrain.engine.groups import OwnGroup, RanksOf
+from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
-from ds_dynatrain.engine.turns import in_turn
-from ds_dynatrain.errors import ConfigError, SwitchRefused
-from ds_dynatrain.space import Layout, VirtualParameterSpace
-from ds_dynatrain.support import practice
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
+from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.space import Layout
 
 BOUNDARY = "engine.boundary"
-CALLS = (
-    *("forward", "backward", "step", "loader", "boundary", "switch", "plan", "register_parameters", "new_group"),
-    *("save_universal", "start_save_universal", "load_universal", "save_checkpoint", "load_checkpoint", "compile"),
-    *("save_16bit_model", "save_fp16_model", "module_state_dict", "offload_states", "reload_states"),
-)
-"""What an engine does in its turn, where a process has several. (`destroy` ends its turns.)"""
+Folder = str | os.PathLike[str]
 
 
-@in_turn(*CALLS)
-class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, EndingCalls):
-    """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`."""
+class DynatrainEngine(OverridingEngine):
+    """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    def switch(self, layout: Layout | None = None, *, at: int | None = None, **changes: int) -> PendingSwitch:
+    What it is made of hangs on `_parts`; here are the calls that DeepSpeed's engine has not.
+    """
+
+    resumed: Restored | None = None
+    """What `dynatrain.resume` found, None if it began."""
+
+    # ---- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """That of the present world, also on an idle member."""
+        return self._parts.layout
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The member at each rank of the present world, also on an idle member."""
+        return self._parts.members
+
+    @property
+    def member(self) -> int:
+        """This member's number, which never changes."""
+        return self._parts.control.member
+
+    @property
+    def idle(self) -> bool:
+        """Whether this member holds no state now and waits for work."""
+        return self._parts.idle
+
+    @property
+    def rank(self) -> int:
+        """This member's place in the world (-1 on an idle member)."""
+        return self._parts.rank
+
+    @property
+    def generation(self) -> int:
+        """Number of the present world, from 1."""
+        return self._parts.generation
+
+    @property
+    def data_rank(self) -> int:
+        """This member's place on the data axis (-1 on an idle member); ranks that share it get the same samples."""
+        return self._parts.place("data")
+
+    @property
+    def data(self) -> int:
+        """Size of the data axis."""
+        return self._parts.layout.data
+
+    @property
+    def sequence_rank(self) -> int:
+        """This member's place on the sequence axis (-1 on an idle member): which part of each sequence is its own."""
+        return self._parts.place("sequence")
+
+    @property
+    def sequence(self) -> int:
+        """Size of the sequence axis: in how many parts a sequence is cut."""
+        return self._parts.layout.sequence
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """How a global batch is dealt in the present world."""
+        return self._parts.batch_for(self._parts.layout)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step: `train_batch_size` of the configuration, in every world."""
+        return self._host.global_batch_size
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
+        return self._parts.is_void
+
+    @property
+    def slot_is_borrowed(self) -> bool:
+        """Whether the micro-batch that was dealt last has no sample of its own: it counts nothing."""
+        return self._host.slot_is_borrowed
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch is being prepared."""
+        return self._parts.is_switching
+
+    @property
+    def last_switch(self) -> SwitchEvent | None:
+        """How the last switch ended; None before the first."""
+        return self._parts.last_switch
+
+    @property
+    def job_epoch(self) -> int:
+        """Epochs that the job has begun."""
+        return self._parts.job_epoch
+
+    # ---- switching ---------------------------------------------------------------------------------------------------
+
+    @in_turn
+    def switch(
+        self,
+        layout: Layout | None = None,
+        *,
+        at: int | None = None,
+        data: int | None = None,
+        zero_stage: int | None = None,
+        pipe: int | None = None,
+        expert: int | None = None,
+        tensor: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> PendingSwitch:
         """Ask for another layout; call it on every working member, with the same arguments and at the same step.
 
         layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
@@ -44,10 +149,45 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         has changed then. Asking again for what is pending gives the same answer. A roll-back later on does not raise:
         see `last_switch`.
         """
-        self._window.refuse_switch()
-        return self._switcher.ask(layout, at, changes)
+        self._parts.window.refuse_switch()
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        return self._parts.switcher.ask(layout, at, sizes)
 
-    def register_parameters(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
+    @in_turn
+    def plan(
+        self,
+        layout: Layout | None = None,
+        *,
+        data: int | None = None,
+        zero_stage: int | None = None,
+        pipe: int | None = None,
+        expert: int | None = None,
+        tensor: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> SwitchEstimate:
+        """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        return self._parts.switcher.dry_run(layout, sizes)
+
+    def on_switch(self, function: OnSwitch) -> OnSwitch:
+        """Call `function(event)` on this member after every committed switch; usable as a decorator."""
+        self._parts.attempts.listeners.append(function)
+        return function
+
+    @in_turn
+    def boundary(self) -> None:
+        """For a loop without one of our loaders: call it at the top of the loop; a pending change takes effect here.
+
+        On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
+        """
+        parts = self._parts
+        parts.switcher.stand_at(BOUNDARY)
+        if PROCESS.membership is None or not PROCESS.membership.keeps_void(parts):
+            parts.is_void = False
+
+    @in_turn
+    def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
         """Take over what has changed since it was registered: parameters' `requires_grad`, and new optimizer groups.
 
         Call it on every working member at the same step, after `engine.step()`. What is frozen now loses its master and
@@ -62,85 +202,165 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         """
         if self.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
-        self._window.refuse_switch()
-        return self._switcher.register(list(groups or ()), self._window_is_open)
+        self._parts.window.refuse_switch()
+        return self._parts.switcher.register(list(groups or ()))
 
-    def plan(self, layout: Layout | None = None, **changes: int) -> SwitchEstimate:
-        """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
-        return self._switcher.dry_run(layout, changes)
+    def register_for_checkpointing(self, name: str, value: Any) -> Any:
+        """Carry and save an object with `state_dict` and `load_state_dict`.
 
-    def on_switch(self, function: OnSwitch) -> OnSwitch:
-        """Call `function(event)` on this member after every committed switch; usable as a decorator."""
-        self._switcher.listeners.append(function)
-        return function
-
-    def carry(self, name: str, value: Any) -> Any:
-        """Carry an object with `state_dict` and `load_state_dict`: a member that starts to work takes rank 0's state.
-
-        Call it on every process, idle ones too, before the first switch. Returns the object. ConfigError for an object
-        without the two methods or a name that is taken.
+        A member that starts to work takes rank 0's state of it. Call it on every process, idle ones too, before the
+        first switch. Returns the object. ConfigError for one without the two methods, or a name that is taken.
         """
-        wanted = ("state_dict", "load_state_dict")
+        wanted, parts = ("state_dict", "load_state_dict"), self._parts
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
         if missing:
-            raise ConfigError(f"carry({name!r}): a {type(value).__name__} has no {' and no '.join(missing)}")
-        if name in self.carried:
-            raise ConfigError(f"carry({name!r}): the name is taken; take another one")
-        self.carried[name] = value
-        if name in self._arrived["objects"]:
-            value.load_state_dict(self._arrived["objects"].pop(name))
+            lacks = f"a {type(value).__name__} has no {' and no '.join(missing)}"
+            raise ConfigError(f"register_for_checkpointing({name!r}): {lacks}")
+        if name in parts.carried:
+            raise ConfigError(f"register_for_checkpointing({name!r}): the name is taken; take another one")
+        parts.carried[name] = value
+        if name in parts.arrived["objects"]:
+            value.load_state_dict(parts.arrived["objects"].pop(name))
         return value
 
-    def boundary(self) -> None:
-        """For a loop without one of our loaders: call it at the top of the loop; a pending change takes effect here.
+    @in_turn
+    def new_group(self, ranks: RanksOf | None = None) -> OwnGroup:
+        """A group that is built anew with every world; use it as `group=handle.group`, asked for each time.
 
-        On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
+        Call it on every process, idle ones too, in the same order, before the first batch. ranks: called as
+        `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank; it returns the ranks of each group, and
+        a rank is in one of them or in none. By default all working members are in one group.
+
+        ConfigError after the first batch, or for ranks that cannot be; a layout for which `ranks` returns such is
+        refused.
         """
-        self._switcher.stand_at(BOUNDARY, self._window_is_open)
-        changes = self._switcher.changes
-        if changes is None or not changes.keeps_void(self):
-            self.end_void()
+        parts = self._parts
+        if parts.has_stood or parts.is_switching:
+            raise ConfigError("new_group: the first batch was dealt; call it before that, on every process")
+        kind = parts.own_groups.add(ranks)
+        if parts.world is not None:
+            wanted = parts.own_groups.kinds(parts.layout, parts.members, parts.candidates.nodes, parts.control.member)
+            elastic = parts.job.elastic
+            with nullcontext() if elastic is None else elastic.building_more(parts.job.number):
+                store, seconds = parts.surroundings.background.store, parts.settings.timeout_seconds
+                add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds)
+        return OwnGroup(lambda: parts.world, kind)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
-        raise practice("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
+    # ---- data --------------------------------------------------------------------------------------------------------
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """UnsupportedError: the micro-batch follows from the global batch and the world."""
-        raise practice("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
-
-    def compile(
+    @in_turn
+    def loader(
         self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """DeepSpeed's, with `torch.compile`; call it on every process, idle ones too. Each switch compiles anew.
+        dataset: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        shuffle: bool | None = None,
+        evaluation: bool = False,
+        batch_size: int | None = None,
+        name: str | None = None,
+    ) -> TrainLoader | EvaluationLoader:
+        """A loader that follows the world; make it on every process, idle ones too, in the same order.
 
-        UnsupportedError for a schedule of DeepCompile and for compiled autograd.
+        dataset: map-style, or a torch DataLoader over one, which is taken apart. A train loader has a position and is
+        where a change takes effect; an evaluation loader (`evaluation=True`, not shuffled unless asked; `batch_size` is
+        its own) has neither.
         """
-        if schedule is not None:
-            raise practice("DeepCompile").error("engine.compile(schedule=...)")
-        if compiled_autograd_enabled:
-            raise practice("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
-        given = {} if backend is None else {"backend": backend}
-        super().compile(compile_kwargs=compile_kwargs or {}, **given)
+        return self._parts.loaders.make(dataset, collate_fn, num_workers, shuffle, evaluation, batch_size, name)
 
-    def open_for_work(self, space: VirtualParameterSpace) -> None:
-        """Last step of `initialize`: the space is registered, the heartbeat beats."""
-        self._space = space
-        self._is_open = True
-        if self.world is not None:
-            enter_sequence(self, self.world, self.layout)
-        if self.job.elastic is None:
-            self._heartbeat = Heartbeat(self.control)
-            self._heartbeat.start()
-        if self.idle:  # pay first imports now, not in a pause
-            others = set() if compiled_by_wrapping(self.module) else {3}
-            for stage in sorted({self.layout.zero_stage} | others):
-                layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # it will never be asked to go there
-                    self._switcher.check_features(layout)
-                    self._switcher.rehearse(layout, 0)
-        self.turns.add(self)
+    def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
+        """The one of `training_data`."""
+        return cast("TrainLoader", self.loader(dataset, collate_fn=collate_fn))
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> TrainLoader | EvaluationLoader:
+        """DeepSpeed's call for another loader: here one that follows the world. DataError for a sampler."""
+        if data_sampler is not None:
+            raise DataError("a sampler of your own cannot follow the world; leave data_sampler out, or use shuffle=")
+        evaluation = route != "train"
+        if batch_size is not None and not evaluation:
+            raise DataError("the micro-batch follows from train_batch_size and the world; leave batch_size out")
+        return self.loader(
+            dataset,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+            evaluation=evaluation,
+            batch_size=batch_size,
+        )
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers, from 0, of the epochs that remain of `count` for the job, on whichever member."""
+        while self._parts.job_epoch < count:
+            yield self._parts.job_epoch
+            self._parts.job_epoch += 1
+
+    def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
+        """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
+
+        With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
+        A collective of the working members. If the world is torn in it, or the global batch is void, or this member
+        came late and the others are elsewhere, it is the value of this rank alone. DataError if nobody has a sample.
+        """
+        return self._parts.loaders.mean(value, samples)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @overload
+    def save(self, path: Folder, tag: str | None = None, *, background: Literal[False] = False) -> Path: ...
+    @overload
+    def save(self, path: Folder, tag: str | None = None, *, background: Literal[True]) -> PendingSave: ...
+    @in_turn
+    def save(self, path: Folder, tag: str | None = None, *, background: bool = False) -> Path | PendingSave:
+        """Save all state into a folder of checkpoints, as one that any layout and any world can load.
+
+        Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
+        folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
+        `latest` names it from then on. Returns the checkpoint's own folder.
+
+        background: the step waits for a copy in host memory alone, and a thread writes. The copy takes as much memory
+        as this member writes, and is kept for the next one. `wait()` of the result gives the folder, or raises why
+        there is none; a boundary that finds it failed logs the error. Another save, a load and the end of the engine
+        wait for it.
+
+        CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
+        can go on.
+        """
+        return self._parts.checkpoints.save(path, tag, background)
+
+    @in_turn
+    def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:
+        """Go on from a checkpoint of `save`, whatever layout and world it was saved in, in the present one.
+
+        One of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are then.
+        trust_pickle: of such files, run what they say where they hold more than tensors and plain values.
+
+        Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
+        default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
+        objects of `register_for_checkpointing`; a loader or object that is made later gets its own then. An iterator
+        over a loader goes on from the position that was loaded.
+
+        CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
+        was saved: training goes on as before the call. OutcomeUnknown if this member cannot know whether others
+        have loaded it: it trains no further.
+        """
+        return self._parts.checkpoints.load(path, tag, trust_pickle)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End of the script: tell the others, and take the process groups down while they can still answer."""
+        ending.close(self._parts)
+
+
+def _given(*sizes: object) -> dict[str, Any]:
+    """The changes to a layout that were asked for."""
+    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries")
+    return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -7,16 +7,14 @@ in the pipelines is another one; the ZeRO stage and the boundaries of stages may
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from ds_dynatrain.adapters.pipeline_host import RepeatingLoader
 from ds_dynatrain.data import Pass, TrainLoader
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import DataError, WorldChanged
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 WAY_OUT = (
     "give another one with set_dataiterator, in a function of engine.on_switch or after engine.boundary() "
@@ -27,12 +25,15 @@ WAY_OUT = (
 class Feed(Protocol):
     """Where samples come from."""
 
-    def stand(self, engine: DynatrainEngine) -> None:
-        """Stand at the next global batch: a pending change takes effect, and an idle member waits for work."""
+    def stand(self, boundary: Callable[[], None]) -> None:
+        """Stand at the next global batch: a pending change takes effect, and an idle member waits for work.
+
+        boundary: the engine's, of a loop without our loaders.
+        """
         ...
 
-    def samples(self, engine: DynatrainEngine) -> Iterator[Any]:
-        """What that batch is read from."""
+    def samples(self, now: Places) -> Iterator[Any]:
+        """What that batch is read from. now: who trains."""
         ...
 
     def reads(self, given: object) -> bool:
@@ -54,7 +55,7 @@ class Passes:
     def _at(self) -> Pass:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
-    def stand(self, engine: DynatrainEngine) -> None:
+    def stand(self, boundary: Callable[[], None]) -> None:
         """At the next batch of the pass; StopIteration, on all members, where it was the only one and is over."""
         try:
             self._at.stand()
@@ -64,7 +65,7 @@ class Passes:
             self.given.data_iter = iter(self.given.loader)
             self._at.stand()
 
-    def samples(self, engine: DynatrainEngine) -> Pass:
+    def samples(self, now: Places) -> Pass:
         """The pass."""
         return self._at
 
@@ -95,13 +96,12 @@ class Own:
     given: Iterator[Any]
     places: Places
 
-    def stand(self, engine: DynatrainEngine) -> None:
+    def stand(self, boundary: Callable[[], None]) -> None:
         """As in a loop without our loaders."""
-        engine.boundary()
+        boundary()
 
-    def samples(self, engine: DynatrainEngine) -> Iterator[Any]:
+    def samples(self, now: Places) -> Iterator[Any]:
         """The iterator; DataError, on all members and before anything is read, where it is not for these places."""
-        now = places_of(engine)
         if now != self.places:
             raise DataError(
                 f"train_batch: the {type(self.given).__name__} that it reads was given for {self.places}, and now "
@@ -121,12 +121,12 @@ class Own:
         )
 
 
-def places_of(engine: DynatrainEngine) -> Places:
+def places_of(engine: EngineCore) -> Places:
     """Those of the present world."""
     return Places(engine.members, engine.layout.pipe, engine.layout.data)
 
 
-def feed_of(engine: DynatrainEngine, given: Any) -> Feed:
+def feed_of(engine: EngineCore, given: Any) -> Feed:
     """What was given to `engine`, as a feed; DataError for what is no iterator."""
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)

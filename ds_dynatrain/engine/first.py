@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +12,10 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, VirtualParameterSpace
 from ds_dynatrain.transfer import digest
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
 """The state kinds that are there before the first step."""
@@ -26,11 +23,11 @@ DRAW_SECONDS = 1800.0
 """Large models take their time; as long as DeepSpeed waits for a collective."""
 
 
-def take_in(engine: DynatrainEngine, incoming: Incoming, space: VirtualParameterSpace) -> None:
+def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
     """Put the first layout together out of parameters that come in one by one; all processes take part."""
     engine.adopt_space(space)
     values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
-    numbers = {id(parameter): number for number, parameter in enumerate(engine.model_map.parameters)}
+    numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
     buffers: Buffers = {}
     if engine.world is None:
         for _ in values:
@@ -44,11 +41,11 @@ def take_in(engine: DynatrainEngine, incoming: Incoming, space: VirtualParameter
         raise
     _compare_draws(engine, incoming, {"values": drawn})
     engine.take_shape(space, engine.layout, engine.rank)
-    engine.attach_first(engine.layout, engine.world, engine.config_for(engine.layout), buffers)
+    engine.host.attach_first(engine.layout, engine.world, engine.config_for(engine.layout), buffers)
 
 
 def _fill(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     incoming: Incoming,
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
@@ -59,7 +56,7 @@ def _fill(
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for parameter, value in values:
             if incoming.is_drawn(parameter):
-                drawn[engine.param_names[parameter]] = digest(value)
+                drawn[engine.deepspeed.param_names[parameter]] = digest(value)
             yield parameter, value
 
     types = {kind: dtype for kind, dtype in engine.types_in(engine.layout).items() if kind in FIRST_KINDS}
@@ -68,7 +65,7 @@ def _fill(
     return buffers, drawn
 
 
-def _compare_draws(engine: DynatrainEngine, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
+def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
     """ConfigError on all processes, naming the parameter, unless all working members drew the same values."""
     if not incoming.draws:
         return

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
 
 RanksOf = Callable[[Layout, Sequence[str]], Iterable[Iterable[int]]]
 """(layout, the node of each rank) -> the ranks of each group; a rank is in one of them, or in none."""
@@ -23,7 +20,7 @@ OF_A_USER = "own"
 class OwnGroup:
     """What `engine.new_group` returns: the same object for the whole job, for another group in each world."""
 
-    _engine: EngineCore
+    _world: Callable[[], World | None]
     _kind: str
 
     @property
@@ -32,7 +29,7 @@ class OwnGroup:
 
         RuntimeError on an idle member.
         """
-        world = self._engine.world
+        world = self._world()
         if world is None:
             raise RuntimeError("this member is idle: it is in no world, and in no group of it")
         return world.group(self._kind) if self._kind in world.kinds else td.GroupMember.NON_GROUP_MEMBER
@@ -40,7 +37,7 @@ class OwnGroup:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the present world in this rank's group, in its order; none where it is in no group."""
-        world = self._engine.world
+        world = self._world()
         return () if world is None or self._kind not in world.kinds else world.ranks(self._kind)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
@@ -21,6 +23,7 @@ from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
 from ds_dynatrain.adapters.support import refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
+from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine.checkpoints.resume import resume
@@ -28,15 +31,13 @@ from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.forward import OptimizerForwarder
 from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
-from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
-from ds_dynatrain.engine.members.early import Early, found_early
+from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, stand_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
-from ds_dynatrain.engine.switcher import OnIdle
-from ds_dynatrain.engine.turns import Turns, refuse_idle
+from ds_dynatrain.engine.process import PROCESS, refuse_idle
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import practice
 
@@ -77,14 +78,8 @@ def initialize(
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
     that a switch would get wrong, CheckpointError if `dynatrain.resume` names what cannot be loaded.
     """
-    given = {
-        "args": args,
-        "model": model,
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "lr_scheduler": lr_scheduler,
-        "collate_fn": collate_fn,
-    }
+    given = {"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters}
+    given |= {"lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
     start = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
     own, settings = _split(args, config, config_params)
     if settings is None:
@@ -96,36 +91,66 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
-    engine = _joined(own, settings, given, _Extras(on_idle, param_init_fn, mpu, model_factory), start)
-    loader = None if training_data is None else engine.training_loader(training_data, collate_fn)
+    engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
+    loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
     if settings.resume is not None:
         try:
-            engine.resumed = resume(engine, settings.resume)
+            engine.resumed = resume(engine._parts, settings.resume, engine._parts.checkpoints.load)
         except BaseException:
             engine.destroy()
             raise
-    return engine, OptimizerForwarder(engine), loader, engine.lr_scheduler
+    return engine, OptimizerForwarder(engine._host), loader, engine.lr_scheduler
 
 
-def _joined(
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    arguments: dict[str, Any],
-    extras: _Extras,
-    start: dict[str, Any],
-) -> DynatrainEngine:
+def init_distributed(*arguments: Any, **named: Any) -> bool:
+    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
+
+    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
+    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
+    are training, and take part in nothing. Returns whether this process joins.
+
+    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    """
+    place = worker_place()
+    joins = False
+    if place is not None and not (td.is_initialized() and is_ours_installed()):
+        early = PROCESS.found_early()
+        if early is None:
+            early = PROCESS.early = begin(place)
+        joins = early.joins
+    with telling_of_locks():
+        deepspeed.init_distributed(*arguments, **named)
+    return joins
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the caller gave. own: DeepSpeed's configuration; arguments: of DeepSpeed's constructor, which is not told of
+    the others."""
+
+    own: dict[str, Any]
+    settings: DynatrainConfig
+    arguments: dict[str, Any]
+    on_idle: OnIdle | None
+    param_init_fn: ParamInit | None
+    mpu: Any
+    model_factory: ModelFactory | None
+
+
+def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     """The engine, in the job that this process has come to. start: of torch.distributed, as DeepSpeed takes it."""
     start_without_compiler()
-    place, turns = worker_place(), Turns.of_process()
-    rule_of(settings.raw_layouts)  # a wrong one is refused before this process joins anything
-    _refuse_beside(turns.engines, settings, arguments["model"], place)
-    early = found_early()
-    if place is not None and early is None and not turns.engines:
+    place = worker_place()
+    PROCESS.begin()
+    rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
+    _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
+    early = PROCESS.found_early()
+    if place is not None and early is None and not PROCESS.engines:
         stand_alone()
     with telling_of_locks():
         deepspeed.init_distributed(**start)
-    with telling_of_locks(), turns.joining():
-        return _build(own, settings, arguments, extras, place, early, turns)
+    with telling_of_locks(), PROCESS.joining():
+        return _build(given, place, early)
 
 
 def _refuse_beside(
@@ -151,30 +176,13 @@ def _refuse_beside(
             )
 
 
-@dataclass(frozen=True)
-class _Extras:
-    """What the caller gave that DeepSpeed's constructor is not told."""
-
-    on_idle: OnIdle | None
-    param_init_fn: ParamInit | None
-    mpu: Any
-    model_factory: ModelFactory | None
-
-
-def _build(
-    own: dict[str, Any],
-    settings: DynatrainConfig,
-    arguments: dict[str, Any],
-    extras: _Extras,
-    place: WorkerPlace | None,
-    early: Early | None,
-    turns: Turns,
-) -> DynatrainEngine:
+def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
+    own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
-    entry = _enter(settings, place, early, turns)
+    entry = _enter(settings, place, early)
     try:
         lists, said = lists_of(arguments), described(own, settings)
         if entry.elastic is not None:
@@ -185,19 +193,19 @@ def _build(
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
         else:
-            layout = first_layout(model, own, settings, entry.size, extras.mpu, pipe)
-            if turns.engines:
+            layout = first_layout(model, own, settings, entry.size, mpu, pipe)
+            if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
             sizes = BatchSizes.of(own, layout.data)
         own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
-        features = features_of(model, own, extras.mpu)
-        shaper = shaper_of(model, own, entry.launch.member, lists, extras.model_factory, owners)
-        incoming = Incoming.look(model, entry.launch, extras.param_init_fn, {**owners, **shaper.owners})
+        features = features_of(model, own, mpu)
+        shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners)
+        incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
-        job, arguments = Job(*parts, entry.elastic, entry.number), {**arguments, "turns": turns}
+        parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
+        job = Job(*parts, entry.elastic, entry.number)
         around = entry.surroundings(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
     except BaseException:
@@ -205,14 +213,15 @@ def _build(
         raise
 
 
-def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None, turns: Turns) -> Entry:
+def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
     """Into the job, in whichever way this process comes."""
     if early is not None:
+        PROCESS.early = None
         return early.take_over(settings)
     if place is None:
         return with_launch(settings.timeout_seconds)
-    elastic = turns.engines[0].job.elastic if turns.engines else None
-    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(turns.engines))
+    elastic = PROCESS.engines[0].job.elastic if PROCESS.engines else None
+    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(PROCESS.engines))
 
 
 def _split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.support.axes import ULYSSES, Features
+
+OnIdle = Callable[[Any], object]
+"""Of the user's: called with the engine."""
 
 
 @dataclass(frozen=True)

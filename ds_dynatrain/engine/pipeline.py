@@ -8,17 +8,16 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.adapters.pipeline_host import PipelineHost
+from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.feed import Feed, feed_of
+from ds_dynatrain.engine.feed import Feed, feed_of, places_of
 from ds_dynatrain.engine.members.voiding import surviving
-from ds_dynatrain.engine.turns import in_turn
+from ds_dynatrain.engine.overrides import in_turn
 from ds_dynatrain.errors import DataError
 
 
-@in_turn("train_batch", "eval_batch", "set_dataloader")
-class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
+class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
 
     _feed: Feed | None = None
@@ -26,11 +25,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
     _read: Feed | None = None
     """What the open global batch is read from, once its members stand at it."""
 
-    def speak(self) -> None:
-        """As with any engine; and of its stage."""
-        super().speak()
-        self.speak_of_stage()
-
+    @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """DeepSpeed's; a pending change takes effect before anything else, and an idle member waits here.
 
@@ -39,7 +34,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._read = None
-        return surviving(self, self._train_batch, self._train_again)
+        return surviving(self._train_batch, self._train_again)
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._stand()
@@ -47,9 +42,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         before = int(self.global_samples)
         super().set_dataiterator(samples)
         loss: torch.Tensor = super().train_batch()
-        if isinstance(samples, Pass) and not self.reads_data:
+        if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
-        self.micro_steps += int(self.gradient_accumulation_steps())
+        self.micro_steps += self._parts.accumulation
         self._end_window(before)
         return loss
 
@@ -62,13 +57,16 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
     def _stand(self) -> Iterator[Any]:
         """What the next global batch is read from, in the world that trains it."""
         if self._feed is None:
-            if not self.train_loaders:
+            if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
-            self._feed = feed_of(self, next(iter(self.train_loaders.values())))
+            self._feed = feed_of(self._parts, next(iter(self._parts.train_loaders.values())))
         feed = self._feed
-        feed.stand(self)
-        return feed.samples(self) if self._feed is feed else self._stand()  # `on_switch` may have given another one
+        feed.stand(self.boundary)
+        if self._feed is not feed:  # a function of `on_switch` may have given another one
+            return self._stand()
+        return feed.samples(places_of(self._parts))
 
+    @in_turn
     def eval_batch(self, data_iter: Iterator[Any], *arguments: Any, **named: Any) -> Any:
         """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader."""
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
@@ -78,6 +76,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         finally:
             self._feed = feed
 
+    @in_turn
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """DeepSpeed's: `set_dataiterator(iter(loader))`."""
         self.set_dataiterator(iter(loader))
@@ -92,7 +91,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         if iterator is None:
             self._feed = None
         elif self._feed is None or not self._feed.reads(iterator):
-            self._feed = feed_of(self, iterator)
+            self._feed = feed_of(self._parts, iterator)
         super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
@@ -102,15 +101,15 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
             return made
         last, full = made.order.samples(made.order.steps - 1), self.global_batch_size
         if last < full:
-            del self.train_loaders[made.name]
+            del self._parts.train_loaders[made.name]
             raise DataError(
                 f"loader {made.name!r}: the last global batch of an epoch has {last} of {full} samples, and a pipeline "
                 "sends buffers of one size; set dataloader_drop_last to true"
             )
         return made
 
-    def training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
+    def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
         """DeepSpeed's pipeline engine reads `training_data` in its own order; any other loader shuffles."""
-        says_itself = isinstance(dataset, DataLoader) or self.settings.data.reshuffle
+        says_itself = isinstance(dataset, DataLoader) or self._parts.settings.data.reshuffle
         made = self.loader(dataset, collate_fn=collate_fn, shuffle=None if says_itself else False)
         return cast("TrainLoader", made)

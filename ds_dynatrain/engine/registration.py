@@ -1,4 +1,4 @@
-"""`engine.register_parameters`: what is trained, and in which groups, changes in the same world and layout.
+"""`engine.update_param_groups`: what is trained, and in which groups, changes in the same world and layout.
 
 Like a switch it is a transaction. All working members judge the same records; each fills new buffers, puts a new
 optimizer over them, and reports digests per tensor; the outcome is written once. Before that a failure puts the old
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.carry import put_back, settle_counters, shared_carry
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.transaction.session import Request, Session
@@ -37,32 +38,30 @@ from ds_dynatrain.errors import CertificateError, OutcomeUnknown, SwitchFailed, 
 from ds_dynatrain.space import MASTER, WEIGHT, VirtualParameterSpace
 from ds_dynatrain.transfer import digest
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 STAYS = ("counters", "windows", "epoch", "scaling", "loaders")
 """Parts of the carry that a registration leaves as they are."""
 
 
-def register(engine: DynatrainEngine, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
-    """Carry out what has changed; False if nothing has. See `DynatrainEngine.register_parameters`.
+def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
+    """Carry out what has changed; False if nothing has. See `DynatrainEngine.update_param_groups`.
 
     place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
     in words.
     """
+    host = engine.host
     key = f"register/{place}"
     refusal: tuple[str, str] | None = None
     asked = None
     try:
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
-        refuse_at_boundary(engine)
-        asked = regroup(engine.model_map, engine.module, engine.basic_optimizer, groups, _has_begun(engine))
+        refuse_at_boundary(host)
+        asked = regroup(host.model_map, host.module, host.basic_optimizer, groups, _has_begun(engine))
         if asked is not None:
-            lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
+            lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
     except SwitchRefused as refused:
         refusal = refused.reason, refused.way_out
-    session = Session(engine.control, key, engine.members, "register_parameters")
+    session = Session(engine.control, key, engine.members, "update_param_groups")
     request = Request({"groups": None if asked is None else asked.to_json()}, refusal)
     session.agree(request, None, SwitchRefused, _differ)
     if asked is None:
@@ -75,18 +74,19 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
     return f"members {one} and {other} register different parameters or groups"
 
 
-def catch_up(engine: DynatrainEngine) -> None:
+def catch_up(engine: EngineCore) -> None:
     """On an idle member: take over what the working members have registered meanwhile."""
     while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
         repeat(engine, [record])
 
 
-def repeat(engine: DynatrainEngine, records: Sequence[dict[str, Any]]) -> None:
+def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
     """On an idle member: register what the job has registered, in its order."""
+    host = engine.host
     for record in records:
         asked = Regrouping.from_json(record)
-        lists = lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
-        for name, parameter in engine.module.named_parameters():
+        lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        for name, parameter in host.module.named_parameters():
             parameter.requires_grad_(name in asked.requires_grad)
         _adopt(engine, asked, _model_after(engine, asked))
         follow(lists, asked.origins)
@@ -94,31 +94,33 @@ def repeat(engine: DynatrainEngine, records: Sequence[dict[str, Any]]) -> None:
         engine.registered.append(record)
 
 
-def _has_begun(engine: DynatrainEngine) -> bool:
+def _has_begun(engine: EngineCore) -> bool:
     """Whether the optimizer has states, on some member: one without a part of any whole tensor has none of these."""
-    optimizer = engine.basic_optimizer
+    optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
     return stepped or any(bool(state) for state in optimizer.state.values())
 
 
-def _model_after(engine: DynatrainEngine, asked: Regrouping) -> ModelMap:
-    parameters = dict(engine.module.named_parameters())
-    old = engine.model_map
+def _model_after(engine: EngineCore, asked: Regrouping) -> ModelMap:
+    host = engine.host
+    parameters = dict(host.module.named_parameters())
+    old = host.model_map
     shapes = {id(each): tensor.shape for each, tensor in zip(old.parameters, old.tensors, strict=True)}
-    return ModelMap.of(engine.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes)
+    return ModelMap.of(host.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes)
 
 
-def _adopt(engine: DynatrainEngine, asked: Regrouping, model: ModelMap) -> None:
+def _adopt(engine: EngineCore, asked: Regrouping, model: ModelMap) -> None:
     """Make the new groups those of the optimizer; a group that lives on is the same dictionary."""
-    present = list(engine.basic_optimizer.param_groups)
-    wanted = asked.groups_of(present, dict(engine.module.named_parameters()))
+    host = engine.host
+    present = list(host.basic_optimizer.param_groups)
+    wanted = asked.groups_of(present, dict(host.module.named_parameters()))
     for group, values in zip(asked.groups, wanted, strict=True):
         if not group.fresh:
             present[group.origin].update(values)
     groups = [
         values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
     ]
-    engine.adopt(model, groups)
+    host.adopt(model, groups)
 
 
 @dataclass
@@ -136,18 +138,18 @@ class _Old:
 class _Registration:
     """The transaction on one working member."""
 
-    def __init__(self, engine: DynatrainEngine, asked: Regrouping, session: Session) -> None:
-        self.engine, self.asked, self.session = engine, asked, session
+    def __init__(self, engine: EngineCore, asked: Regrouping, session: Session) -> None:
+        self.engine, self.asked, self.session, host = engine, asked, session, engine.host
         self.control, self.layout = engine.control, engine.layout
         if engine.world is None:
             raise RuntimeError("an idle member has nothing to register")
         self.world = engine.world
-        self.lists: Lists = lists_per_group(engine.lr_scheduler, len(engine.basic_optimizer.param_groups))
-        engine.settle_parameters()
-        buffers, scalars = engine.state_buffers()
-        groups = [(group, dict(group)) for group in engine.basic_optimizer.param_groups]
+        self.lists: Lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        host.settle_parameters()
+        buffers, scalars = host.state_buffers()
+        groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
         shared = shared_carry(engine, scalars)
-        self.old = _Old(engine.model_map, groups, engine.vps, buffers, scalars, shared)
+        self.old = _Old(host.model_map, groups, engine.vps, buffers, scalars, shared)
         self.kinds: tuple[str, ...] = ()
         self.begun = _has_begun(engine)
         self.new_kinds: tuple[str, ...] = ()
@@ -167,21 +169,21 @@ class _Registration:
             self.swap.keep()
         else:
             self.swap.undo()
-        if self.swap.has_begun and self.engine.compilations.count:
-            self.engine.compilations.forget()
+        if self.swap.has_begun and self.engine.host.compilations.count:
+            self.engine.host.compilations.forget()
         decision.raise_interrupt()
         if not decision.commit:
-            raise SwitchFailed(f"register_parameters: {decision.reason}; the engine goes on as before it")
+            raise SwitchFailed(f"update_param_groups: {decision.reason}; the engine goes on as before it")
 
     def _carry_out(self) -> None:
         """Rebuild, and compare both sides."""
-        engine, old = self.engine, self.old
+        engine, host, old = self.engine, self.engine.host, self.old
         self.kinds = self._kinds_held()
-        check_census(engine, old.vps, engine.rank, old.buffers, "before registering")
+        check_census(host, old.vps, engine.rank, old.buffers, "before registering")
         digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
         model = _model_after(engine, self.asked)
-        groups = self.asked.groups_of(engine.basic_optimizer.param_groups, dict(engine.module.named_parameters()))
-        with replaced(engine.basic_optimizer, "param_groups", groups):
+        groups = self.asked.groups_of(host.basic_optimizer.param_groups, dict(host.module.named_parameters()))
+        with replaced(host.basic_optimizer, "param_groups", groups):
             vps = space_of(engine, self.layout, engine.members, model)
             scalars = self._scalars_after(model)
         self.new_kinds = self._kinds_of(vps)
@@ -191,11 +193,11 @@ class _Registration:
         _adopt(engine, self.asked, model)
         follow(self.lists, self.asked.origins)
         engine.adopt_space(vps)
-        self.swap.on_undo(engine.detach)
-        engine.attach(self.layout, self.world, engine.present_config, target, scalars)
+        self.swap.on_undo(host.detach)
+        host.attach(self.layout, self.world, host.present_config, target, scalars)
         settle_counters(engine, old.shared)
-        held, found = engine.state_buffers()
-        check_census(engine, vps, engine.rank, held, "after registering")
+        held, found = host.state_buffers()
+        check_census(host, vps, engine.rank, held, "after registering")
         if found.values != scalars.values:
             raise CertificateError("the optimizer's counts are not those that were put in")
         shared = shared_carry(engine, found)
@@ -217,7 +219,7 @@ class _Registration:
         return tuple(kind for kind in vps.present_kinds() if kind in self.kinds or (self.begun and kind not in known))
 
     def _check_memory(self, vps: VirtualParameterSpace) -> None:
-        types = dtypes(self.engine.element_types, self.new_kinds)
+        types = dtypes(self.engine.host.element_types, self.new_kinds)
         need = sum(
             size * types[kind].itemsize
             for (kind, _), size in vps.local(self.layout, self.engine.rank).sizes().items()
@@ -234,7 +236,7 @@ class _Registration:
         """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters)."""
         old, rank = self.old, self.engine.rank
         local = vps.local(self.layout, rank)
-        target = provide(local, dtypes(self.engine.element_types, self.new_kinds), set(), {}, zeros)
+        target = provide(local, dtypes(self.engine.host.element_types, self.new_kinds), set(), {}, zeros)
         weights = pieces_by_tensor(old.vps, self.layout, rank, WEIGHT)
         expected: dict[str, int] = {}
         for kind in self.new_kinds:
@@ -265,17 +267,17 @@ class _Registration:
         vps, buffers = self.old.vps, self.old.buffers
         if self.layout.zero_stage == 3:
             return (rows[0][0], _run(buffers, kind, rows[0])) if rows else (0, torch.empty(0))
-        whole = torch.zeros(vps.tensors[number].numel, dtype=self.engine.element_types.of(kind))
+        whole = torch.zeros(vps.tensors[number].numel, dtype=self.engine.host.element_types.of(kind))
         for row in rows:
             whole.narrow(0, row[0], row[1]).copy_(_run(buffers, kind, row))
-        group = self.engine.seq_data_parallel_group
+        group = self.engine.deepspeed.seq_data_parallel_group
         if group.size() > 1 and not vps.is_replicated(self.layout, kind):  # elsewhere the bits are zeros
             td.all_reduce(whole.view(torch.uint8), group=group)
         return 0, whole
 
     def _scalars_after(self, model: ModelMap) -> Scalars:
         """The counts of each tensor; those of what is trained anew begin as the optimizer begins."""
-        old, optimizer = self.old, self.engine.basic_optimizer
+        old, optimizer = self.old, self.engine.host.basic_optimizer
         values: dict[str, dict[int, float]] = {}
         for number, tensor in enumerate(model.tensors[: model.trainable]):
             before = old.vps.line.index(tensor.name)
@@ -330,10 +332,10 @@ class _Registration:
         for (group, values), listed in zip(old.groups, old.model.groups, strict=True):
             group.clear()
             group.update({**values, "params": list(listed)})
-        engine.adopt(old.model, [group for group, _ in old.groups])
+        engine.host.adopt(old.model, [group for group, _ in old.groups])
         put_lists_back(self.lists)
         engine.adopt_space(old.vps)
-        engine.attach(self.layout, self.world, engine.present_config, old.buffers, old.scalars)
+        engine.host.attach(self.layout, self.world, engine.host.present_config, old.buffers, old.scalars)
         put_back(engine, old.shared)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.shaping import partition_of
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.space import Layout, Partition, VirtualParameterSpace, standard_kinds
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 def space_of(
-    engine: DynatrainEngine, layout: Layout, members: tuple[int, ...], model: ModelMap | None = None
+    engine: EngineCore, layout: Layout, members: tuple[int, ...], model: ModelMap | None = None
 ) -> VirtualParameterSpace:
     """Register every logical tensor, while the module has none of them cut.
 
@@ -23,14 +19,14 @@ def space_of(
 
     model: in place of the engine's.
     """
-    tensors = (model or engine.model_map).tensors
-    names, shaper = tuple(tensor.name for tensor in tensors), engine.shaper
-    types = engine.element_types
-    host_grad = types.master.itemsize if engine.zero_use_cpu_optimizer() else None
-    moments, grad = moment_kinds(engine.basic_optimizer, types), types.gradient.itemsize
+    tensors = (model or engine.host.model_map).tensors
+    names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
+    types = engine.host.element_types
+    host_grad = types.master.itemsize if engine.deepspeed.zero_use_cpu_optimizer() else None
+    moments, grad = moment_kinds(engine.host.basic_optimizer, types), types.gradient.itemsize
     kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, grad, host_grad)
 
     def partition(target: Layout) -> Partition:
         return partition_of(shaper, names, target)
 
-    return VirtualParameterSpace.of(tensors, rules_of(engine), kinds, layout, members, partition)
+    return VirtualParameterSpace.of(tensors, rules_of(engine.host), kinds, layout, members, partition)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.meeting import Outcome as Measured
 from ds_dynatrain.report import CertificateSummary, Outcome, Side, SwitchEvent
 from ds_dynatrain.space import Layout
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.preparation import Preparation
-    from ds_dynatrain.engine.transaction.meeting import Outcome as Measured
-
 
 def event_of(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     preparation: Preparation,
     measured: Measured,
     was: tuple[Layout, tuple[int, ...]],
@@ -28,11 +24,11 @@ def event_of(
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
     certificate = None
     if measured.digest:
-        certificate = CertificateSummary(len(engine.model_map.tensors), tuple(kinds), measured.digest)
+        certificate = CertificateSummary(len(engine.host.model_map.tensors), tuple(kinds), measured.digest)
     return SwitchEvent(
         outcome=outcome,
         generation=proposal.generation,
-        step=int(engine.global_steps),
+        step=engine.global_steps,
         source=Side(was[0].to_dict(), was[1]),
         target=Side(proposal.layout.to_dict(), proposal.members),
         bytes_kept=everyone["kept"],

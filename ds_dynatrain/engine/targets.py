@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-
-from ds_dynatrain.adapters.memory import dtypes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.members.changes import Changes
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.policy import rule_of
-from ds_dynatrain.engine.turns import refuse_idle_target
+from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
 from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.support import Target, refuse_layout
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 class Targets:
-    """The arithmetic of switches.
+    """The arithmetic of switches of one engine. rule: which layouts a world of n members gets, where they come and
+    go."""
 
-    changes: of members, in a job where they come and go; None in another. rule: which layouts a world of n members gets
-    there.
-    """
-
-    def __init__(self, engine: DynatrainEngine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        elastic = engine.job.elastic
         self.rule = rule_of(engine.settings.raw_layouts)
-        self.changes = None if elastic is None else Changes.of_process(engine, elastic)
 
-    def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
-        refuse_moved_states(self.engine)
-        target = feasible.target_layout(self.engine.layout, layout, changes)
-        processes = len(self.engine.candidates)
-        refuse_idle_target(self.engine.turns, target, processes if self.changes is None else len(self.engine.members))
+    def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
+        """The layout that is asked for; SwitchRefused if it cannot be."""
+        engine = self.engine
+        refuse_moved_states(engine.host)
+        target = feasible.target_layout(engine.layout, layout, changes)
+        processes = len(engine.candidates)
+        refuse_idle_target(target, processes if PROCESS.membership is None else len(engine.members))
         self.check(target, processes)
         return target
 
     def check(self, target: Layout, processes: int) -> None:
         """SwitchRefused if so many processes cannot train this model in a layout."""
         engine = self.engine
-        refuse_moved_states(engine)
+        refuse_moved_states(engine.host)
         if not engine.idle:
-            refuse_changes(engine)
+            refuse_changes(engine.host)
         feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
         feasible.check_size(target, processes)
-        feasible.check_batch(target, engine.batch_for(target), engine.module)
+        feasible.check_batch(target, engine.batch_for(target), engine.host.module)
         self.check_features(target, processes)
 
     def check_features(self, target: Layout, processes: int | None = None) -> None:
@@ -62,8 +54,8 @@ class Targets:
         processes = len(engine.candidates) if processes is None else processes
         feasible.check_combination(engine.job.features, target, processes)
         feasible.check_axes(engine.vps, target)
-        config, optimizer = engine.job.user_config, engine.basic_optimizer
-        refuse_module(engine.module, target, config)
+        config, optimizer = engine.job.user_config, engine.host.basic_optimizer
+        refuse_module(engine.host.module, target, config)
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))
         refuse_optimizer_layout(optimizer, config, target, engine.layout)
         try:
@@ -72,44 +64,40 @@ class Targets:
             reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
-    def _slots(self, target: Layout) -> tuple[int, ...]:
+    def members_for(self, target: Layout) -> tuple[int, ...]:
+        """Who would hold which rank; SwitchRefused if this node has not the memory for it."""
         pool, engine = self.engine.candidates, self.engine
-        able = engine.members if self.changes is not None and engine.turns.is_shared else pool.members
-        return assign_slots(engine.vps, target, able, pool.nodes)
+        able = engine.members if PROCESS.membership is not None and PROCESS.is_shared else pool.members
+        members = assign_slots(engine.vps, target, able, pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)
+        return members
 
-    def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
-        """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
-        vps, budget = self.engine.vps, self.engine.settings.memory_budget_bytes
-        differ = any(is_widened(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
-        known: dict[tuple[Layout, int, int], int] = {}
 
-        def held(layout: Layout, rank: int) -> int:
-            local = vps.local(layout, rank)
-            alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
-            if alike not in known:
-                known[alike] = self._state_bytes(local)
-            return known[alike]
+def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
+    """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
+    vps, budget = engine.vps, engine.settings.memory_budget_bytes
+    differ = any(is_widened(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
+    known: dict[tuple[Layout, int, int], int] = {}
 
-        needs: dict[int, int] = {}
-        for rank, member in enumerate(members):
-            size = held(target, rank)
-            is_freed = self._is_lean and member in vps.members
-            freed = held(vps.layout, vps.members.index(member)) if is_freed else 0
-            needs[member] = max(0, size - freed) + min(budget, size)
-        return needs
+    def held(layout: Layout, rank: int) -> int:
+        local = vps.local(layout, rank)
+        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
+        if alike not in known:
+            known[alike] = _state_bytes(engine, local)
+        return known[alike]
 
-    def _state_bytes(self, local: LocalSpace) -> int:
-        """Bytes of all buffers of a rank."""
-        types, accumulates = self.types(local.layout), self.engine.batch_for(local.layout).accumulation > 1
-        state = sum(size * types[kind].itemsize for (kind, _), size in local.sizes().items())
-        offloads = self.engine.zero_use_cpu_optimizer()
-        return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)
+    found: dict[int, int] = {}
+    for rank, member in enumerate(members):
+        size = held(target, rank)
+        is_freed = engine.is_lean and member in vps.members
+        freed = held(vps.layout, vps.members.index(member)) if is_freed else 0
+        found[member] = max(0, size - freed) + min(budget, size)
+    return found
 
-    def types(self, layout: Layout) -> dict[str, torch.dtype]:
-        """Element type of each state kind under a layout."""
-        return dtypes(self.engine.element_types, self.engine.vps.present_kinds(layout))
 
-    @property
-    def _is_lean(self) -> bool:
-        """Whether a switch lets go of the source before it takes the target."""
-        return bool(self.engine.settings.safety == "lean")
+def _state_bytes(engine: EngineCore, local: LocalSpace) -> int:
+    """Bytes of all buffers of a rank."""
+    types, accumulates = engine.types_in(local.layout), engine.batch_for(local.layout).accumulation > 1
+    state = sum(size * types[kind].itemsize for (kind, _), size in local.sizes().items())
+    offloads = engine.deepspeed.zero_use_cpu_optimizer()
+    return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)

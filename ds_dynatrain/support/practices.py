@@ -177,13 +177,13 @@ PRACTICES = (
     _switch(
         "requires_grad",
         "it has changed since it was registered",
-        "call engine.register_parameters() on every working member first",
+        "call engine.update_param_groups() on every working member first",
         "tests/engine/test_register.py::test_refused_at_a_switch",
     ),
     _switch(
         "optimizer groups",
         "they are not those that were registered",
-        "change them with engine.register_parameters(groups=[...]) only",
+        "change them with engine.update_param_groups(groups=[...]) only",
         "tests/engine/test_register.py::test_refused_at_a_switch",
     ),
     _switch(
@@ -239,7 +239,8 @@ PRACTICES = (
     Row(
         "EMA",
         Verdict.NOTE,
-        "update it inside GatheredParameters, which stage 3 needs, and engine.carry it; keep no `parameter.data` over "
+        "update it inside GatheredParameters, which stage 3 needs, and give it to "
+        "engine.register_for_checkpointing; keep no `parameter.data` over "
         "a switch, it is other memory then",
         proof="tests/engine/test_hooks.py::test_an_average_of_the_weights",
     ),

@@ -139,7 +139,7 @@ def _here(task: Task, notes: Notes) -> None:
         _to_the_change(task, trainer)
         notes.begin()
         with notes.phase("save"):
-            trainer.engine.save_universal(task.folder, TAG)
+            trainer.engine.save(task.folder, TAG)
     with notes.phase("initialize"):
         trainer.engine.destroy()
         del trainer
@@ -153,7 +153,7 @@ def _restarted(task: Task, notes: Notes) -> None:
         _to_the_change(task, trainer)
         notes.begin()
         with notes.phase("save"):
-            trainer.engine.save_universal(task.folder, TAG)
+            trainer.engine.save(task.folder, TAG)
         notes.stamp("saved")
         notes.memory()
         return
@@ -174,7 +174,7 @@ def _load(task: Task, trainer: Trainer) -> None:
         trainer.next()
         return
     with trainer.notes.phase("load"):
-        trainer.engine.load_universal(task.folder, TAG)
+        trainer.engine.load(task.folder, TAG)
     batch = trainer.next()
     _go_on(task, trainer, batch)
 

@@ -11,7 +11,7 @@ import torch
 from ds_dynatrain.adapters.rules import rules_of
 
 
-def engine(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: bool, offloads: bool = False) -> Any:
+def host(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: bool, offloads: bool = False) -> Any:
     answers: dict[str, Any] = {
         "zero_sub_group_size": 700.0,
         "zero_round_robin_gradients": dealt,
@@ -22,7 +22,7 @@ def engine(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: boo
     methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
     held = {"module": None, "model_map": SimpleNamespace(dtype=weight)}
     held |= {"element_types": SimpleNamespace(weight=weight)}
-    return SimpleNamespace(basic_optimizer=None, **held, **methods)
+    return SimpleNamespace(basic_optimizer=None, engine=SimpleNamespace(**methods), **held)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def engine(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: boo
     ],
 )
 def test_stages_with_options(weight: torch.dtype, gradient: torch.dtype, offloads: bool, stages: set[int]) -> None:
-    both = rules_of(engine(weight, gradient, True, True, offloads))
+    both = rules_of(host(weight, gradient, True, True, offloads))
     assert both.round_robin_stages == both.aligned_stages == stages
-    dealt = rules_of(engine(weight, gradient, True, False, offloads))
+    dealt = rules_of(host(weight, gradient, True, False, offloads))
     assert (dealt.round_robin_stages, dealt.aligned_stages) == (stages, frozenset())
     assert dealt.sub_group_size == 700
 
@@ -46,4 +46,4 @@ def test_stages_with_options(weight: torch.dtype, gradient: torch.dtype, offload
 def test_alignment_is_16_bytes_of_the_weights() -> None:
     sizes = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}
     for weight, elements in sizes.items():
-        assert rules_of(engine(weight, weight, False, True)).weight_alignment == elements
+        assert rules_of(host(weight, weight, False, True)).weight_alignment == elements

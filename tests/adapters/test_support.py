@@ -18,7 +18,6 @@ from ds_dynatrain.adapters import sequence
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.turns import Turns
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import CONFIG_TABLES, TABLES, Refusal, Row, Target, Verdict, examine, refuse_layout, row_of
@@ -327,10 +326,10 @@ def test_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Standing:
-    """As much of an engine as a boundary looks at."""
+    """As much of a host, and of its engine, as a boundary looks at."""
 
     def __init__(self, micro_steps: int = 4, **more: Any) -> None:
-        self.micro_steps = micro_steps
+        self.engine, self.micro_steps = self, micro_steps
         self.inside_no_sync_ctxt = False
         self.open_gathers = self.waiting_gradients = 0
         self.optimizer = SimpleNamespace(_coalesce_grad_reduction=False)
@@ -359,7 +358,7 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
 
 def test_calls_of_an_engine() -> None:
     engine = object.__new__(DynatrainEngine)
-    engine.__dict__["turns"] = Turns()
+    engine.__dict__["_parts"] = None
     for call, words in (
         (lambda: engine.compile(schedule=[]), r"engine.compile\(schedule=...\): its passes build"),
         (lambda: engine.compile(compiled_autograd_enabled=True), "compiled_autograd_enabled=True.: it was not tried"),

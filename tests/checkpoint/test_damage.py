@@ -38,7 +38,7 @@ REST = {"grad_norm": None, "buffers": {}, "objects": {}}
 
 
 def whole(path: Path, tag: str = "step7") -> Path:
-    """A checkpoint as `save_universal` leaves it, but for most of the carry and random streams."""
+    """A checkpoint as `engine.save` leaves it, but for most of the carry and random streams."""
     path.mkdir(exist_ok=True)
     hidden = folder.begin(path, tag)
     manifest = save(hidden, SPACE, LAYOUT, STATE).to_bytes()

@@ -31,7 +31,7 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
 
     def say(**what: object) -> None:
         """A line."""
-        elastic = engine.job.elastic
+        elastic = engine._parts.job.elastic
         generation = engine.generation if elastic is None else elastic.generation
         log.write(json.dumps({"pid": os.getpid(), "generation": generation, **what}) + "\n")
 
@@ -56,5 +56,5 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
             if epoch == 1 and engine.layout.data == 1 and HOW != "wakes":
                 time.sleep(ALONE_SECONDS)
     if HOW == "saves":
-        engine.save_universal(OUT / "saved", "last")
+        engine.save(OUT / "saved", "last")
     say(event="end")

@@ -112,12 +112,12 @@ def _in_step(told: Path, act: str) -> None:
             return own(self, *arguments)
         left.pop()
         if act == "kill":
-            self.is_stepping = True
+            self._parts.is_stepping = True
             kill()
-        elastic = self.job.elastic
+        elastic = self._parts.job.elastic
         while elastic is not None and not elastic.is_torn:
             time.sleep(0.01)
-        self.is_stepping = act == "inside"
+        self._parts.is_stepping = act == "inside"
         raise RuntimeError("gloo: what stands here is what a collective says whose peer has died")
 
     setattr(DynatrainEngine, "_take_model_step", wrapped)  # noqa: B010 - mypy takes no assignment to a method

@@ -196,7 +196,7 @@ class Script:
     @property
     def generation(self) -> int:
         """Of the membership; 0 in a static run."""
-        elastic = self.engine.job.elastic
+        elastic = self.engine._parts.job.elastic
         return 0 if elastic is None else elastic.generation
 
     def note(self, event: Any) -> None:

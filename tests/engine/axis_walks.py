@@ -214,10 +214,10 @@ def _arithmetic(layout: Layout, dtype: str) -> Arithmetic:
 
 
 def _least_bytes(engine: Any, target: Layout, state: oracle.State) -> int:
-    kinds = sorted({kind for _, kind in state.tensors if engine.vps.is_held(engine.layout, kind)})
+    kinds = sorted({kind for _, kind in state.tensors if engine._parts.vps.is_held(engine.layout, kind)})
     if engine.layout.zero_stage == target.zero_stage == 3:
         kinds.append("stale_grad")
-    return bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+    return bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
 
 
 def _check_event(engine: Any, source: Layout, target: Layout, least: int) -> None:

@@ -77,14 +77,14 @@ def cast_precision(switch: Transaction) -> None:
 
 def lose_steps(switch: Transaction) -> None:
     """Every optimizer state starts to count anew."""
-    for state in switch.engine.basic_optimizer.state.values():
+    for state in switch.engine.host.basic_optimizer.state.values():
         if "step" in state:
             state["step"].zero_()
 
 
 def change_rate(switch: Transaction) -> None:
     """The learning rate of the last group is that of the start times 0.5."""
-    switch.engine.basic_optimizer.param_groups[-1]["lr"] *= 0.5
+    switch.engine.host.basic_optimizer.param_groups[-1]["lr"] *= 0.5
 
 
 def reset_stream(switch: Transaction) -> None:

@@ -74,7 +74,7 @@ def walk(
             state = oracle.gather(engine)
             target = path[number + 1]
             kinds = sorted({kind for _, kind in state.tensors})
-            least = bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+            least = bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
             engine.switch(target, at=engine.global_steps)
             engine.boundary()
             if engine.generation != number + 2:

@@ -33,7 +33,9 @@ def run(change: str, asks: bool) -> list[float]:
         engine, batches = made.engine, chain.from_iterable(repeat(made.loader))
         batch, parts = next(batches), list[list[int]]()
         for name in names if asks else ():
-            stale.update({key: held.clone() for key, held in engine.state_buffers()[0].items() if key[0] == "exp_avg"})
+            stale.update(
+                {key: held.clone() for key, held in engine._host.state_buffers()[0].items() if key[0] == "exp_avg"}
+            )
             losses.append(subject.step(engine, batch))
             parts.append(belongings(engine))
             engine.switch(target, at=engine.global_steps)

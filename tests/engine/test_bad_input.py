@@ -59,7 +59,6 @@ REFUSALS: dict[str, tuple[Asking, str]] = {
     "sequence": (_same(sequence=2), "the model has no sequence axis: it has no DistributedAttention .*nearest: data=4"),
     "tensor": (_same(tensor=2), "AutoTP cannot cut SmallGPT: .*choose other sizes"),
     "another type": (lambda engine: engine.switch({"data": 4}), "is no Layout"),
-    "no axis": (_same(dta=4), "no 'dta'"),
     "nothing": (_same(), "no layout was given"),
     "a step that has passed": (_same(data=4, at=1), "step 1 has passed: this is step 3"),
     "a step that is no number": (_same(data=4, at="7"), "at='7'"),
@@ -237,7 +236,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def loaders() -> list[str]:
-    """The errors of `engine.loader` and `engine.carry`."""
+    """The errors of `engine.loader` and `engine.register_for_checkpointing`."""
     found = []
     with jobs.job(jobs.config("fp32", (4, 1))) as made:
         batches = torch.utils.data.BatchSampler(range(9), 3, False)
@@ -250,7 +249,7 @@ def loaders() -> list[str]:
             lambda: made.engine.loader(torch.utils.data.DataLoader(Sequences(), batch_sampler=batches)),
             lambda: made.engine.loader(torch.utils.data.DataLoader(Sequences(), sampler=weighted)),
             lambda: made.engine.loader(Sequences(), name="train"),
-            lambda: made.engine.carry("x", object()),
+            lambda: made.engine.register_for_checkpointing("x", object()),
         ]
         for attempt in attempts:
             try:

@@ -24,7 +24,7 @@ VICTIM, SECONDS = 1, 3.0
 
 def held(engine: Any) -> dict[str, Any]:
     """This member's state, without a message to anybody."""
-    buffers, scalars = engine.state_buffers()
+    buffers, scalars = engine._host.state_buffers()
     found: dict[str, Any] = {str(key): value.clone() for key, value in buffers.items()}
     return {**found, "scalars": scalars.values, "steps": engine.global_steps, "stream": torch.get_rng_state()}
 
@@ -46,14 +46,14 @@ def case(path: Path, kind: type, method: str) -> str:
             return ""
         batches = iter(made.loader)
         jobs.one_micro_batch(engine, next(batches), jobs.Record())
-        engine.save_universal(path, "before")
+        engine.save(path, "before")
         jobs.one_micro_batch(engine, next(batches), jobs.Record())
         before = held(engine)
 
         def killed(self: Any, *_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        call = engine.load_universal if kind is Restoration else engine.save_universal
+        call = engine.load if kind is Restoration else engine.save
         try:
             if td.get_rank() == VICTIM:
                 with patch.object(kind, method, killed):

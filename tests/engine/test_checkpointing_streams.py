@@ -77,8 +77,8 @@ def checkpointing_case(style: str, tracked: bool, options: dict[str, Any], **siz
         deepspeed.checkpointing.configure(None, **options)
         made: jobs.Job
         with jobs.job(settings, model=model(style, tracked, **sizes), groups=False) as made:
-            torch.manual_seed(made.engine.launch.member)
-            get_cuda_rng_tracker().add(STREAM, 70 + made.engine.launch.member)
+            torch.manual_seed(made.engine.member)
+            get_cuda_rng_tracker().add(STREAM, 70 + made.engine.member)
             forward = made.engine.module.forward
 
             def noting(*inputs: torch.Tensor) -> Any:
@@ -165,7 +165,7 @@ def fault_case() -> Any:
         jobs.job(settings, model=model("none", True), groups=False) as made,
         patch.object(Transaction, "_carry", wrong),
     ):
-        get_cuda_rng_tracker().add(STREAM, 70 + made.engine.launch.member)
+        get_cuda_rng_tracker().add(STREAM, 70 + made.engine.member)
         before: list[Any] = []
 
         def each(made: jobs.Job) -> None:

@@ -24,7 +24,7 @@ def saving_case(dtype: str, folder: Path) -> oracle.State | None:
         if made.engine.idle:
             return None
         jobs.train(made, STEPS)
-        made.engine.save_universal(folder)
+        made.engine.save(folder)
         return oracle.gather(made.engine)
     return None
 

@@ -48,7 +48,7 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
         if engine.idle:
             return None
         subject.step(engine, next(iter(made.loader)))
-        found = engine.load_universal(folder)
+        found = engine.load(folder)
         assert found.step == STEPS
         return oracle.gather(engine, subject.places)
     return None
@@ -96,11 +96,11 @@ def test_from_round_robin(pool: RankPool, tmp_path: Path) -> None:
 
 
 def taking_case(sizes: jobs.Sizes, folder: Path, dtype: str = "bf16") -> oracle.State | None:
-    """What `load_universal` makes of it in a layout."""
+    """What `engine.load` makes of it in a layout."""
     with jobs.job(jobs.config(dtype, sizes)) as made:
         if made.engine.idle:
             return None
-        made.engine.load_universal(folder)
+        made.engine.load(folder)
         return oracle.gather(made.engine)
     return None
 
@@ -152,7 +152,7 @@ def weights_case(dtype: str, folder: Path, steps: int) -> tuple[oracle.State, or
         if made.engine.idle:
             return None
         jobs.train(made, steps)
-        assert made.engine.load_universal(folder).step == steps, "counters stay as they are"
+        assert made.engine.load(folder).step == steps, "counters stay as they are"
         loaded = oracle.gather(made.engine)
         jobs.train(made, steps + 1)
         return loaded, oracle.gather(made.engine)
@@ -183,7 +183,7 @@ def mismatch_case(folder: Path) -> str | None:
         if made.engine.idle:
             return None
         with pytest.raises(CheckpointError) as caught:
-            made.engine.load_universal(folder)
+            made.engine.load(folder)
         jobs.train(made, 1)
         return str(caught.value)
     return None
@@ -204,4 +204,4 @@ def test_names_that_do_not_match_are_named(pool: RankPool, tmp_path: Path) -> No
 def test_stage_0_of_several_groups_is_refused(pool: RankPool, tmp_path: Path) -> None:
     same = {"find": SUBJECTS["module"], "dtype": "fp32", "folder": tmp_path / "theirs"}
     pool.run(saving_case, at=layout("d2z0"), target=layout("d2z0"), **same, seconds=120)
-    assert "save it with save_universal" in refused(tmp_path / "theirs", tmp_path / "ours")
+    assert "save it with engine.save" in refused(tmp_path / "theirs", tmp_path / "ours")

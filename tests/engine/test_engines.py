@@ -15,6 +15,7 @@ import torch
 import torch.distributed as td
 
 import ds_dynatrain
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import DynatrainError
 from tests.engine import axis_walks, jobs, oracle
@@ -206,7 +207,7 @@ def failing(which: int) -> list[Any]:
     with running(*kinds) as runs:
 
         def fail(transaction: Transaction) -> str:
-            if transaction.engine is runs[which].engine and transaction.control.member == 2:
+            if transaction.engine is runs[which].engine._parts and transaction.control.member == 2:
                 raise RuntimeError("made to fail")
             return verify(transaction)
 
@@ -264,7 +265,7 @@ def ending_inside() -> list[Any]:
         with kept.engine.turn():
             torch.rand(1)  # moves its stream, to where it would not be if it had its own back too soon
             other.engine.destroy()
-            left = len(kept.engine.turns.engines)
+            left = len(PROCESS.engines)
             drawn = torch.rand(1).item()
         while kept.engine.global_steps < STEPS:
             kept.step()
@@ -293,14 +294,14 @@ def saving(folder: Path) -> list[Any]:
         for _ in range(4):
             for run in runs:
                 run.step()
-        actor.engine.save_universal(folder / "actor")
+        actor.engine.save(folder / "actor")
         critic.engine.save_checkpoint(str(folder / "critic"))
         saved = actor.state()
         for run in runs:
             run.step()
         for _ in range(2):
             critic.step()
-        actor.engine.load_universal(folder / "actor")
+        actor.engine.load(folder / "actor")
         same = actor.state() == saved and actor.engine.global_steps == 4
         while critic.engine.global_steps < STEPS:
             critic.step()

@@ -87,8 +87,8 @@ class Saves(Evaluates):
 
     def after_all(self) -> None:
         self.notes.append(self.evaluate())
-        self.engine.start_save_universal(self.folder / "universal", "behind").wait()
-        self.engine.save_universal(self.folder / "universal", "last")
+        self.engine.save(self.folder / "universal", "behind", background=True).wait()
+        self.engine.save(self.folder / "universal", "last")
 
 
 class OnlyLast(Evaluates):

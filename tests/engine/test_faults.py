@@ -55,7 +55,7 @@ def case(dtype: str, change: str, names: list[str], asks: bool) -> dict[str, Any
         if engine.rank == 1 and at.get(step) == "diverged replica":
             frozen(engine)[3] *= 2.0
         if at.get(step + 1) == "stale moment" and engine.rank == faults.WHERE:
-            held = engine.state_buffers()[0]
+            held = engine._host.state_buffers()[0]
             stale.update({key: buffer.clone() for key, buffer in held.items() if key[0] == "exp_avg"})
 
     settings = jobs.config(dtype, start)

@@ -96,7 +96,7 @@ def ema_case(dtype: str) -> dict[str, Any]:
     weights: dict[int, dict[str, torch.Tensor]] = {}
     schedule = {2 * number: sizes for number, sizes in enumerate(PATH) if number}
     with jobs.job(jobs.config(dtype, train_micro_batch_size_per_gpu=12), model=model) as made:
-        made.engine.carry("ema", ema)
+        made.engine.register_for_checkpointing("ema", ema)
         switches: list[int] = []
         made.engine.on_switch(lambda event: switches.append(event.generation))
 

@@ -150,7 +150,7 @@ def fault_case(name: str, target: jobs.Sizes, folder: Path) -> Any:
     record = jobs.Record()
     with jobs.job(settings("fp32", "lean", folder), model=small_gpt(dropout=0.1)) as made:
         engine = made.engine
-        with wrong(name, engine.control.member):
+        with wrong(name, engine._parts.control.member):
             faults.train(made, 5, {3: target} if name else {}, record, lambda made: None)
         record.notes["event"], record.notes["state"] = engine.last_switch, oracle.gather(engine)
         faults.train(made, 8, {6: target}, record, lambda made: None)
@@ -193,7 +193,7 @@ def memory_case(safety: str, folder: Path) -> Any:
 
 
 def held(engine: Any) -> int:
-    return sum(part.numel() * part.element_size() for part in engine.state_buffers()[0].values())
+    return sum(part.numel() * part.element_size() for part in engine._host.state_buffers()[0].values())
 
 
 def resident(key: str) -> int:

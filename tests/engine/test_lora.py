@@ -74,7 +74,7 @@ def lora_case(dtype: str, path: list[jobs.Sizes], listed: bool) -> tuple[jobs.Re
                 kinds = ["weight", "master", "exp_avg", "exp_avg_sq"]
                 if engine.layout.zero_stage == target.zero_stage == 3:
                     kinds.append("stale_grad")
-                before["least"] = bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+                before["least"] = bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
 
         engine.on_switch(note)
         schedule = {2 * place: sizes for place, sizes in enumerate(path) if place}

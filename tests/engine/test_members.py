@@ -109,7 +109,7 @@ def listening_case(
     average = Average()
     torch.manual_seed(100 + td.get_rank())
     with jobs.job(jobs.config(start=start), model=small_gpt(**model)) as made:
-        made.engine.carry("average", average)
+        made.engine.register_for_checkpointing("average", average)
 
         def look(moment: str) -> None:
             step, rank = made.engine.global_steps, made.engine.rank

@@ -24,7 +24,7 @@ def scheduled(start: jobs.Sizes, schedule: jobs.Schedule) -> tuple[jobs.Record, 
     with jobs.job(jobs.config(start=start)) as made:
         optimizer = made.optimizer
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        made.engine.carry("schedule", scheduler)
+        made.engine.register_for_checkpointing("schedule", scheduler)
         optimizer.tag = "mine"
         groups = optimizer.param_groups
 

@@ -268,7 +268,7 @@ def walk_case(name: str, walks: bool) -> Seen:
         every = range(len(engine.basic_optimizer.param_groups))
         seen.kinds = {
             kind.name: tuple(every if kind.groups is None else sorted(kind.groups))
-            for kind in engine.vps.kinds
+            for kind in engine._parts.vps.kinds
             if kind.name not in ("weight", "master", "stale_grad")
         }
         place = 0
@@ -338,7 +338,7 @@ def register_case(name: str, block: str, start: jobs.Sizes, target: jobs.Sizes) 
                 for parameter_name, held in model.named_parameters():
                     if parameter_name.startswith(block):
                         held.requires_grad_(engine.global_steps == 6)
-                assert engine.register_parameters()
+                assert engine.update_param_groups()
                 found.append(_wrong_after_registering(before, oracle.gather(engine), model, block))
             elif engine.global_steps == 4:
                 jobs.ask(engine, target)

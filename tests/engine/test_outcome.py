@@ -75,12 +75,12 @@ def switches(made: jobs.Job, folder: Path) -> None:
 
 
 def loads(made: jobs.Job, folder: Path) -> None:
-    made.engine.load_universal(folder)
+    made.engine.load(folder)
 
 
 def registers(made: jobs.Job, folder: Path) -> None:
     next(each for each in made.engine.module.parameters() if each.requires_grad).requires_grad_(False)
-    if not made.engine.register_parameters():
+    if not made.engine.update_param_groups():
         raise ValueError("nothing was registered")
 
 
@@ -107,7 +107,7 @@ def cut_case(call: str, folder: Path, who: tuple[int, ...], forever: bool) -> An
         if engine.idle:
             return None
         jobs.train(made, 1)
-        engine.save_universal(folder / "saved")
+        engine.save(folder / "saved")
         jobs.train(made, 2)
         before, said, after = oracle.gather(engine), "", ""
         if engine.rank not in who:
@@ -120,7 +120,7 @@ def cut_case(call: str, folder: Path, who: tuple[int, ...], forever: bool) -> An
                 except OutcomeUnknown as unknown:
                     said = str(unknown)
         if said:
-            engine.control._connect_anew()  # for the end of this job
+            engine._parts.control._connect_anew()  # for the end of this job
             try:
                 next(iter(made.loader))
             except OutcomeUnknown as unknown:
@@ -179,7 +179,7 @@ def _full(*arguments: Any) -> None:
 
 def _saved(engine: Any, folder: Path) -> str:
     try:
-        return str(engine.save_universal(folder))
+        return str(engine.save(folder))
     except CheckpointError as error:
         return str(error)
 

@@ -248,7 +248,7 @@ def refused_at_the_call() -> None:
         engine = made.engine
         with pytest.raises(DataError, match=r"Sequences is no iterator; .* set_dataloader"):
             engine.set_dataiterator(Sequences())
-        engine.train_loaders.clear()
+        engine._parts.train_loaders.clear()
         with pytest.raises(DataError, match="without data"):
             engine.train_batch()
 

@@ -263,8 +263,8 @@ def wrong_scale(generation: int) -> Iterator[None]:
     def carry(self: Transaction) -> None:
         own(self)
         if self.proposal.generation == generation and self.target_rank is not None:
-            state = self.engine.scaling_state()
-            self.engine.take_scaling({**state, "scale": 2 * state["scale"]})
+            state = self.engine.host.scaling_state()
+            self.engine.host.take_scaling({**state, "scale": 2 * state["scale"]})
 
     with patch.object(Transaction, "_carry", carry):
         yield

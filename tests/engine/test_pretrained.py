@@ -26,7 +26,7 @@ def saving_case(name: str, folder: Path) -> oracle.State | None:
             return None
         for _, batch in zip(range(2), made.loader, strict=False):
             subject.step(made.engine, batch)
-        made.engine.save_universal(folder)
+        made.engine.save(folder)
         return oracle.gather(made.engine)
     return None
 
@@ -36,7 +36,7 @@ def loading_case(name: str, folder: Path) -> Any:
     with axis_walks.started(subject, "bf16", layout("d2t2z1")) as made:
         if made.engine.idle:
             return None
-        made.engine.load_universal(folder)
+        made.engine.load(folder)
         state = oracle.gather(made.engine, subject.places)
         subject.step(made.engine, next(iter(made.loader)))
         return state

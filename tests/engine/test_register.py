@@ -1,4 +1,4 @@
-"""What is trained changes while the job runs: `engine.register_parameters`, before, between and after switches."""
+"""What is trained changes while the job runs: `engine.update_param_groups`, before, between and after switches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.host import HostEngine
+from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences, small_gpt
@@ -82,9 +82,9 @@ def change(made: jobs.Job) -> list[str]:
     was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
     flip(engine.module, engine.global_steps)
     before = oracle.gather(engine)
-    found = [] if "register_parameters" in engine.plan(data=1).refusal + engine.plan(data=1).way_out else ["no refusal"]
-    assert engine.register_parameters()
-    assert not engine.register_parameters(), "nothing has changed since"
+    found = [] if "update_param_groups" in engine.plan(data=1).refusal + engine.plan(data=1).way_out else ["no refusal"]
+    assert engine.update_param_groups()
+    assert not engine.update_param_groups(), "nothing has changed since"
     return found + wrong_after(before, oracle.gather(engine), engine.module, was)
 
 
@@ -187,9 +187,9 @@ def _add_parameter(engine: Any) -> None:
 
 
 AT_SWITCH: dict[str, tuple[Callable[[Any], None], str]] = {
-    "unfrozen on one": (_unfreeze_on_one, "member 1: 'places' requires a gradient now: it has changed .*register_par"),
+    "unfrozen on one": (_unfreeze_on_one, "member 1: 'places' requires a gradient now: it has changed .*update_param"),
     "frozen": (_freeze, "'scale' is frozen now: it has changed since it was registered"),
-    "another group": (_add_group, "the optimizer has 3 groups and had 2: .*register_parameters"),
+    "another group": (_add_group, "the optimizer has 3 groups and had 2: .*update_param_groups"),
     "a new parameter": (_add_parameter, "'more' is new in the model.*frozen if need be"),
 }
 
@@ -233,12 +233,12 @@ def test_refused_at_a_switch(pool: RankPool, what: str) -> None:
 
 
 def refusals_case() -> list[str]:
-    """Calls of `register_parameters` that cannot be carried out; what was said, and whether nothing has changed."""
+    """Calls of `update_param_groups` that cannot be carried out; what was said, and whether nothing has changed."""
     said: list[str] = []
 
     def refused(engine: Any, *groups: Any) -> None:
         with pytest.raises(SwitchRefused) as caught:
-            engine.register_parameters(*groups)
+            engine.update_param_groups(*groups)
         said.append(str(caught.value))
 
     model = partly_trained()
@@ -271,7 +271,7 @@ def refusals_case() -> list[str]:
                 for held, flag in zip(model.parameters(), flags, strict=True):
                     held.requires_grad_(flag)
                 assert oracle.differences(before, oracle.gather(engine)) == []
-                engine.register_parameters([{"params": model.places, "like": 1, "weight_decay": 0.25}])
+                engine.update_param_groups([{"params": model.places, "like": 1, "weight_decay": 0.25}])
                 assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.1, 0.0, 0.25]
                 said.append("registered")
             if engine.global_steps == 4:
@@ -310,13 +310,13 @@ def failing_case(stage: int) -> tuple[list[str], str, jobs.Record]:
         was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
         before = oracle.gather(engine)
         flip(engine.module, 4)
-        with patch.object(HostEngine, "attach", _flipping(HostEngine.attach)), pytest.raises(SwitchFailed) as caught:
-            engine.register_parameters()
+        with patch.object(Host, "attach", _flipping(Host.attach)), pytest.raises(SwitchFailed) as caught:
+            engine.update_param_groups()
         said.append(str(caught.value))
         found.extend(oracle.differences(before, oracle.gather(engine)))
         found.extend(["flags"] * ({n for n, held in engine.module.named_parameters() if held.requires_grad} != was))
         flip(engine.module, 4)
-        engine.register_parameters()
+        engine.update_param_groups()
         found.extend(wrong_after(before, oracle.gather(engine), engine.module, was))
 
     model = partly_trained()
@@ -382,7 +382,7 @@ def scheduled_case(kind: str) -> tuple[list[list[float]], str]:
         if made.engine.global_steps == 4:
             flip(model, 4)
             try:
-                made.engine.register_parameters()
+                made.engine.update_param_groups()
             except SwitchRefused as refused:
                 said.append(str(refused))
                 for name, held in model.named_parameters():

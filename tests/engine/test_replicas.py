@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, Layout, Layout]] = {
 
 def views(engine: Any, name: str) -> dict[str, list[torch.Tensor]]:
     """Kind -> this rank's memory of a logical tensor."""
-    vps, buffers = engine.vps, engine.state_buffers()[0]
+    vps, buffers = engine._parts.vps, engine._host.state_buffers()[0]
     number = [tensor.name for tensor in vps.tensors].index(name)
     found: dict[str, list[torch.Tensor]] = {}
     for kind in KINDS:

@@ -26,7 +26,7 @@ def running_case(folder: Path, sizes: jobs.Sizes, steps: int, save: str) -> Seen
         assert (engine.resumed is None) == (begun == 0)
         record = jobs.train(made, steps)
         if save == "ours":
-            engine.save_universal(folder)
+            engine.save(folder)
         elif save:
             engine.save_checkpoint(str(folder))
         return begun, state, record.losses

@@ -247,7 +247,7 @@ def registering(stage: int) -> tuple[oracle.State, oracle.State]:
         one_step(made.engine, next(batches))
         before = oracle.gather(made.engine)
         made.engine.module.blocks[0].requires_grad_(False)
-        assert made.engine.register_parameters()
+        assert made.engine.update_param_groups()
         after = oracle.gather(made.engine)
         one_step(made.engine, next(batches))
         made.engine.switch(at(1, 4), at=2)

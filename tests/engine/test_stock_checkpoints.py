@@ -157,11 +157,11 @@ def trouble_case(folder: Path, calm: bool) -> Any:
             _save_and_spoil(engine, folder)
             for name in ("cut", "missing", "foreign", "other-model", "other-groups"):
                 try:
-                    engine.load_universal(folder, name)
+                    engine.load(folder, name)
                 except CheckpointError as error:
                     said[name] = f"{type(error).__name__}: {error}"
-            engine.load_universal(folder, "foreign", trust_pickle=True)
-            engine.load_universal(folder, "whole")
+            engine.load(folder, "foreign", trust_pickle=True)
+            engine.load(folder, "whole")
         losses += [subject.step(engine, next(batches)) for _ in range(MORE)]
     return said, losses
 

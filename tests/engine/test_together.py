@@ -18,9 +18,9 @@ def ahead_case(folder: str) -> tuple[str, ...]:
 
     def each(job: jobs.Job) -> None:
         if job.engine.global_steps in (1, 2):
-            job.engine._switcher.attempt += job.engine.rank
-            saved.append(job.engine.save_universal(folder).name)
-            job.engine._switcher.attempt -= job.engine.rank
+            job.engine._parts.attempt += job.engine.rank
+            saved.append(job.engine.save(folder).name)
+            job.engine._parts.attempt -= job.engine.rank
 
     with jobs.job(jobs.config("fp32", (2, 1))) as made:
         jobs.train(made, 3, {}, jobs.Record(), each=each)
@@ -35,18 +35,18 @@ def void_case(folder: str) -> tuple[float, list[str]]:
         jobs.train(made, 1, {}, jobs.Record())
         if engine.rank != 1:
             return 0.0, []
-        engine._window.is_void = True
+        engine._parts.is_void = True
         mean = float(engine.mean(3.0, 2))
         asked = (
             (engine.switch, {"data": 1}),
-            (engine.register_parameters, {}),
-            (engine.save_universal, {"path": folder}),
+            (engine.update_param_groups, {}),
+            (engine.save, {"path": folder}),
         )
-        for ask, arguments in (*asked, (engine.load_universal, {"path": folder})):
+        for ask, arguments in (*asked, (engine.load, {"path": folder})):
             with pytest.raises((SwitchRefused, CheckpointError)) as refusal:
                 ask(**arguments)
             said.append(str(refusal.value))
-        engine._window.is_void = False
+        engine._parts.is_void = False
         return mean, said
     return 0.0, []
 

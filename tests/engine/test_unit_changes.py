@@ -19,7 +19,7 @@ def engine(is_void: bool) -> Any:
     def void_window() -> None:
         made.voided += 1
 
-    made.void_window, made.end_void = void_window, lambda: setattr(made, "is_void", False)
+    made.void_window = void_window
     return made
 
 
@@ -33,7 +33,7 @@ def changes() -> Changes:
 
 def test_what_others_deal_is_void_as_long_as_the_first_is(changes: Changes) -> None:
     for each in changes.engines:
-        each.end_void()
+        vars(each)["is_void"] = False
     assert not any(changes.keeps_void(each) for each in changes.engines)
     vars(changes.engines[0])["is_void"] = True
     assert [changes.keeps_void(each) for each in changes.engines] == [False, True, True]
@@ -66,7 +66,7 @@ class Loader:
 def test_a_void_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     """Torn between two batches, taken back, asked once more before the first engine's next batch."""
     loader = Loader()
-    window = Window(SimpleNamespace(train_loaders={"train": loader}))  # type: ignore[arg-type]
+    window = Window(SimpleNamespace(train_loaders={"train": loader}, is_void=False))  # type: ignore[arg-type]
     loader.at = 16
     window.void(has_dealt=False)
     loader.at = 15  # what was restored
@@ -83,7 +83,8 @@ def test_a_part_of_a_change_waits_for_the_first_engine(changes: Changes, is_part
     begun = list[str]()
     engine = changes.engines[1]
     vars(changes.engines[0])["has_stood"] = True
-    vars(engine)["_switcher"] = SimpleNamespace(is_due=lambda: True, transact=begun.append)
+    vars(engine)["switcher"] = SimpleNamespace(is_due=lambda: True)
+    vars(engine)["attempts"] = SimpleNamespace(transact=begun.append)
     vars(engine).update(idle=False, job=SimpleNamespace(number=2))
     vars(changes).update(forming=SimpleNamespace(see_failure=lambda: None), elastic=SimpleNamespace(is_torn=False))
     vars(changes)["change"] = SimpleNamespace(proposals=("its part",) if is_part_of_a_change else ())

@@ -43,7 +43,7 @@ def test_ranks_that_cannot_be(ranks: list[list[int]]) -> None:
 @pytest.fixture
 def engine() -> Any:
     """What a loss asks of one; in a job of fixed size nothing is survived."""
-    return SimpleNamespace(is_void=False, _switcher=SimpleNamespace(changes=None))
+    return SimpleNamespace(is_void=False)
 
 
 def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:

@@ -47,8 +47,8 @@ def targets(
 
 def engine_with(layout: Layout, members: tuple[int, ...], check: Any, rule: Rule) -> Any:
     """One engine of a process, as far as a leader asks it."""
-    switcher = SimpleNamespace(check=check, rule=rule)
-    return SimpleNamespace(layout=layout, members=members, vps=None, _switcher=switcher, turn=nullcontext)
+    targets = SimpleNamespace(check=check, rule=rule)
+    return SimpleNamespace(layout=layout, members=members, vps=None, targets=targets, turn=nullcontext)
 
 
 def target(members: tuple[str, ...], **given: Any) -> tuple[Layout, tuple[int, ...]] | None:
@@ -126,7 +126,7 @@ def test_a_switch_that_was_asked_for_comes_first() -> None:
     roll, said = Roll().extended(IDS[:2]), dict[str, Any]()
     engine = engine_with(Layout(data=2, zero_stage=1), (0, 1), nothing_refused, rule_of("data"))
     engine.is_switching = True
-    engine._switcher.attempt = 4
+    engine.attempt = 4
     world = SimpleNamespace(members=IDS[:1], generation=5)
     change = SimpleNamespace(world=world, known=roll, candidates=Candidates(0, {0: IDS[0]}), tries=0, restores=False)
     vars(change).update(has_led=True, proposals=(), board=SimpleNamespace(post=said.__setitem__))

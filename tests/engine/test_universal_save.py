@@ -1,4 +1,4 @@
-"""`save_universal` and `load_universal` on living ranks: any layout to any other, bit by bit, and what follows."""
+"""`engine.save` and `engine.load` on living ranks: any layout to any other, bit by bit, and what follows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import OpenBatch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
@@ -37,7 +38,7 @@ def saving_case(find: Find, dtype: str, at: Layout, target: Layout, folder: Path
         if not engine.idle:
             for _ in range(STEPS):
                 subject.step(engine, next(batches))
-            engine.save_universal(folder)
+            engine.save(folder)
             state = oracle.gather(engine, subject.places)
             if target != at:
                 engine.switch(target, at=engine.global_steps)
@@ -53,7 +54,7 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
         if engine.idle:
             return None, []
         subject.step(engine, next(batches))
-        engine.load_universal(folder)
+        engine.load(folder)
         return oracle.gather(engine, subject.places), [subject.step(engine, next(batches)) for _ in range(MORE)]
     return None, []
 
@@ -92,25 +93,25 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
             subject.step(engine, next(batches))
             batch = next(batches)
             engine.backward(engine(*batch))
-        old = engine.world
-        mine = engine.control.member
+        old = engine._parts.world
+        mine = engine._parts.control.member
         if mine in members:
-            ties, seconds = engine.vps.ties(target), engine.control.timeout_seconds
+            ties, seconds = engine._parts.vps.ties(target), engine._parts.control.timeout_seconds
             if breaks:
-                world = build_world(engine.control.store, 8, mine, members, members, seconds, target, ties)
-                with record_that_breaks(engine.control), pytest.raises(RuntimeError, match="Broken pipe"):
-                    restore(engine, target, members, world, folder, lambda tag: tag == "older")
+                world = build_world(engine._parts.control.store, 8, mine, members, members, seconds, target, ties)
+                with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
+                    restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
-                engine.control.bury(drop(world))
-            world = build_world(engine.control.store, 9, mine, members, members, seconds, target, ties)
-            found = restore(engine, target, members, world, folder)
+                engine._parts.control.bury(drop(world))
+            world = build_world(engine._parts.control.store, 9, mine, members, members, seconds, target, ties)
+            found = restore(engine._parts, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"
         if old is not None:
-            engine.control.bury(drop(old))
+            engine._parts.control.bury(drop(old))
         if mine not in members:
-            engine.launch.install()
-            engine.world = None
+            engine._parts.launch.install()
+            engine._parts.world = None
             return None, []
         state = oracle.gather(engine, subject.places)
         return state, [subject.step(engine, next(batches)) for _ in range(MORE)]
@@ -217,29 +218,29 @@ def trouble_case(folder: Path, calm: bool) -> Any:
         engine, record = made.engine, jobs.Record()
         if engine.idle:
             return None
-        counter = engine.carry("counter", Counter())
+        counter = engine.register_for_checkpointing("counter", Counter())
         batches = iter(made.loader)
         for step in range(6):
             if step == 2:
                 counter.values["seen"] += 5
-                engine.save_universal(folder, "good")
+                engine.save(folder, "good")
             if step == 4 and not calm:
                 path = folder / "good"
-                fails("taken", partial(engine.save_universal, folder, "good"))
-                fails("name", partial(engine.save_universal, folder, "../x"))
-                fails("file", partial(engine.save_universal, folder / "good" / "manifest.arrow"))
-                fails("none", partial(engine.load_universal, folder, "other"))
-                fails("differ", partial(engine.save_universal, folder, f"mine{engine.rank}"))
+                fails("taken", partial(engine.save, folder, "good"))
+                fails("name", partial(engine.save, folder, "../x"))
+                fails("file", partial(engine.save, folder / "good" / "manifest.arrow"))
+                fails("none", partial(engine.load, folder, "other"))
+                fails("differ", partial(engine.save, folder, f"mine{engine.rank}"))
                 fails("open", partial(_in_a_window, engine, folder))
                 if engine.rank == 0:
                     damage(path)
-                fails("damaged", partial(engine.load_universal, folder), CheckpointDamaged)
+                fails("damaged", partial(engine.load, folder), CheckpointDamaged)
                 if engine.rank == 0:
                     damage(path)
                 fails("other model", partial(_with_other_name, engine, folder))
             jobs.one_micro_batch(engine, next(batches), record)
         after = {name: held.clone() for name, held in engine.module.named_buffers()}
-        engine.load_universal(folder, "good")
+        engine.load(folder, "good")
         counter.values["seen"] -= 5
         late = engine.loader(Sequences(), num_workers=0, name="late")
         return record.losses, said, counter.values["seen"].tolist(), after, late.cursor
@@ -248,21 +249,21 @@ def trouble_case(folder: Path, calm: bool) -> Any:
 
 def _in_a_window(engine: Any, folder: Path) -> None:
     """As if a loader had dealt a micro-batch."""
-    engine._dealt = True
+    engine._parts.open_batch = OpenBatch(True)
     try:
-        engine.save_universal(folder)
+        engine.save(folder)
     finally:
-        engine._dealt = False
+        engine._parts.open_batch = OpenBatch()
 
 
 def _with_other_name(engine: Any, folder: Path) -> None:
     """A model whose third tensor has another name."""
-    line = engine._space.line
+    line = engine._parts._space.line
     third = line.tensors[2]
     name = third.name
     object.__setattr__(third, "name", "renamed")
     try:
-        engine.load_universal(folder)
+        engine.load(folder)
     finally:
         object.__setattr__(third, "name", name)
 
@@ -304,12 +305,12 @@ def drifting_case(sizes: jobs.Sizes, folder: Path) -> Any:
             if engine.rank == 1:
                 weight[3] += 1
             try:
-                engine.save_universal(folder, "drifted")
+                engine.save(folder, "drifted")
                 said = ""
             except CheckpointError as error:
                 said = str(error)
             weight[3] = before
-        engine.save_universal(folder, "whole")
+        engine.save(folder, "whole")
         return said
     return None
 
@@ -333,13 +334,13 @@ def background_case(folder: Path, background: bool) -> Any:
             jobs.one_micro_batch(engine, batch, record)
             if step in (1, 3):
                 state = oracle.gather(engine)
-                pending = engine.start_save_universal(folder) if background else engine.save_universal(folder)
+                pending = engine.save(folder, background=True) if background else engine.save(folder)
         if background:
             assert pending.wait() == folder / "step4" and pending.done
-            pending = engine.start_save_universal(folder / "latest")
+            pending = engine.save(folder / "latest", background=True)
             with pytest.raises(CheckpointError, match="nothing was saved"):
                 pending.wait()
-        engine.load_universal(folder)
+        engine.load(folder)
         assert oracle.differences(state, oracle.gather(engine)) == []
         return record.losses
     return None
@@ -379,8 +380,8 @@ def rewriting_case(find: Find, layouts: list[Layout], reference: Path, folder: P
     for at in layouts:
         with axis_walks.started(subject, "fp32", at) as made:
             if not made.engine.idle:
-                made.engine.load_universal(reference)
-                made.engine.save_universal(folder, str(at).replace(" ", "_").replace("=", ""))
+                made.engine.load(reference)
+                made.engine.save(folder, str(at).replace(" ", "_").replace("=", ""))
                 state = oracle.gather(made.engine, subject.places)
     return state
 
@@ -391,7 +392,7 @@ def reading_case(find: Find, taken: list[tuple[Layout, Layout]], folder: Path, s
     for target in sorted({target for _, target in taken}, key=str):
         with axis_walks.started(subject, "fp32", target) as made:
             for source in [source for source, end in taken if end == target] if not made.engine.idle else []:
-                made.engine.load_universal(folder, str(source).replace(" ", "_").replace("=", ""))
+                made.engine.load(folder, str(source).replace(" ", "_").replace("=", ""))
                 found = oracle.gather(made.engine, subject.places)
                 assert oracle.differences(state, found) == [], (source, target)
                 compared += 1

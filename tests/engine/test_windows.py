@@ -155,7 +155,7 @@ def by_hand_case(by_hand: bool, schedule: jobs.Schedule) -> jobs.Record:
         engine, asked = made.engine, -1
         while engine.idle or engine.global_steps < 6:
             for batch in made.loader:
-                step, last = engine.global_steps, engine._last_dealt
+                step, last = engine.global_steps, engine._parts.open_batch.is_last
                 if by_hand:
                     engine.set_gradient_accumulation_boundary(last)
                 loss = engine(*batch)

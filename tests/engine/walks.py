@@ -151,10 +151,10 @@ def some_steps(made: jobs.Job, iterator: Any, batch: Any) -> list[float]:
 
 def _least_bytes(engine: Any, sizes: jobs.Sizes, state: oracle.State) -> int:
     target = Layout(data=sizes[0], zero_stage=sizes[1])
-    kinds = sorted({kind for _, kind in state.tensors if engine.vps.is_held(engine.layout, kind)})
+    kinds = sorted({kind for _, kind in state.tensors if engine._parts.vps.is_held(engine.layout, kind)})
     if engine.layout.zero_stage == 3 and sizes[1] == 3:
         kinds.append("stale_grad")
-    return bytes_minimum(engine.vps, target, engine.plan(target).members, kinds)
+    return bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
 
 
 def _check_arrival(engine: Any, sizes: jobs.Sizes, state: oracle.State, came_from: jobs.Sizes) -> None:

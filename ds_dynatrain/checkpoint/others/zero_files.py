@@ -94,7 +94,7 @@ class ZeroFolder:
         if experts:
             raise CheckpointError(
                 f"{path} has experts in files of their own ({experts[0]}), which are not read here: load it with "
-                "DeepSpeed in the layout that wrote it, and save it with save_universal"
+                "DeepSpeed in the layout that wrote it, and save it with engine.save"
             )
         models = model_files(path)
         optimizers = {_place(found): found[0] for found in _matches(_OPTIMIZER, names)}

@@ -33,7 +33,7 @@ from ds_dynatrain.space import standard_kinds as kinds_of
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
 """What parameters of a pipeline's tied layers are called, which lie in its files under the numbers of their layers."""
-INSTEAD = "load it into an engine with load_checkpoint, and save it with save_universal"
+INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 def ask(session: Session, request: Request) -> None:
@@ -22,15 +18,15 @@ def ask(session: Session, request: Request) -> None:
     session.agree(request, None, refused, ask_for_different_things)
 
 
-def refusal_of(engine: DynatrainEngine, in_the_way: str, tag: str | None) -> tuple[str, str] | None:
+def refusal_of(engine: EngineCore, in_the_way: str, tag: str | None) -> tuple[str, str] | None:
     """Reason and way out if this member cannot take part now. in_the_way: what is known already, in words."""
     try:
         if in_the_way:
             return in_the_way, ""
         if tag is not None:
             folder.check_tag(tag)
-        refuse_at_boundary(engine)
-        refuse_changes(engine)
+        refuse_at_boundary(engine.host)
+        refuse_changes(engine.host)
     except SwitchRefused as refused:
         return refused.reason, refused.way_out
     except DynatrainError as error:

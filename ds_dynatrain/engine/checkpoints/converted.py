@@ -10,23 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ds_dynatrain.checkpoint import Manifest, Reader, Row
+from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
 from ds_dynatrain.engine.checkpoints.rests import rest_for
 from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.checkpoints.sources import Universal
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
-
-if TYPE_CHECKING:
-    from ds_dynatrain.checkpoint import Saved
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +31,7 @@ class Converted(Universal):
     """present: the shared carry of now."""
 
     saved: Saved
-    engine: DynatrainEngine
+    engine: EngineCore
     present: dict[str, Any]
 
     @cached_property
@@ -46,7 +43,7 @@ class Converted(Universal):
     def names(self) -> dict[str, str]:
         """Name here -> name there, where a tied parameter goes by another of its names."""
         aliases: dict[int, list[str]] = {}
-        for name, held in self.engine.module.named_parameters(remove_duplicate=False):
+        for name, held in self.engine.host.module.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(held), []).append(name)
         known = {name: names for names in aliases.values() for name in names}
         found = {}
@@ -58,8 +55,8 @@ class Converted(Universal):
     @cached_property
     def tensors(self) -> tuple[LogicalTensor, ...]:
         """Those of this training; CheckpointError, naming all that do not match."""
-        buffers = {name for name, _ in self.engine.module.named_buffers()}
-        aliases = {name for name, _ in self.engine.module.named_parameters(remove_duplicate=False)}
+        buffers = {name for name, _ in self.engine.host.module.named_buffers()}
+        aliases = {name for name, _ in self.engine.host.module.named_parameters(remove_duplicate=False)}
         here, wrong = set(self.names.values()), list[str]()
         for tensor in self.engine.vps.tensors:
             number = self.there.get(self.names[tensor.name])
@@ -81,7 +78,7 @@ class Converted(Universal):
         """Whether it is a tied parameter's values once more."""
         if name not in aliases:
             return False
-        mine = dict(self.engine.module.named_parameters(remove_duplicate=False))
+        mine = dict(self.engine.host.module.named_parameters(remove_duplicate=False))
         kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
         return any(
             mine.get(other) is mine[name] and self._digest(there, kind) == self._digest(name, kind)
@@ -138,10 +135,10 @@ class Converted(Universal):
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
         found = rest_for(self.saved, reader, self.saved.record.world, 0)
-        for name, held in self.engine.module.named_buffers():
+        for name, held in self.engine.host.module.named_buffers():
             if name in self.there and name not in self.names.values():
                 found["buffers"][name] = self._buffer(reader, name, held.shape)
-        return {**found, "training": bool(self.engine.module.training)}
+        return {**found, "training": bool(self.engine.host.module.training)}
 
     def _buffer(self, reader: Reader, name: str, shape: torch.Size) -> torch.Tensor:
         """A buffer that is among the tensors: another tool did not tell them apart."""

@@ -11,19 +11,16 @@ come and go, all engines are saved when the first one is (`joint`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.engine.checkpoints.joint import next_tag
+from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 TERMINATED = 143
 """The exit code after SIGTERM, as a shell would have it: 128 + 15."""
@@ -34,12 +31,11 @@ PATIENCE_STEPS = 8
 class Fallback:
     """One member's part in it. Without a block in the configuration nothing happens."""
 
-    def __init__(self, engine: DynatrainEngine, settings: FallbackConfig | None) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._here: tuple[str, int] = ("", 0)
+    def __init__(self, engine: EngineCore, saver: Saver, others: Callable[[], Sequence[Fallback]]) -> None:
+        """others: those of the other engines of this process."""
+        self.engine, self._saver, self._others = engine, saver, others
+        self._settings = settings = engine.settings.fallback
         self._posted = 0
-        self._since = time.monotonic()
         self._world = ""
         self._is_told = False
         self._termination: Termination | None = None
@@ -52,96 +48,95 @@ class Fallback:
         if self._termination is not None:
             self._termination.stop()
 
-    def settle(self) -> None:
-        """The state of this step is safe, or was put together just now: no save is due before the next step."""
-        self._here = self._engine.era, int(self._engine.global_steps)
-        self._since = time.monotonic()
-
     def stand_at(self) -> None:
         """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on.
 
         SystemExit after the save that SIGTERM asks for.
         """
-        engine, settings = self._engine, self._settings
+        engine, settings = self.engine, self._settings
         if settings is not None and self._is_the_end():
-            self._save(settings, engine.saver.save, "/end")
-            for other in self._others:
+            self._save(settings, self._saver.save, "/end")
+            for other in self._others():
                 other.save_before_the_end()
             raise SystemExit(TERMINATED)
-        if settings is None or self._here == (engine.era, int(engine.global_steps)):
+        if settings is None or engine.safe_at == (engine.era, engine.global_steps):
             return
         by_time = self._is_due_by_time(settings)  # asked at each boundary, or what was posted for it would be left over
         if not (by_time or self._is_due_by_steps(settings)):
             return
-        self._save(settings, engine.saver.start if settings.background else engine.saver.save)
+        self._save(settings, self._saver.start if settings.background else self._saver.save)
 
     def save_now(self) -> None:
         """Before all working members end: save, and wait for it. One that fails is logged."""
         if self._settings is not None:
-            self._save(self._settings, self._engine.saver.save, "/last")
+            self._save(self._settings, self._saver.save, "/last")
+
+    def save_before_the_end(self) -> None:
+        """Another engine of this process is about to end the script."""
+        if self.engine.has_open_window:
+            logger.warning("no fallback checkpoint of step %d: a global batch is open", self.engine.global_steps)
+            return
+        with PROCESS.turn(self.engine):
+            self.save_now()
 
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
-        engine = self._engine
+        engine = self.engine
         key = f"fallback/{engine.era}/{engine.global_steps}{more}"
-        others = [] if engine.job.elastic is None else self._others
+        others = [] if engine.job.elastic is None else self._others()
         try:
             if not others:
                 how(settings.path, None, key, "", settings.keep)
             else:
-                tag = next_tag([engine, *others], settings.keep, key)
+                tag = next_tag([engine, *(other.engine for other in others)], settings.keep, key)
                 how(settings.path, tag, key, "", None)
                 for other in others:
-                    other.save_beside(tag, key, in_background=how == engine.saver.start)
+                    other.save_beside(tag, key, in_background=how == self._saver.start)
         except CheckpointError as error:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
-        self.settle()
+        engine.settle_fallback()
 
     def save_beside(self, tag: str, key: str, in_background: bool) -> None:
         """The first engine saves just now, under that tag: this one, too. CheckpointError if it cannot."""
-        engine, settings = self._engine, self._settings
+        engine, settings = self.engine, self._settings
         if settings is None:
             raise CheckpointError(f"engine {engine.job.number} has no dynatrain.fallback.path")
-        save = engine.saver.start if in_background else engine.saver.save
-        save(settings.path, tag, f"{key}/beside", "", None)
+        save = self._saver.start if in_background else self._saver.save
+        with PROCESS.turn(engine):
+            save(settings.path, tag, f"{key}/beside", "", None)
 
     def _is_the_end(self) -> bool:
         """Whether a member was told to end, and this is the step at which all do."""
         if self._termination is None:
             return False
-        engine, key = self._engine, f"fallback/{self._engine.era}/end"
+        engine, key = self.engine, f"fallback/{self.engine.era}/end"
         if self._termination.read() and not self._is_told:
             self._is_told = True
             logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
         if self._is_told:
             engine.control.decide(f"{key}/wish", True)
-        due, now = engine.control.read(key), int(engine.global_steps)
+        due, now = engine.control.read(key), engine.global_steps
         if due is None and engine.rank == 0 and engine.control.read(f"{key}/wish"):
             engine.control.post(key, now + 1)
         if due is None or now < due:
             return False
-        return now > due + PATIENCE_STEPS or not any(other.has_open_window for other in self._others)
-
-    @property
-    def _others(self) -> list[EngineCore]:
-        """The other engines of this process."""
-        return [other for other in self._engine.turns.engines if other is not self._engine]
+        return now > due + PATIENCE_STEPS or not any(other.engine.has_open_window for other in self._others())
 
     def _is_due_by_steps(self, settings: FallbackConfig) -> bool:
-        steps = int(self._engine.global_steps)
+        steps = self.engine.global_steps
         return settings.every_steps is not None and steps > 0 and steps % settings.every_steps == 0
 
     def _is_due_by_time(self, settings: FallbackConfig) -> bool:
-        engine = self._engine
+        engine = self.engine
         if settings.every_seconds is None:
             return False
         if self._world != engine.era:
             self._world, self._posted = engine.era, 0
-        key, now = f"fallback/{engine.era}/due/{self._posted + 1}", int(engine.global_steps)
+        key, now = f"fallback/{engine.era}/due/{self._posted + 1}", engine.global_steps
         due = engine.control.read(key)
         if due is not None and now >= due:
             self._posted += 1
             return bool(now == due)
-        if due is None and engine.rank == 0 and time.monotonic() - self._since >= settings.every_seconds:
+        if due is None and engine.rank == 0 and time.monotonic() - engine.safe_since >= settings.every_seconds:
             engine.control.post(key, now + 1)
         return False

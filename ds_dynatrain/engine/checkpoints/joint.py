@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 def restore_all(
-    engines: Sequence[DynatrainEngine], proposals: Sequence[Proposal], worlds: Mapping[int, World]
+    engines: Sequence[EngineCore], proposals: Sequence[Proposal], worlds: Mapping[int, World]
 ) -> list[Restored]:
     """Restore all engines from the newest joint checkpoint; see `restore`. worlds: by the engine's number.
 
@@ -44,7 +41,7 @@ def restore_all(
 
 
 def _restored(
-    engines: Sequence[DynatrainEngine],
+    engines: Sequence[EngineCore],
     proposals: Sequence[Proposal],
     worlds: Mapping[int, World],
     paths: Sequence[Path],
@@ -57,7 +54,7 @@ def _restored(
         return tag == found[0].path.name if found else all(_is_there(path / tag) for path in paths[1:])
 
     for engine, proposal, path in zip(engines, proposals, paths, strict=True):
-        with engine.turn():
+        with PROCESS.turn(engine):
             where = proposal.layout, proposal.members, worlds[engine.job.number], path
             found.append(restore.restore(engine, *where, is_wanted, left_out))
     return found
@@ -74,7 +71,7 @@ def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
     def chosen() -> str:
         folders = [_folder_of(one) for one in engines]
         _forget_old(folders, keep)
-        return free_in_all(folders, f"step{int(engine.global_steps)}")
+        return free_in_all(folders, f"step{engine.global_steps}")
 
     session = Session(engine.control, key, engine.members, "naming a checkpoint", is_patient=True)
     return session.first("tag", chosen, "naming a checkpoint")

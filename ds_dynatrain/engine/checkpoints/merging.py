@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.scaler import taken_from
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,14 +29,14 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_scalars(
-    engine: DynatrainEngine, find: Callable[[str, int], Any], has_moments: Callable[[int], bool]
+    engine: EngineCore, find: Callable[[str, int], Any], has_moments: Callable[[int], bool]
 ) -> dict[str, dict[str, float]]:
     """The scalars that the present optimizer keeps: name -> number of the tensor -> value.
 
     find: value of (name, number), None if it is not there. CheckpointError for one that is missing of a tensor whose
     moments are there.
     """
-    basic, found = engine.basic_optimizer, dict[str, dict[str, float]]()
+    basic, found = engine.host.basic_optimizer, dict[str, dict[str, float]]()
     for number, tensor in enumerate(engine.vps.tensors):
         if not tensor.trainable or not tensor.numel:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.adapters.pipeline import PipelineTemplate
 from ds_dynatrain.checkpoint import Saved
@@ -11,13 +11,11 @@ from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.converted import Converted
 from ds_dynatrain.engine.checkpoints.sources import Source, Stock, Universal
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
-
-def opened(path: Path, engine: DynatrainEngine, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
+def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
     """The checkpoint in a folder. present: the shared carry of now, which one of another tool's is read into.
 
     CheckpointError for a folder that is none, and for one of another tool's where there is no carry.
@@ -32,6 +30,6 @@ def opened(path: Path, engine: DynatrainEngine, present: dict[str, Any] | None, 
                 "a training that has begun"
             )
         return Converted(saved, engine, present)
-    template = getattr(engine.shaper, "template", None)
+    template = getattr(engine.host.shaper, "template", None)
     prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
     return Stock(ZeroFolder.open(path, trust_pickle, prefixes), engine, present)

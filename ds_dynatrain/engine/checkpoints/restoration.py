@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, install
 from ds_dynatrain.checkpoint import Reader
@@ -24,15 +23,14 @@ from ds_dynatrain.engine.certificate import side_digests, state_digest
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 ALWAYS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
 """State kinds that a layout has or has not; the others, moments, begin with the first step."""
@@ -87,19 +85,17 @@ class Old:
     config: tuple[dict[str, Any], Any]
 
     @staticmethod
-    def of(engine: DynatrainEngine) -> Old:
-        engine.settle_parameters()
-        buffers, scalars = engine.state_buffers()
+    def of(engine: EngineCore) -> Old:
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
         shared, rest = shared_carry(engine, scalars), copy.deepcopy(rest_carry(engine))
-        return Old(buffers, scalars, shared, rest, streams.capture(), engine.present_config)
+        return Old(buffers, scalars, shared, rest, streams.capture(), engine.host.present_config)
 
 
 class Restoration:
     """The transaction on one member."""
 
-    def __init__(
-        self, engine: DynatrainEngine, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False
-    ) -> None:
+    def __init__(self, engine: EngineCore, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False) -> None:
         self.engine, self.goal, self.path, self.old = engine, goal, path, old
         self.trust_pickle = trust_pickle
         self.control = engine.control
@@ -127,10 +123,10 @@ class Restoration:
             raise
         if decision.commit:
             self._commit()
-            return Restored(self.path, int(self.engine.global_steps), self.client_state, self.kinds, self.digest)
+            return Restored(self.path, self.engine.global_steps, self.client_state, self.kinds, self.digest)
         self._undo()
         decision.raise_interrupt()
-        what = "" if self.old is None else "load_universal: "
+        what = "" if self.old is None else "engine.load: "
         end = "" if self.old is None else "; training goes on as before it"
         raise decision.checkpoint_error(f"{what}{self.path}: {decision.reason}{end}")
 
@@ -153,16 +149,16 @@ class Restoration:
         self.types = self._types(source)
         local = vps.local(layout, self.rank)
         if self.old is not None:
-            needs = engine.room_for(layout, self.goal.members)
-            feasible.check_memory(self.control.member, needs, engine.candidates.nodes)
+            room = needs(engine, layout, self.goal.members)
+            feasible.check_memory(self.control.member, room, engine.candidates.nodes)
         self.buffers = provide(local, self.types, set(), {}, zeros)
         reader.fill(vps, layout, self.rank, self.buffers)
         try:
             self.shared = source.shared(numbers)
-            if len(self.shared["groups"]) != len(engine.basic_optimizer.param_groups):
+            if len(self.shared["groups"]) != len(engine.host.basic_optimizer.param_groups):
                 raise CheckpointError(
                     f"it has {len(self.shared['groups'])} optimizer groups, and there are "
-                    f"{len(engine.basic_optimizer.param_groups)} here"
+                    f"{len(engine.host.basic_optimizer.param_groups)} here"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
@@ -234,8 +230,8 @@ class Restoration:
     def _verify_carry(self) -> None:
         """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
         engine = self.engine
-        held, scalars = engine.state_buffers()
-        check_census(engine, self.vps, self.rank, held, "after loading")
+        held, scalars = engine.host.state_buffers()
+        check_census(engine.host, self.vps, self.rank, held, "after loading")
         shared = shared_carry(engine, scalars)
         lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
         if lost:
@@ -251,7 +247,7 @@ class Restoration:
     def _swap(self) -> None:
         engine, goal = self.engine, self.goal
         if self.old is None:
-            self.swap.on_undo(engine.leave_world)
+            self.swap.on_undo(engine.host.leave_world)
             install(goal.world)
         else:
             self.swap.off(partial(self._back, self.old))
@@ -276,14 +272,14 @@ class Restoration:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             engine.begin_anew(goal.world.generation)
         else:
-            self.control.bury(_release(self.old.buffers))
-        engine.forget_steps()
-        if engine.compilations.count:
-            engine.compilations.forget()
+            self.control.bury(release(self.old.buffers))
+        engine.host.forget_steps()
+        if engine.host.compilations.count:
+            engine.host.compilations.forget()
 
     def _back(self, old: Old) -> None:
         """The old optimizer over the old memory."""
-        self.engine.attach(self.goal.layout, self.goal.world, old.config, old.buffers, old.scalars)
+        self.engine.host.attach(self.goal.layout, self.goal.world, old.config, old.buffers, old.scalars)
         self._take(old.shared, old.rest, old.streams)
 
     def _undo(self) -> None:
@@ -296,13 +292,3 @@ def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[
     """Of members and what they have, the first one and one that has something else."""
     first, *rest = one
     return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]
-
-
-def _release(buffers: Buffers) -> threading.Thread:
-    """Give memory back in a thread: unmapping takes its time."""
-    old = dict(buffers)
-    buffers.clear()
-    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
-    del old
-    thread.start()
-    return thread

@@ -1,9 +1,9 @@
-"""From a checkpoint into living processes: `engine.load_universal`, and `restore` for members whose state is gone.
+"""From a checkpoint into living processes: `engine.load`, and `restore` for members whose state is gone.
 
 Both are one transaction (`restoration`), like a switch whose source is the checkpoint. Each member fills new buffers
 with its own byte ranges; digests over all members must be those of the checkpoint before anything of the engine is
 touched; then the optimizer is put over the new buffers, the carry taken over, and the outcome written once.
-`load_universal` keeps the old state until then and goes back to it; `restore` has none to go back to.
+`engine.load` keeps the old state until then and goes back to it; `restore` has none to go back to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.checkpoint import Saved, folder
@@ -20,16 +19,14 @@ from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Decision, Request, Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import Layout
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 def load(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     path: str | os.PathLike[str],
     tag: str | None,
     place: str,
@@ -37,16 +34,16 @@ def load(
     is_open: str,
     trust_pickle: bool = False,
 ) -> Restored:
-    """See `DynatrainEngine.load_universal`. generation: the number that the load uses up, as a switch does.
+    """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
     place, is_open: as for `registration.register`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
     request = Request(
-        {"folder": str(where), "tag": tag, "step": int(engine.global_steps)},
+        {"folder": str(where), "tag": tag, "step": engine.global_steps},
         refusal_of(engine, is_open and f"{is_open}: load after engine.step(), with no switch pending", tag),
     )
-    ask(Session(control, f"load/{place}", members, "load_universal"), request)
+    ask(Session(control, f"load/{place}", members, "engine.load"), request)
     same = (engine.layout, members, engine.layout, members, None)
     control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
     if engine.world is None:
@@ -57,7 +54,7 @@ def load(
 
 
 def restore(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     layout: Layout,
     members: tuple[int, ...],
     world: World,
@@ -99,7 +96,7 @@ def restore(
 
 
 def take_back(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     layout: Layout,
     members: tuple[int, ...],
     world: World,
@@ -117,12 +114,12 @@ def take_back(
     return Restoration(engine, goal, Path(path), None).run()
 
 
-def let_go(engine: DynatrainEngine) -> None:
+def let_go(engine: EngineCore) -> None:
     """Make an engine as empty as an idle member's, without a message to anybody: what it holds counts no more."""
     engine.close_loaders()
     if engine.world is not None:
-        engine.detach()
-        engine.leave_world()
+        engine.host.detach()
+        engine.host.leave_world()
         engine.world = None
 
 
@@ -141,7 +138,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
     raise CheckpointError(f"there is no whole checkpoint in {where}{passed}")
 
 
-def _chosen(engine: DynatrainEngine, goal: Goal, find: Callable[[], Path]) -> Path:
+def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
     """The checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
     session = goal.session(engine.control)
     try:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
 from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
+Load = Callable[[Path, str, bool], Restored]
+"""Folder, tag, and whether pickles are trusted; as `engine.load`."""
 
 
-def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
+def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:
     """Load on all working members of a job that starts; None if there is nothing in the folder.
 
     Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
@@ -31,7 +32,7 @@ def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
         if engine.rank == 0:
             logger.info("resume: %s names no checkpoint; training begins", path)
         return None
-    found = engine.load_universal(path, tag, trust_pickle=settings.trust_pickle)
+    found = load(path, tag, settings.trust_pickle)
     if engine.rank == 0:
         logger.info("resume: step %d of %s", found.step, found.path)
     return found

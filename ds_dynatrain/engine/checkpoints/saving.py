@@ -1,4 +1,4 @@
-"""`engine.save_universal`: all working members write one checkpoint at a boundary, or none is there afterwards.
+"""`engine.save`: all working members write one checkpoint at a boundary, or none is there afterwards.
 
 Rank 0 opens a hidden folder and says where; each member writes its share and reports; rank 0 puts the manifest and the
 record together, gives the folder its name, and says so. Nothing of the training is touched: whatever fails, it goes on.
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
@@ -21,13 +20,11 @@ from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.engine.transaction.shares import differing
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 class PendingSave:
@@ -62,7 +59,7 @@ class PendingSave:
 class Saver:
     """The saving half of an engine: one save at a time."""
 
-    def __init__(self, engine: DynatrainEngine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self._memory = HostMemory()
         self._boards: tuple[Control, Control] | None = None
@@ -85,7 +82,7 @@ class Saver:
         self.settle()
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
-        pending = PendingSave(int(self.engine.global_steps))
+        pending = PendingSave(self.engine.global_steps)
         thread = threading.Thread(target=_run, args=(saving, pending), name="dynatrain-save", daemon=True)
         self._running = pending, thread
         thread.start()
@@ -136,11 +133,11 @@ class _Saving:
     """One save on one working member."""
 
     def __init__(
-        self, engine: DynatrainEngine, control: Control, path: Path, tag: str | None, key: str, keep: int | None
+        self, engine: EngineCore, control: Control, path: Path, tag: str | None, key: str, keep: int | None
     ) -> None:
         self.engine, self.control, self.path, self.tag, self.keep = engine, control, path, tag, keep
         self.members, self.first = engine.members, engine.members[0]
-        self.session = Session(control, key, self.members, "save_universal", is_patient=True)
+        self.session = Session(control, key, self.members, "engine.save", is_patient=True)
         self.snapshot: Snapshot | None = None
         self.sums: dict[int, str] | None = None
         self.error: BaseException | None = None
@@ -153,7 +150,7 @@ class _Saving:
         What fails after that is kept for `carry_out`, where all learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step(), with no switch pending"
-        asked = {"folder": str(self.path), "tag": self.tag, "step": int(self.engine.global_steps)}
+        asked = {"folder": str(self.path), "tag": self.tag, "step": self.engine.global_steps}
         request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
         ask(self.session, request)
         try:
@@ -173,7 +170,7 @@ class _Saving:
                     self.session.first("saved", lambda: str(self._finish(snapshot, hidden)), "saving a checkpoint")
                 )
         except CheckpointError as error:
-            raise CheckpointError(f"save_universal: {error}; nothing was saved, and training can go on") from error
+            raise CheckpointError(f"engine.save: {error}; nothing was saved, and training can go on") from error
         finally:
             self.snapshot = None
 

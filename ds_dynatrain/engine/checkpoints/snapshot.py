@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,12 +16,10 @@ from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import SideDigests, side_digests
 from ds_dynatrain.engine.checkpoints.rests import packed
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import encode, fingerprint
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 Exchange = Callable[[dict[str, Any]], Mapping[int, Any]]
 """Post a record; those of all working members, by member."""
@@ -41,16 +39,16 @@ class Snapshot:
     replicas: Callable[[], SideDigests] | None = None
 
     @staticmethod
-    def take(engine: DynatrainEngine, exchange: Exchange, memory: HostMemory | None) -> Snapshot:
+    def take(engine: EngineCore, exchange: Exchange, memory: HostMemory | None) -> Snapshot:
         """Look at everything; with `memory`, values are copied there, else they must stay until they are written.
 
         CheckpointError if the carry differs between members, CensusError if DeepSpeed keeps its state elsewhere,
         ConfigError for an object that cannot be saved.
         """
         rank = engine.rank
-        engine.settle_parameters()
-        buffers, scalars = engine.state_buffers()
-        check_census(engine, engine.vps, rank, buffers, "before saving")
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
+        check_census(engine.host, engine.vps, rank, buffers, "before saving")
         shared, rest = shared_carry(engine, scalars), rest_carry(engine)
         mine = {
             "shared": fingerprint(shared),
@@ -67,7 +65,7 @@ class Snapshot:
             own["rest"], tensors = packed(rank, rest)
             shares += tensors
         said = Record(
-            step=int(engine.global_steps),
+            step=engine.global_steps,
             layout=engine.layout.to_dict(),
             generation=engine.generation,
             seed=engine.job.job_seed,
@@ -100,7 +98,7 @@ def _plain(shared: dict[str, Any]) -> Any:
     return encoded
 
 
-def _compared(engine: DynatrainEngine, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
+def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
     """(for each rank the first one whose rest is the same, the state kinds that some member has)."""
     first, *others = engine.members
     for member in others:

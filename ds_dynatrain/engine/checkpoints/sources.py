@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.elements import name_of
@@ -25,16 +25,13 @@ from ds_dynatrain.checkpoint.others import (
 )
 from ds_dynatrain.checkpoint.others.told import number_of
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.carry import COUNTERS
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
 from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
 from ds_dynatrain.engine.checkpoints.shared import shared_of
+from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 Key = tuple[str, str]
 """(tensor, state kind)."""
@@ -140,7 +137,7 @@ class Stock:
     """One of DeepSpeed's."""
 
     folder: ZeroFolder
-    engine: DynatrainEngine
+    engine: EngineCore
     present: dict[str, Any]
 
     @property
@@ -158,7 +155,7 @@ class Stock:
 
     @cached_property
     def manifest(self) -> Manifest:
-        return Manifest.of(rows_of(self.folder, self.space, self.engine.element_types.weight))
+        return Manifest.of(rows_of(self.folder, self.space, self.engine.host.element_types.weight))
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -206,16 +203,21 @@ class Stock:
         return kept_scalars(self.engine, find, has_moments)
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        wanted = {name for name, _ in self.engine.module.named_buffers()}
+        wanted = {name for name, _ in self.engine.host.module.named_buffers()}
         held = {name: each for part in range(self.folder.parts) for name, each in self.folder.weights(part).items()}
         buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
-        return {"grad_norm": None, "training": bool(self.engine.module.training), "buffers": buffers, "objects": {}}
+        return {
+            "grad_norm": None,
+            "training": bool(self.engine.host.module.training),
+            "buffers": buffers,
+            "objects": {},
+        }
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:
         return streams.capture()
 
     def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        weight = self.engine.element_types.weight
+        weight = self.engine.host.element_types.weight
         mine: dict[Key, int] = {}
         for row in [row for row in self.manifest if row.file][place::places]:
             share = {row.kind: reader.digest(row)}

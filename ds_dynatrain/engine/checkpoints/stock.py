@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 DEFAULTS: Mapping[str, Any] = {
     "load_module_strict": True,
@@ -26,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def is_for_us(
-    engine: DynatrainEngine,
+    engine: EngineCore,
     key: str,
     load_dir: Any,
     tag: Any,
@@ -40,7 +38,7 @@ def is_for_us(
     board. CheckpointError, on all alike, if it cannot be told.
     """
     given = {**dict(zip(DEFAULTS, arguments, strict=False)), **named}
-    if {**DEFAULTS, **given} != DEFAULTS or engine.load_universal_checkpoint():
+    if {**DEFAULTS, **given} != DEFAULTS or engine.deepspeed.load_universal_checkpoint():
         return False
     session = Session(engine.control, key, engine.members, "load_checkpoint", is_patient=True)
     return session.first(
@@ -48,7 +46,7 @@ def is_for_us(
     )
 
 
-def _is_read_here(engine: DynatrainEngine, load_dir: Any, tag: Any, trust_pickle: bool) -> bool:
+def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, trust_pickle: bool) -> bool:
     try:
         path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
     except CheckpointError:
@@ -58,7 +56,7 @@ def _is_read_here(engine: DynatrainEngine, load_dir: Any, tag: Any, trust_pickle
     return is_zero_folder(path) and _differs(engine, path, trust_pickle)
 
 
-def _differs(engine: DynatrainEngine, path: Path, trust_pickle: bool) -> bool:
+def _differs(engine: EngineCore, path: Path, trust_pickle: bool) -> bool:
     """Whether the layout that was saved is another one, as far as DeepSpeed's files know of layouts."""
     layout = engine.layout
     try:

@@ -13,20 +13,17 @@ members come and go, for all engines in one transaction (`together`).
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch.distributed as td
 
 from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.forming import Forming
 from ds_dynatrain.engine.members.rounds import Rounds
 from ds_dynatrain.engine.members.taking_part import TakingPart
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 POLL_SECONDS = 0.02
 END_POLL_SECONDS = 0.25
@@ -41,15 +38,7 @@ class Changes(TakingPart):
         self._rounds = Rounds()
         self._looked = 0.0
 
-    @staticmethod
-    def of_process(engine: DynatrainEngine, elastic: Elastic) -> Changes:
-        """That of the engines that are there already, of which this is one more; else a new one."""
-        others = [other._switcher.changes for other in engine.turns.engines]
-        changes = next((found for found in others if found is not None), None) or Changes(elastic)
-        changes.engines.append(engine)
-        return changes
-
-    def stand(self, engine: DynatrainEngine, place: str, window_is_open: bool) -> None:
+    def stand(self, engine: EngineCore, place: str, window_is_open: bool) -> None:
         """A boundary of an engine. SystemExit(0) on a member that leaves, or has waited when the job ended."""
         if engine is not self.engine:
             self._stand_beside(engine, place, window_is_open)
@@ -65,12 +54,12 @@ class Changes(TakingPart):
             self._stand_working()
         if self.engine.idle:
             self.wait_for_work()
-            self.switcher.settle_fallback()
+            self.engine.settle_fallback()
             if self.elastic.is_torn:  # somebody died just when this member got its share
                 self.forming.form_anew()
-        self.elastic.member.progress(int(self.engine.global_steps), str(self.engine.layout), self._pause_ms)
+        self.elastic.member.progress(self.engine.global_steps, str(self.engine.layout), self._pause_ms)
 
-    def _stand_beside(self, engine: DynatrainEngine, place: str, window_is_open: bool) -> None:
+    def _stand_beside(self, engine: EngineCore, place: str, window_is_open: bool) -> None:
         """A boundary of another engine than the first: switches that the user asked of it take place here.
 
         ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
@@ -90,8 +79,9 @@ class Changes(TakingPart):
             return
         if self.change is not None and self.change.proposals:
             return  # what is prepared is a part of a change of members, which begins where the first engine stands
-        if self.on_board(lambda: engine._switcher.is_due()):
-            engine._switcher.transact(place)
+        mine = next(one for one in self.beside if one is engine)
+        if self.on_board(mine.switcher.is_due):
+            mine.attempts.transact(place)
 
     def _others_are_busy(self) -> bool:
         """Whether another engine is in a global batch: the same on all members, who run one script."""
@@ -109,7 +99,7 @@ class Changes(TakingPart):
             if engine.world is not None and engine.world.fate is not None:
                 engine.world.fate.is_closed = False
 
-    def keeps_void(self, engine: DynatrainEngine) -> bool:
+    def keeps_void(self, engine: EngineCore) -> bool:
         """Whether what an engine deals stays void: the first one's batch, in which the world was torn, is not over."""
         return engine is not self.engine and self.engine.is_void
 
@@ -119,12 +109,12 @@ class Changes(TakingPart):
             if engine.is_void:
                 with engine.turn():
                     engine.void_window()
-                engine.end_void()
+                engine.is_void = False
 
     def _stand_working(self) -> None:
         begin = time.monotonic()
         while not self.engine.idle:
-            self.save(self.switcher.save_if_due)
+            self.save(self.engine.fallback.stand_at)
             self.look()
             self.meet()
             if self.elastic.is_torn and not self.engine.idle:
@@ -163,7 +153,7 @@ class Changes(TakingPart):
         seconds = self.elastic.wait_seconds
         self.leader.say_once(f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s")
         if time.monotonic() - begin > seconds:
-            self.save(self.switcher.save_now)
+            self.save(self.engine.fallback.save_now)
             logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
             raise SystemExit(int(Ending.TOO_FEW))
         time.sleep(POLL_SECONDS)

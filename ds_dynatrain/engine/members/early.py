@@ -1,20 +1,15 @@
-"""`init_distributed`: into an elastic job before there is an engine; a script sees the job's world from the start."""
+"""Into an elastic job before there is an engine, so that a script sees the job's world from the start."""
 
 from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass
-from typing import Any
-
-import deepspeed
-import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.start import telling_of_locks
-from ds_dynatrain.adapters.watched import Fate, WatchedGroup, watched
-from ds_dynatrain.adapters.worlds import LaunchWorld, is_ours_installed
+from ds_dynatrain.adapters.watched import Fate, watched
+from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from, worker_place
+from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
@@ -28,9 +23,9 @@ LOOK_SECONDS = 0.5
 
 @dataclass(eq=False)
 class Early:
-    """A member without an engine; it hangs on the group that `torch.distributed` speaks of, until `initialize` comes.
+    """A member without an engine; `PROCESS` has it until `initialize` comes.
 
-    launch: that group. entry: where the process starts a job; None where it joins one.
+    launch: the group that it stands in. entry: where the process starts a job; None where it joins one.
     """
 
     elastic: Elastic
@@ -46,14 +41,13 @@ class Early:
 
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
-        self.launch.group.held = self
         self.launch.install()
         atexit.register(self.end)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
         """On into the job, with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
-        self.is_taken, launch.group.held = True, None
+        self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
         self.elastic.configure(settings)
         if entry is not None and entry.world is not None:
@@ -71,33 +65,8 @@ class Early:
             self.elastic.member.stop(has_ended=not ended_in_error())
 
 
-def init_distributed(*arguments: Any, **named: Any) -> bool:
-    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
-
-    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
-    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
-    are training, and take part in nothing. Returns whether this process joins.
-
-    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
-    """
-    place = worker_place()
-    joins = False
-    if place is not None and not (td.is_initialized() and is_ours_installed()):
-        early = found_early() or _begin(place)
-        joins = early.joins
-    with telling_of_locks():
-        deepspeed.init_distributed(*arguments, **named)
-    return joins
-
-
-def found_early() -> Early | None:
-    """What `init_distributed` has left for `initialize`."""
-    group = td.group.WORLD if td.is_initialized() else None
-    held = group.held if isinstance(group, WatchedGroup) else None
-    return held if isinstance(held, Early) else None
-
-
-def _begin(place: WorkerPlace) -> Early:
+def begin(place: WorkerPlace) -> Early:
+    """Into the job of an elastic launch, without an engine. SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
     elastic = made_by(place, settings)
     stand_alone()

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as td
 
 from ds_dynatrain.engine import agreement, registration
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.forming import Forming
 from ds_dynatrain.engine.members.leading import WITH_NEWCOMERS, Leader
 from ds_dynatrain.engine.members.parting import Parting
 from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.members.room import Room
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.engine.targets import needs as needs_of
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.members.forming import Forming
 
 T = TypeVar("T")
 
@@ -42,11 +42,12 @@ class Following(Parting):
         self.change: Change | None = None
         self.leader = Leader(elastic, self.engines)
 
-    def leave(self, engine: DynatrainEngine) -> None:
+    def leave(self, engine: EngineCore) -> None:
         """An engine has ended, on all members at the same place of their scripts."""
-        if engine in self.engines and self.beside:
+        kept = [one for one in self.engines if one is not engine]
+        if kept and len(kept) < len(self.engines):
             self._give_up("an engine has ended")
-            self.engines.remove(engine)
+            self.engines[:] = kept
             if self.change is not None:
                 self.change.close()
                 self.change = None
@@ -60,7 +61,7 @@ class Following(Parting):
         if change is None:
             for engine in self.engines if self.engine.idle else ():
                 with engine.turn():
-                    self.on_board(engine._switcher.look_for_proposal)
+                    self.on_board(engine.switcher.look_for_proposal)
         elif change.is_open:
             self.on_board(lambda: self._follow(change))
 
@@ -94,7 +95,7 @@ class Following(Parting):
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
-                    engine._switcher.give_up(reason)
+                    engine.attempts.give_up(reason)
 
     def _adopt(self, change: Change) -> bool:
         """Know the numbers of all members; an idle member also learns what the job is doing."""
@@ -124,11 +125,11 @@ class Following(Parting):
                 f"{record['engines']}; make all of them before the first batch"
             )
 
-    def _learn(self, engine: DynatrainEngine, record: dict[str, Any]) -> None:
+    def _learn(self, engine: EngineParts, record: dict[str, Any]) -> None:
         """On an idle member: who trains, in what, and what was registered."""
         if not engine.idle:
             return
-        engine._switcher.attempt = int(record["attempt"])
+        engine.attempt = int(record["attempt"])
         engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
         registration.repeat(engine, record["registered"][len(engine.registered) :])
 
@@ -153,10 +154,10 @@ class Following(Parting):
         moving = [pair for pair in parts if not pair[1].moves_nothing]
         for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
             with engine.turn():
-                engine._switcher.settle_meshes(proposal)
+                engine.attempts.settle_meshes(proposal)
                 if engine.idle:
-                    engine._switcher.rehearse(proposal.layout, proposal.members.index(mine))
-        needs = [partial(engine._switcher.needs, proposal.layout, proposal.members) for engine, proposal in moving]
+                    engine.attempts.rehearse(proposal.layout, proposal.members.index(mine))
+        needs = [partial(needs_of, engine, proposal.layout, proposal.members) for engine, proposal in moving]
         room = Room(mine, needs, {**self.engine.candidates.nodes, **nodes})
         for engine, proposal in parts:
             boards = change.boards_of(engine.job.number)
@@ -164,14 +165,14 @@ class Following(Parting):
                 if proposal.moves_nothing:
                     agreement.say_prepared(boards[0], proposal)
                 else:
-                    engine._switcher.prepare(proposal, boards, room.check, nodes)
+                    engine.attempts.prepare(proposal, boards, room.check, nodes)
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
     def _failed(self, change: Change, proposals: Sequence[Proposal], reason: str) -> None:
         """An attempt was rolled back, on all members alike."""
         for engine, proposal in zip(self.engines, proposals, strict=True):
-            engine._switcher.attempt = proposal.generation
+            engine.attempt = proposal.generation
         change.proposals = ()
         change.tries += 1
         if self.engine.rank == 0 and change.tries == WITH_NEWCOMERS:
@@ -190,7 +191,7 @@ class Following(Parting):
             self.go()
         for engine, proposal in zip(self.engines, change.proposals, strict=True):
             boards = change.boards_of(engine.job.number)
-            engine._switcher.attempt = proposal.generation
+            engine.attempt = proposal.generation
             if boards[0] is not engine.control:
                 boards[0].succeed(engine.control)
             engine.surroundings = Surroundings(engine.launch, candidates, *boards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ds_dynatrain.adapters.watched import Fate, is_lost_peer
 from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
@@ -15,13 +15,10 @@ from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.errors import CheckpointError, ElasticError, WorldChanged
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.members.changes import Changes
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
@@ -35,21 +32,32 @@ def is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, WorldChanged) or is_lost_peer(error)
 
 
+class Around(Protocol):
+    """What forming asks of the part that follows changes of members; see `changes.Changes`."""
+
+    engines: list[EngineParts]
+
+    def look(self) -> None: ...
+    def meet(self) -> None: ...
+    def wait_for_work(self) -> None: ...
+    def enter(self, change: Change) -> None: ...
+
+
 class Forming:
     """One member's part in it."""
 
-    def __init__(self, elastic: Elastic, changes: Changes) -> None:
+    def __init__(self, elastic: Elastic, changes: Around) -> None:
         self.elastic = elastic
         self._changes = changes
         self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
 
     @property
-    def engine(self) -> DynatrainEngine:
+    def engine(self) -> EngineParts:
         """The first one."""
-        return self._changes.engine
+        return self._changes.engines[0]
 
     @property
-    def engines(self) -> list[DynatrainEngine]:
+    def engines(self) -> list[EngineParts]:
         """All of this process."""
         return self._changes.engines
 
@@ -72,7 +80,7 @@ class Forming:
 
     def _count_failure(self, world: World, error: RuntimeError) -> None:
         """A step that always fails would be tried for ever."""
-        now = tuple(int(engine.global_steps) for engine in self.engines), world.members
+        now = tuple(engine.global_steps for engine in self.engines), world.members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
         if tries >= MOST_TRIES:
@@ -130,7 +138,7 @@ class Forming:
         for engine in self.engines:
             if not engine.idle:  # void batches may still come, and where it stood before may count no more
                 with engine.turn():
-                    engine.note_window()
+                    engine.window.note()
 
     def _until_formed(self) -> None:
         while self.elastic.is_torn:
@@ -183,12 +191,12 @@ class Forming:
         for engine in self.engines:
             _give_up(engine)
 
-    def _survivor(self, engine: DynatrainEngine) -> Survivor:
+    def _survivor(self, engine: EngineParts) -> Survivor:
         return Survivor(
             number=engine.control.member,
             rank=None if engine.idle else engine.members.index(engine.control.member),
             generation=engine.generation,
-            step=int(engine.global_steps),
+            step=engine.global_steps,
             clean=not engine.is_stepping,
             is_torn=self.elastic.is_torn,
             layout=engine.layout.to_dict(),
@@ -206,7 +214,7 @@ class Forming:
                     _give_up(engine)
                 engine.layout, engine.members = source.layout, source.members
 
-    def _go_back(self, change: Change, lost: DynatrainEngine) -> None:
+    def _go_back(self, change: Change, lost: EngineParts) -> None:
         """Have all engines restored, since one has lost state: there is one history for all of them."""
         if lost.settings.fallback is None or not change.world.survivors:
             raise ElasticError(
@@ -241,7 +249,7 @@ class Forming:
         change.board.decide(f"record/{change.proposals[0].generation}", {"commit": True, "reason": ""})
         self._changes.enter(change)
 
-    def _world_to_restore_in(self, change: Change, engine: DynatrainEngine, proposal: Proposal) -> GroupsOfWorld:
+    def _world_to_restore_in(self, change: Change, engine: EngineParts, proposal: Proposal) -> GroupsOfWorld:
         """The groups of an engine's next world, and its boards."""
         number, boards, mine = engine.job.number, change.boards_of(engine.job.number), change.board.member
         boards[0].succeed(engine.control)
@@ -278,7 +286,7 @@ class Forming:
             time.sleep(POLL_SECONDS)
 
 
-def _give_up(engine: DynatrainEngine) -> None:
+def _give_up(engine: EngineParts) -> None:
     """Let an engine hold nothing any more."""
     if not engine.idle:
         with engine.turn():

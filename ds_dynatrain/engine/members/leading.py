@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.policy import Choice, choose
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 Destination = tuple[Layout, tuple[int, ...]]
 """A layout, and the member at each of its ranks."""
@@ -26,13 +24,13 @@ WITH_NEWCOMERS = 2
 class Leader:
     """Every member has one, since anybody may come to lead."""
 
-    def __init__(self, elastic: Elastic, engines: list[DynatrainEngine]) -> None:
+    def __init__(self, elastic: Elastic, engines: list[EngineParts]) -> None:
         self.elastic = elastic
         self.engines = engines
         self._said = ""
 
     @property
-    def engine(self) -> DynatrainEngine:
+    def engine(self) -> EngineParts:
         """The first one."""
         return self.engines[0]
 
@@ -70,7 +68,7 @@ class Leader:
         proposals = []
         for engine, target in zip(self.engines, targets, strict=True):
             before = engine.layout, () if change.restores else engine.members
-            attempt = engine._switcher.attempt + 1
+            attempt = engine.attempt + 1
             proposals.append(Proposal(attempt, *before, *target, None, forms_anew=self.elastic.is_torn))
         change.board.post(f"change/{change.tries + 1}", [proposal.to_json() for proposal in proposals])
 
@@ -136,19 +134,17 @@ class Leader:
                 return choices
             members = min(sizes)
 
-    def _choice(self, engine: DynatrainEngine, members: int) -> Choice:
-        switcher = engine._switcher
+    def _choice(self, engine: EngineParts, members: int) -> Choice:
+        targets = engine.targets
         with engine.turn():
-            return choose(
-                switcher.rule, members, engine.layout, lambda layout: switcher.check(layout, processes=members)
-            )
+            return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
 
-    def _job_record(self, change: Change, engine: DynatrainEngine) -> dict[str, Any]:
+    def _job_record(self, change: Change, engine: EngineParts) -> dict[str, Any]:
         """All that a newcomer has to know to make one of the engines; plain JSON."""
         job = engine.job
         return {
             "engines": len(self.engines),
-            "attempt": engine._switcher.attempt,
+            "attempt": engine.attempt,
             "layout": engine.layout.to_dict(),
             "members": engine.members,
             "roll": change.known.to_json(),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.voiding import surviving
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
 
 
 class Loss(torch.Tensor):
@@ -32,7 +30,7 @@ class Loss(torch.Tensor):
         if engine.is_void:
             return
         given: Any = (gradient, retain_graph, create_graph, inputs)
-        surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
+        surviving(lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain tensor: the engine does not travel."""

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch.distributed as td
 
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.switcher import Switcher
 
 
 class Parting:
     """The engines of a process in an elastic job, and what they save. engines: in the order in which they were made."""
 
     def __init__(self, elastic: Elastic) -> None:
-        self.engines: list[DynatrainEngine] = []
+        self.engines: list[EngineParts] = []
         self.elastic = elastic
 
     @property
-    def engine(self) -> DynatrainEngine:
+    def engine(self) -> EngineParts:
         """The first one, which speaks for all."""
         return self.engines[0]
 
     @property
     def switcher(self) -> Switcher:
         """That of the first engine."""
-        return self.engine._switcher
+        return self.engine.switcher
 
     @property
-    def beside(self) -> list[DynatrainEngine]:
+    def beside(self) -> list[EngineParts]:
         """The other engines."""
         return self.engines[1:]
 
@@ -46,7 +44,7 @@ class Parting:
         except WorldChanged as torn:
             logger.warning("no fallback checkpoint of step %d: %s", self.engine.global_steps, torn)
         except td.DistError as lost:
-            self.switcher.settle_fallback()
+            self.engine.settle_fallback()
             try:
                 for engine in self.engines:
                     self.reopen(engine)
@@ -62,7 +60,7 @@ class Parting:
         """All members were told to go, and stand at one step; their processes end."""
         engine = self.engine
         if engine.settings.fallback is not None:
-            self.save(self.switcher.save_now)
+            self.save(engine.fallback.save_now)
         elif engine.rank == 0:
             logger.error(
                 "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
@@ -72,7 +70,7 @@ class Parting:
         logger.info("%s: nobody goes on; it leaves", self.elastic.member.id)
         raise SystemExit(0)
 
-    def reopen(self, engine: DynatrainEngine) -> None:
+    def reopen(self, engine: EngineCore) -> None:
         """Have a living board of an engine for the present generation, after a coordinator was started again.
 
         SwitchRefused if there is none.

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.change import Change
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.following import Following
 from ds_dynatrain.engine.members.together import Together
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.preparation import Preparation
-    from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.meeting import Outcome
 
 
 class TakingPart(Following):
@@ -43,9 +40,9 @@ class TakingPart(Following):
         if change is None or change.proposal is None:
             due = self.on_board(lambda: self.switcher.is_due(ahead))
             if due:
-                self.switcher.transact(self._place)
+                self.engine.attempts.transact(self._place)
             return
-        proposal, step = change.proposal, int(self.engine.global_steps)
+        proposal, step = change.proposal, self.engine.global_steps
         rank = proposal.source_members.index(change.board.member)
         if rank == 0 and not self.on_board(lambda: self._others_are_prepared(change)):
             return
@@ -68,7 +65,7 @@ class TakingPart(Following):
     def _transact(self, change: Change) -> None:
         """Take part in what was prepared: one engine by itself, several together."""
         if not self.beside:
-            self.switcher.transact(self._place)
+            self.engine.attempts.transact(self._place)
             return
         with without_collection():
             together = Together(self.engines, self._place, change)
@@ -83,7 +80,7 @@ class TakingPart(Following):
             for engine in self.engines:
                 if engine.is_switching:
                     with engine.turn():
-                        self.on_board(partial(engine._switcher.meet_idle, self._place))
+                        self.on_board(partial(engine.switcher.meet_idle, self._place))
             return
         proposal = change.proposal
         if proposal is None:
@@ -100,7 +97,7 @@ class TakingPart(Following):
             return
         for engine, its in zip(self.engines, change.proposals, strict=True):
             with engine.turn():
-                engine._switcher.close()
+                engine.close_preparation()
             if record["commit"]:
                 engine.layout, engine.members = its.layout, its.members
         if record["commit"]:
@@ -108,7 +105,7 @@ class TakingPart(Following):
         else:
             self._failed(change, change.proposals, record["reason"])
 
-    def after(self, engine: DynatrainEngine, proposal: Proposal, outcome: Outcome) -> None:
+    def after(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """A switch of one engine has ended on this member, whoever asked for it."""
         change = self.change
         if change is not None and change.proposal is proposal:
@@ -127,7 +124,7 @@ class TakingPart(Following):
         else:
             self._failed(change, change.proposals, outcome.reason)
 
-    def _see_outcome(self, engines: Sequence[DynatrainEngine], outcome: Outcome) -> None:
+    def _see_outcome(self, engines: Sequence[EngineCore], outcome: Outcome) -> None:
         if outcome.is_uncertain:
             self.elastic.tear()
         for engine in engines:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as td
 
 from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.session import Decision
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-    from ds_dynatrain.engine.transaction.meeting import Outcome
 
 
 @dataclass(frozen=True)
 class _Part:
     """One engine's part, and its layout and members before it."""
 
-    engine: DynatrainEngine
+    engine: EngineParts
     transaction: Transaction
     was: tuple[Layout, tuple[int, ...]]
 
@@ -35,7 +32,7 @@ class Together:
     each in its turn does what it says. All members take the engines in the same order.
     """
 
-    def __init__(self, engines: Sequence[DynatrainEngine], place: str, change: Change) -> None:
+    def __init__(self, engines: Sequence[EngineParts], place: str, change: Change) -> None:
         self._begin = time.perf_counter()
         self._parts: list[_Part] = []
         self._interrupt: BaseException | None = None
@@ -43,7 +40,7 @@ class Together:
         for engine in engines:
             if engine.is_switching:
                 with engine.turn():
-                    transaction = engine._switcher.part(place)
+                    transaction = engine.attempts.part(place)
                 self._parts.append(_Part(engine, transaction, (engine.layout, engine.members)))
 
     def run(self) -> Outcome:
@@ -79,4 +76,4 @@ class Together:
     def _conclude(self, part: _Part, decision: Decision) -> None:
         transaction = part.transaction
         outcome = transaction.conclude(decision)
-        part.engine._switcher.note(transaction.preparation, outcome, part.was, self._begin)
+        part.engine.attempts.note(transaction.preparation, outcome, part.was, self._begin)

@@ -8,17 +8,16 @@ received: some of the others may be in another line of the script, and newcomers
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 T = TypeVar("T")
 
@@ -29,10 +28,9 @@ VOID = (
 
 
 class Window:
-    """The open global batch of one engine: where it began, so that it can be dealt again, and whether it is void."""
+    """The open global batch of one engine: where it began, so that it can be dealt again."""
 
-    def __init__(self, engine: DynatrainEngine) -> None:
-        self.is_void = False
+    def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
         self._loaders: dict[str, dict[str, Any]] = {}
         self._streams: streams.Streams | None = None
@@ -44,9 +42,9 @@ class Window:
         stays_void: whether it will be dealt again, if this one is void: the first engine of the process is not through
         with the global batch in which the world was torn.
         """
-        if self.is_void and stays_void:
+        if self._engine.is_void and stays_void:
             return
-        self.is_void = False
+        self._engine.is_void = False
         self.note()
 
     def note(self) -> None:
@@ -56,7 +54,7 @@ class Window:
 
     def void(self, has_dealt: bool) -> None:
         """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
-        self.is_void = True
+        self._engine.is_void = True
         if not has_dealt:
             self.note()
         else:
@@ -67,17 +65,17 @@ class Window:
 
     def refuse_switch(self) -> None:
         """SwitchRefused if it is void: members that have just come do not go through it, and would not answer."""
-        if self.is_void:
+        if self._engine.is_void:
             raise SwitchRefused(*VOID)
 
     def refuse_checkpoint(self) -> None:
         """The same, as CheckpointError."""
-        if self.is_void:
+        if self._engine.is_void:
             raise CheckpointError(": ".join(VOID))
 
     def remember(self, output: Any) -> Any:
         """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""
-        if needs_peers(self._engine.layout) and (self._engine.module.training or self._output is None):
+        if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
@@ -95,7 +93,7 @@ class Window:
             streams.restore(before)
         if self._output is None:
             raise WorldChanged("the world was formed anew, and this global batch is void: go on with the loader's next")
-        return pytree.tree_map(_leaf if self._engine.module.training else _unknown, self._output)
+        return pytree.tree_map(_leaf if self._engine.host.module.training else _unknown, self._output)
 
 
 def needs_peers(layout: Layout) -> bool:
@@ -103,9 +101,9 @@ def needs_peers(layout: Layout) -> bool:
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
 
 
-def surviving(engine: DynatrainEngine, call: Callable[[], T], again: Callable[[], T]) -> T:
+def surviving(call: Callable[[], T], again: Callable[[], T]) -> T:
     """What `call` returns; if the world is torn in it, what `again` returns in the new one."""
-    changes = engine._switcher.changes
+    changes = PROCESS.membership
     if changes is None:
         return call()
     try:

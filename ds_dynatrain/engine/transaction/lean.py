@@ -1,16 +1,15 @@
 """A switch that holds no more than the larger side: through a checkpoint of this very step ("safety": "lean").
 
-The working members save a checkpoint, as `engine.save_universal` does, and read back that it is sound. One record then
+The working members save a checkpoint, as `engine.save` does, and read back that it is sound. One record then
 says whether to go on: until it every failure leaves all as it was. After it the source is freed, before anything of the
 target is taken; the members of the target restore from the checkpoint, in the new world, under the same proofs as
-`engine.load_universal`. If that fails, those of the source restore from it in the old world, whose groups are kept
+`engine.load`. If that fails, those of the source restore from it in the old world, whose groups are kept
 until then. So what is held at once is at most max(source, target) and what reads and writes are staged in.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
@@ -19,20 +18,20 @@ from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 
 class LeanTransaction(Meeting):
     """One switch on one member; `run` is called once, by every member of either world, at a boundary."""
 
-    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+    def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         super().__init__(engine, preparation, place)
+        self._saver = saver
         self.key = agreement.key_of(self.proposal)
         self.record = f"record/{self.proposal.generation}"
         self.session = Session(
@@ -100,14 +99,14 @@ class LeanTransaction(Meeting):
         """Save; the folder, known to all members of either world."""
         engine, first, settings = self.engine, self.proposal.source_members[0], self.engine.settings.fallback
         if self.old_world is not None and settings is not None:
-            refuse_at_boundary(engine)
-            refuse_changes(engine)
-            engine.settle_parameters()
-            held, _ = engine.state_buffers()
-            check_census(engine, engine.vps, self.source_rank or 0, held, "before the switch")
+            refuse_at_boundary(engine.host)
+            refuse_changes(engine.host)
+            engine.host.settle_parameters()
+            held, _ = engine.host.state_buffers()
+            check_census(engine.host, engine.vps, self.source_rank or 0, held, "before the switch")
             self.warn_of_last_gradients()
             self.outcome.peak_memory = _bytes(held)
-            path = engine.saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
+            path = self._saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
             if self.control.member == first:
                 self.session.say("path", str(path))
         return self._path()
@@ -146,7 +145,7 @@ class LeanTransaction(Meeting):
                 self.control.bury(drop(world))
             else:
                 over |= {"digest": found.digest, "kinds": list(found.kinds)}
-                self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.state_buffers()[0]))
+                self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))
                 self.control.bury(world.retire_transfer())
             if self.control.member == first:
                 self.session.say("over", over)

@@ -6,21 +6,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import MemberMissing, WorldChanged
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
 
 
 @dataclass
@@ -67,7 +65,7 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 class Meeting:
     """One member's part. source_rank, target_rank: None where it has none. old_world: None if it was idle."""
 
-    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str) -> None:
+    def __init__(self, engine: EngineCore, preparation: Preparation, place: str) -> None:
         self.engine = engine
         self.preparation = preparation
         self.proposal = preparation.proposal
@@ -87,7 +85,7 @@ class Meeting:
 
     def warn_of_last_gradients(self) -> None:
         """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
-        names, vps = self.engine.without_gradient, self.engine.vps
+        names, vps = self.engine.host.without_gradient, self.engine.vps
         offloads = any(kind.name == HOST_GRAD for kind in vps.kinds)
         kept = HOST_GRAD if offloads else STALE_GRAD
         sides = {vps.is_held(layout, kept) for layout in (self.proposal.source_layout, self.proposal.layout)}

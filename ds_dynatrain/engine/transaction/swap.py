@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, install
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
 
 
 class Swap:
@@ -33,7 +31,7 @@ class Swap:
         """The optimizer comes off. back: puts it over its memory again, in its world."""
         self.has_begun = True
         self.on_undo(back)
-        self._engine.detach()
+        self._engine.host.detach()
 
     def into(self, world: World) -> None:
         """Stand in a world; who came from none goes back to the group that it idles in."""
@@ -56,9 +54,9 @@ class Swap:
         engine = self._engine
         replaced = engine.take_shape(vps, layout, rank, made)
         if replaced is not None:
-            self.on_undo(engine.undo_reshape, replaced)
-        self.on_undo(engine.detach)
-        engine.attach(layout, world, engine.config_for(layout), buffers, scalars)
+            self.on_undo(engine.host.undo_reshape, replaced)
+        self.on_undo(engine.host.detach)
+        engine.host.attach(layout, world, engine.config_for(layout), buffers, scalars)
 
     def undo(self) -> None:
         """Everything back, the last step first."""
@@ -69,5 +67,5 @@ class Swap:
         self._undo.pop_all()
 
     def _leave(self) -> None:
-        self._engine.leave_world()
+        self._engine.host.leave_world()
         self._engine.launch.install()

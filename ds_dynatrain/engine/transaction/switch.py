@@ -7,16 +7,15 @@ every member has acknowledged the record.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.memory import provide, reusable, zeros
+from ds_dynatrain.adapters.memory import provide, release, reusable, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World, drop, install
@@ -36,8 +35,10 @@ from ds_dynatrain.engine.carry import (
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.engine.transaction.certify import SIDES, certify
@@ -49,9 +50,6 @@ from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, Ou
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
-
 CARRY_TAG = 2
 
 
@@ -61,7 +59,7 @@ class Transaction(Meeting):
     is_part: of something larger, which decides for all its parts. Then all vote, and all conclude what was decided.
     """
 
-    def __init__(self, engine: DynatrainEngine, preparation: Preparation, place: str, is_part: bool = False) -> None:
+    def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
         super().__init__(engine, preparation, place)
         self.source: Buffers = {}
         self.target: Buffers = {}
@@ -74,7 +72,7 @@ class Transaction(Meeting):
         self.source_digests: SideDigests | None = None
         self.target_digests: SideDigests | None = None
         self.kept_share: dict[str, Digests] = {}
-        self.old_config = engine.present_config
+        self.old_config = engine.host.present_config
         self.settlement = Settlement()
         self.own_buffers: set[str] = set()
         self.swap = Swap(engine)
@@ -145,11 +143,11 @@ class Transaction(Meeting):
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
             return
-        refuse_at_boundary(engine)
-        refuse_changes(engine)
-        engine.settle_parameters()
-        self.source, self.scalars = engine.state_buffers()
-        check_census(engine, engine.vps, rank, self.source, "before the moves")
+        refuse_at_boundary(engine.host)
+        refuse_changes(engine.host)
+        engine.host.settle_parameters()
+        self.source, self.scalars = engine.host.state_buffers()
+        check_census(engine.host, engine.vps, rank, self.source, "before the moves")
         self.warn_of_last_gradients()
         self.before = shared_carry(engine, self.scalars)
         streams_of_rank = {"states": self.own_streams, "print": fingerprint(self.own_streams)}
@@ -170,9 +168,9 @@ class Transaction(Meeting):
     def _offer_buffers(self, rank: int) -> None:
         """Post the buffers that training has changed, once for each stage."""
         place = self.proposal.source_layout.coordinate(rank)
-        self.own_buffers = {name for name, _ in self.engine.module.named_buffers()}
+        self.own_buffers = {name for name, _ in self.engine.host.module.named_buffers()}
         if self._layers_move and place == {**dict.fromkeys(place, 0), "pipe": place["pipe"]}:
-            changed = encode(pack(self.engine.changed_buffers()), [])
+            changed = encode(pack(self.engine.host.changed_buffers()), [])
             self.control.post(f"buffers/{self.proposal.generation}/{place['pipe']}", changed)
 
     def _take_buffers(self) -> None:
@@ -235,7 +233,7 @@ class Transaction(Meeting):
         transport = self.preparation.transport()
         self.settlement.take_owners(vps, rank, self.source, drifting, transport, seconds)
         found = session.reduce("distances", self.settlement.distances, furthest)
-        types = self.engine.element_types
+        types = self.engine.host.element_types
         tolerance = self.engine.settings.replica_tolerance
         self.outcome.warnings.append(judge_replicas(found, tolerance, {kind: types.of(kind) for kind in drifting}))
         self._digest_source()
@@ -280,7 +278,7 @@ class Transaction(Meeting):
     def _back(self, world: World) -> None:
         """The old optimizer over the old memory, in the old world."""
         install(world)
-        self.engine.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
+        self.engine.host.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
         put_back(self.engine, self.before)
 
     def _move(self) -> None:
@@ -364,8 +362,8 @@ class Transaction(Meeting):
     def _check_target(self, rank: int) -> None:
         layout = self.proposal.layout
         vps = self.preparation.vps.with_layout(layout, self.proposal.members)
-        held, scalars = self.engine.state_buffers()
-        check_census(self.engine, vps, rank, held, "after the moves")
+        held, scalars = self.engine.host.state_buffers()
+        check_census(self.engine.host, vps, rank, held, "after the moves")
         kinds = tuple(kind for kind in self.kinds if kind in vps.present_kinds())
         gone = [key for key in self.target if key[0] in kinds and key not in held]
         if gone:
@@ -408,33 +406,24 @@ class Transaction(Meeting):
         engine, proposal = self.engine, self.proposal
         self.swap.keep()
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
-        if engine.turns.is_shared and self.target_rank is not None:
+        if PROCESS.is_shared and self.target_rank is not None:
             engine.speak()  # since the vote it was another engine's turn
         self.preparation.committed()
         self.acknowledge(self.session)
         if self.target_rank is not None:
-            engine.forget_steps()
+            engine.host.forget_steps()
         self.preparation.end_neighbors()
-        self._release_source()
+        self.target, self.preparation.buffers = {}, {}
+        self.control.bury(release(self.source))
         if self.old_world is not None:
             self.control.bury(drop(self.old_world))
         if self.target_rank is None:
-            engine.leave_world()
+            engine.host.leave_world()
             engine.launch.install()
             if self.preparation.world is not None:
                 self.control.bury(drop(self.preparation.world))
         elif self.preparation.world is not None:
             self.control.bury(self.preparation.world.retire_transfer())
-
-    def _release_source(self) -> None:
-        """Give the old memory back, in a thread: unmapping it takes 0.2 s a gigabyte,
-        and training can go on meanwhile.
-        """
-        old, self.source, self.target, self.preparation.buffers = self.source, {}, {}, {}
-        thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
-        del old  # the thread holds the last reference
-        thread.start()
-        self.control.bury(thread)
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.adapters.host import Host
 
 
 class OptimizerForwarder(torch.optim.Optimizer):
@@ -20,30 +19,30 @@ class OptimizerForwarder(torch.optim.Optimizer):
     user's, what a scheduler puts in place of `step`) is kept here.
     """
 
-    def __init__(self, engine: DynatrainEngine) -> None:
-        self.__dict__["_engine"] = engine  # torch's own constructor would take groups, and keep them
+    def __init__(self, host: Host) -> None:
+        self.__dict__["_host"] = host  # torch's own constructor would take groups, and keep them
 
     @property
     def current(self) -> Any:
         """DeepSpeed's present optimizer object."""
-        return self._engine.optimizer
+        return self._host.optimizer
 
     @property
     def basic(self) -> torch.optim.Optimizer:
         """The torch optimizer underneath: one object for the whole job."""
-        return self._engine.basic_optimizer  # type: ignore[no-any-return]
+        return self._host.basic_optimizer  # type: ignore[no-any-return]
 
     @property
     def _opt_called(self) -> bool:
         """What torch's schedulers ask before their first step: `engine.step` has taken one of the optimizer's."""
-        return bool(self._engine.global_steps)
+        return bool(self._host.engine.global_steps)
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
         """They set it, too, where a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_engine":  # of a copy that has none
+        if name == "_host":  # of a copy that has none
             raise AttributeError(name)
         return getattr(self.current if hasattr(self.current, name) else self.basic, name)
 

@@ -1,70 +1,99 @@
-"""Several engines in one process: each has its turn while one of its calls runs, and nobody has it in between.
+"""What is there once in a process: its engines and whose turn it is, its membership, and what came before an engine.
 
 `torch.distributed`, DeepSpeed's modules, the random generators and the environment variables are there once for a
 process, and an engine has its own of each: its world, and the streams of its places in it. One engine alone keeps the
 process to itself. Of several, each puts its own in place when it is called, and takes it along when it returns; in
 between torch.distributed speaks of the processes of the launch, or, where members come and go, of the first engine's
 world, and the generators are the script's.
+
+`PROCESS` is the only module-level state of this package.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.process_groups import found_on_sign, put_up, unregister
-from ds_dynatrain.adapters.process_wide import ProcessWide, put_plain
+from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.process_wide import put_plain
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.core import EngineCore, Own
 from ds_dynatrain.engine.course import Course
-from ds_dynatrain.engine.streams import Held
+from ds_dynatrain.engine.members.early import Early
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.core import EngineCore
+
+class Recovery(Protocol):
+    """What is done about a failure in the middle of training; see `members.forming.Forming`."""
+
+    def check(self) -> None: ...
+    def see_failure(self) -> None: ...
+    def recover(self, error: RuntimeError) -> bool: ...
+    def close_worlds(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Own:
-    """What an engine has put aside, apart from its world, while others have the process."""
+class Membership(Protocol):
+    """The process's part in a job whose members come and go, as its engines see it; see `members.changes.Changes`."""
 
-    streams: Held
-    wide: ProcessWide
-
-    @staticmethod
-    def now() -> Own:
-        """As it is at present."""
-        return Own(Held.now(), ProcessWide.capture())
-
-    def put(self) -> None:
-        """Make it so."""
-        self.streams.put()
-        self.wide.put()
+    @property
+    def forming(self) -> Recovery: ...
+    def stand(self, engine: EngineCore, place: str, window_is_open: bool) -> None: ...
+    def keeps_void(self, engine: EngineCore) -> bool: ...
+    def guard(self, preparation: Preparation) -> None: ...
+    def after(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None: ...
+    def retrain(self, members: tuple[int, ...]) -> None: ...
+    def reopen(self, engine: EngineCore) -> None: ...
+    def leave(self, engine: EngineCore) -> None: ...
 
 
-class Turns:
-    """The engines of this process, in the order in which they were made, and whose turn it is."""
+class Process:
+    """One of these, `PROCESS`, is all that this package keeps for a process.
+
+    The engines that are open, in the order in which they were made, and whose turn it is; the `course` of the script;
+    the process's part in a job whose members come and go (`membership`), which its engines hold; and what
+    `init_distributed` has left for `initialize` (`early`).
+    """
 
     def __init__(self) -> None:
+        self.early: Early | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """No engine is open."""
         self._engines: list[weakref.ref[EngineCore]] = []
-        self.course = Course(self)
+        self._membership: weakref.ref[Membership] | None = None
+        self.course = Course(lambda: next(iter(self.engines), None))
         self._now: EngineCore | None = None
-        self._sign: td.ProcessGroup | None = None
         self._backward: AbstractContextManager[None] | None = None
         self._is_joining = False
 
-    @staticmethod
-    def of_process() -> Turns:
-        """Those of the engines that are open; new ones if there is none."""
-        found = found_on_sign() if td.is_initialized() else None
-        return found if isinstance(found, Turns) else Turns()
+    def begin(self) -> None:
+        """`initialize` begins. Engines whose process groups the script has taken down are not there any more."""
+        for engine in self.engines:
+            if not is_known(engine.launch.group):
+                engine.own = None
+                self._engines = [reference for reference in self._engines if reference() is not engine]
+        if not self.engines:
+            self._forget()
+
+    def found_early(self) -> Early | None:
+        """What `init_distributed` has left for `initialize`, unless the script has taken its group down."""
+        group = td.group.WORLD if td.is_initialized() else None
+        return self.early if self.early is not None and self.early.launch.group is group else None
+
+    @property
+    def membership(self) -> Membership | None:
+        """None in a job of fixed size."""
+        return None if self._membership is None else self._membership()
 
     @property
     def engines(self) -> list[EngineCore]:
@@ -105,19 +134,17 @@ class Turns:
             if self.is_shared:
                 self._speak_between()
 
-    def add(self, engine: EngineCore) -> None:
-        """One more is open."""
-        if self._sign is None:
-            self._sign = put_up(self)
+    def add(self, engine: EngineCore, membership: Membership | None) -> None:
+        """One more is open. membership: of all engines of the process; None in a job of fixed size."""
         self._engines.append(weakref.ref(engine))
+        self._membership = None if membership is None else weakref.ref(membership)
 
     def leave(self, engine: EngineCore) -> None:
         """It has ended. One that is left alone has the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
-        if not self._engines and self._sign is not None:
-            unregister(self._sign)
-            self._sign = None
+        if not self._engines:
+            self._forget()
         self._settle()
         if self.is_shared and self._now is None:
             self._speak_between()
@@ -148,7 +175,7 @@ class Turns:
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def of(self, engine: EngineCore) -> Iterator[None]:
+    def turn(self, engine: EngineCore) -> Iterator[None]:
         """Around a call of an engine."""
         self._end_broken_backward()
         if not self.is_shared or self._now is engine or engine.own is None:
@@ -181,7 +208,7 @@ class Turns:
             return
         if self._now is not None:
             raise practice("one backward pass through two engines").error()
-        turn = self.of(engine)
+        turn = self.turn(engine)
         turn.__enter__()
         try:
             yield
@@ -202,41 +229,21 @@ class Turns:
             self._end_backward()
 
 
+PROCESS = Process()
+
+
 def refuse_idle(layout: Layout, processes: int) -> None:
     """UnsupportedError for a layout of one of several engines that leaves processes without work."""
     if layout.world_size < processes:
         raise practice("idle processes beside another engine").error(_idle_in(layout, processes))
 
 
-def refuse_idle_target(turns: Turns, layout: Layout, processes: int) -> None:
+def refuse_idle_target(layout: Layout, processes: int) -> None:
     """SwitchRefused in place of `refuse_idle`, where there are several engines."""
-    if turns.is_shared and layout.world_size < processes:
+    if PROCESS.is_shared and layout.world_size < processes:
         raise practice("idle processes beside another engine").refused(_idle_in(layout, processes))
 
 
 def _idle_in(layout: Layout, processes: int) -> str:
     idle = processes - layout.world_size
     return f"{layout} of one of several engines in a process, which leaves {idle} of {processes} processes idle"
-
-
-def in_turn(*names: str) -> Callable[[type], type]:
-    """Decorates an engine class: its calls of these names are made in the engine's turn."""
-
-    def decorate(kind: type) -> type:
-        for name in names:
-            setattr(kind, name, _taking_turn(kind, name))
-        return kind
-
-    return decorate
-
-
-def _taking_turn(kind: type, name: str) -> Callable[..., Any]:
-    own = vars(kind).get(name)
-
-    @wraps(getattr(kind, name))
-    def in_its_turn(engine: EngineCore, *arguments: Any, **named: Any) -> Any:
-        call = getattr(super(kind, engine), name) if own is None else partial(own, engine)
-        with engine.turns.of(engine):
-            return call(*arguments, **named)
-
-    return in_its_turn

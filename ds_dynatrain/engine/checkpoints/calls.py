@@ -1,0 +1,111 @@
+"""What an engine's calls that save and load do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.engine.checkpoints import restore, stock
+from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.voiding import Window, surviving
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+
+ELSEWHERE = "this member came late, and the others"
+
+Stock = Callable[..., Any]
+"""DeepSpeed's own call."""
+
+
+class Checkpoints:
+    """Checkpoints of any layout, and DeepSpeed's own; see the calls of these names of `DynatrainEngine`."""
+
+    def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: Window) -> None:
+        self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
+
+    def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
+        """See `DynatrainEngine.save`."""
+        agreed = self._arrive("save in the background" if background else "save", path, tag)
+        if agreed is None:
+            given_up = PendingSave(self.engine.global_steps)
+            given_up.finish(_not_saved("save", path, tag), None)
+            return given_up if background else given_up.wait()
+        folder, name = agreed
+        how = self._saver.start if background else self._saver.save
+        return how(folder, name, f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way(), None)
+
+    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool) -> Restored:
+        """See `DynatrainEngine.load`; it uses a generation up, as a switch does."""
+        agreed = self._arrive("load", path, tag)
+        if agreed is None:
+            raise CheckpointError(f"load({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
+        self._saver.settle()
+        folder, name = agreed
+        engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
+        engine.attempt += 1
+        engine.begin_era()
+        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle)
+        engine.settle_fallback()
+        return found
+
+    def save_stock(self, save: Stock, folder: Any, tag: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's."""
+        if not self.engine.is_void:
+            agreed = PROCESS.course.arrive("save_checkpoint", os.fspath(folder), tag)
+            if agreed is None:
+                _not_saved("save_checkpoint", folder, tag)
+                return False
+            saved = surviving(lambda: save(*agreed, *arguments, **named), lambda: None)
+            if saved is not None:
+                return bool(saved)
+        logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
+        return False
+
+    def load_stock(
+        self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
+        engine, elastic = self.engine, self.engine.job.elastic
+        if elastic is not None and elastic.is_newcomer:
+            logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
+            return tuple(elastic.loaded.get(engine.job.number) or (None, {}))
+        agreed = PROCESS.course.arrive("load_checkpoint", os.fspath(folder), tag)
+        if agreed is None:
+            logger.warning("load_checkpoint(%s, %s): %s load nothing here", folder, tag, ELSEWHERE)
+            return None, {}
+        folder, tag = agreed
+        if not engine.idle and self._reads(folder, tag, trust_pickle, arguments, named):
+            found = self.load(folder, tag, trust_pickle)
+            result: tuple[Any, ...] = str(found.path), found.client_state
+        else:
+            result = load(folder, tag, *arguments, **named)
+        if elastic is not None:
+            elastic.loaded[engine.job.number] = [plain_part(part) for part in result]
+        return result
+
+    def _reads(
+        self, folder: Any, tag: Any, trust_pickle: bool, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> bool:
+        """See `stock.is_for_us`."""
+        key = f"stock/{self._switcher.place_in_training()}"
+        return stock.is_for_us(self.engine, key, folder, tag, arguments, named, trust_pickle)
+
+    def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
+        """Folder and tag to take part with; None on a member that came late, where the others are elsewhere."""
+        if self.engine.idle:
+            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+        self._window.refuse_checkpoint()
+        return PROCESS.course.arrive(call, os.fspath(path), tag)
+
+
+def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
+    """What a call returns on a member that came late."""
+    logger.warning("%s(%s, %s): %s save nothing here", call, path, tag, ELSEWHERE)
+    return Path(path) / (tag or "")

@@ -1,0 +1,146 @@
+"""An engine's loaders, which follow the world: how they are made, what they ask, and means over what they dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.adapters.curriculum import CurriculumOrder
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
+from ds_dynatrain.engine.core import EngineCore, OpenBatch
+from ds_dynatrain.engine.members.voiding import Window, surviving
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.errors import ConfigError, DataError
+
+
+class Loaders:
+    """The host of an engine's loaders (`data.host`), and means over what they dealt."""
+
+    def __init__(self, engine: EngineCore, switcher: Switcher, window: Window) -> None:
+        self.engine, self._switcher, self._window = engine, switcher, window
+        self._evaluation_loaders = 0
+
+    # ---- what loaders ask --------------------------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        """This member's place on the data axis (-1 on an idle member)."""
+        return self.engine.place("data")
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """How a global batch is dealt in the present world."""
+        return self.engine.batch_for(self.engine.layout)
+
+    @property
+    def generation(self) -> int:
+        """Number of the present world."""
+        return self.engine.generation
+
+    @property
+    def idle(self) -> bool:
+        """Whether this member waits for work."""
+        return self.engine.idle
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around what a loader does."""
+        return PROCESS.turn(self.engine)
+
+    def begin_epoch(self, loader: TrainLoader) -> bool:
+        """Called by a train loader where a pass over it begins."""
+        return PROCESS.course.begin_epoch(loader.name, loader.is_under_way)
+
+    def begin_evaluation(self, loader: EvaluationLoader) -> bool:
+        """Called by an evaluation loader where a pass over it begins."""
+        return PROCESS.course.arrive(f"a pass over {loader.name!r}") is not None
+
+    def before_micro_batch(self) -> None:
+        """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
+        self._switcher.see_failure()
+
+    def before_batch(self, loader: TrainLoader) -> None:
+        """Called by a train loader before a global batch is dealt."""
+        self._switcher.stand_at(loader.name)
+        if PROCESS.membership is not None:
+            self._window.open(stays_void=PROCESS.membership.keeps_void(self.engine))
+
+    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+        """Called by a train loader with the slot of the micro-batch that it is about to return."""
+        host, samples = self.engine.host, self.engine.open_batch.samples
+        host.slot_weight, host.slot_is_borrowed = slot.weight, slot.samples == 0
+        if slot.weight:
+            samples = round(slot.samples * self.batch.slots / slot.weight)
+        self.engine.open_batch = OpenBatch(True, samples, last)
+
+    # ---- what a user asks --------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int | None,
+        shuffle: bool | None,
+        evaluation: bool,
+        batch_size: int | None,
+        name: str | None,
+    ) -> TrainLoader | EvaluationLoader:
+        """See `DynatrainEngine.loader`."""
+        deepspeed, known = self.engine.deepspeed, self.engine.train_loaders
+        order = None if evaluation else self.engine.host.curriculum_order(_length(dataset))
+        if order is not None and num_workers is None:
+            num_workers = int(deepspeed.data_sampling_config()["num_workers"])
+        drop_last = True if self.engine.job.user_config.get("dataloader_drop_last") and not evaluation else None
+        source = Source.build(
+            dataset,
+            collate_fn=collate_fn if collate_fn is not None else deepspeed.collate_fn,
+            num_workers=num_workers,
+            shuffle=bool(shuffle) if evaluation else shuffle,
+            reshuffle=self.engine.settings.data.reshuffle or None,
+            drop_last=drop_last,
+        )
+        if evaluation:
+            self._evaluation_loaders += 1
+            return EvaluationLoader(source, self, batch_size, f"evaluation {self._evaluation_loaders}")
+        name = name or f"train{len(known) or ''}"
+        if name in known:
+            raise ConfigError(f"loader {name!r} exists; give another name")
+        loader = TrainLoader(source, self, name, order)
+        known[name] = loader
+        if name in self.engine.arrived["loaders"]:
+            loader.load_state_dict(self.engine.arrived["loaders"].pop(name))
+        return loader
+
+    @property
+    def of_curricula(self) -> list[TrainLoader]:
+        """Those in the order of a curriculum."""
+        return [loader for loader in self.engine.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
+
+    def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
+        """See `DynatrainEngine.mean`."""
+        plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+        pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
+        alone = torch.tensor([plain, 1.0], dtype=torch.float64)
+        if self.engine.is_void or not (self.engine.is_in_epoch or PROCESS.course.arrive("a mean") is not None):
+            pair = alone
+        else:
+            pair = surviving(lambda: self._add_up(pair), lambda: alone)
+        if not pair[1]:
+            raise DataError("mean over no samples: every rank gave samples=0")
+        return (pair[0] / pair[1]).to(torch.float32)
+
+    def _add_up(self, pair: torch.Tensor) -> torch.Tensor:
+        world = self.engine.world
+        if world is not None and world.data.size() > 1:
+            td.all_reduce(pair, group=world.data)
+        return pair
+
+
+def _length(data: Any) -> int:
+    """Samples of a data set, or of the one that a torch loader reads; 0 if it does not say (`Source` refuses it)."""
+    dataset = getattr(data, "dataset", data)
+    return len(dataset) if hasattr(dataset, "__len__") else 0

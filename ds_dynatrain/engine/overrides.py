@@ -1,0 +1,262 @@
+"""DeepSpeed's calls that do more than DeepSpeed's: in a world that may be torn inside of them, in the engine's turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.data.cursor import Cursor
+from ds_dynatrain.engine import ending
+from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.members.loss import guarded, plain
+from ds_dynatrain.engine.members.voiding import needs_peers, surviving
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.space import Layout
+from ds_dynatrain.support import practice
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def in_turn(call: Call) -> Call:
+    """Decorates a call of an engine: where a process has several, it is made in the engine's turn."""
+
+    @wraps(call)
+    def in_its_turn(engine: OverridingEngine, *arguments: Any, **named: Any) -> Any:
+        with engine.turn():
+            return call(engine, *arguments, **named)
+
+    return cast("Call", in_its_turn)
+
+
+class OverridingEngine(HostEngine):
+    """DeepSpeed's engine with `EngineParts`, which hang on `_parts`."""
+
+    _parts: EngineParts
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        surroundings: Surroundings,
+        layout: Layout,
+        members: tuple[int, ...],
+        world: World | None,
+        shaper: Shaper,
+        whole: bool = True,
+        **arguments: Any,
+    ) -> None:
+        """world: this member's process groups, which are installed; None on an idle member. arguments: of DeepSpeed's
+        constructor, which calls methods that ask the parts."""
+        sizes = int(job.batch_sizes.train_batch_size), world is not None
+        host = self._host = self._HOST(self, layout, shaper, *sizes, whole)
+        self._parts = EngineParts(host, job, surroundings, layout, members, world)
+        super().__init__(**arguments)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which `torch.distributed`, DeepSpeed and the random generators are this engine's.
+
+        They are in all of its calls. Code of your own needs it only where a process has several engines, and there
+        only to ask `torch.distributed` about this engine's world, or to draw from its random streams.
+        """
+        return PROCESS.turn(self._parts)
+
+    # ---- DeepSpeed's forward, backward and step, in a world that may be torn inside of them --------------------------
+
+    @in_turn
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; a micro-batch without a sample of its own leaves no trace in the module's buffers.
+
+        Where members come and go: if the world is torn in it, it is formed anew, and what is returned trains nothing.
+        """
+        parts, window = self._parts, self._parts.window
+        parts.control.raise_if_lost()
+        if parts.is_void:
+            return window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
+        needed_peers = needs_peers(parts.layout)
+        if needed_peers and not parts.is_in_epoch and PROCESS.course.arrive("a forward pass") is None:
+            raise DataError(
+                f"member {parts.control.member} came late; in {parts.layout} a forward pass needs the others, who are "
+                "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
+                "with engine.loader(..., evaluation=True), which has no batch here"
+            )
+        output = surviving(
+            lambda: self._forward(*inputs, **kwargs),
+            lambda: window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
+        )
+        if PROCESS.membership is None or parts.is_void:
+            return output
+        return guarded(window.remember(output), parts)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not (self._host.slot_is_borrowed and self.module.training):
+            return super().forward(*inputs, **kwargs)
+        before = [(held, held.detach().clone()) for held in self.module.buffers()]
+        output = super().forward(*inputs, **kwargs)
+        with torch.no_grad():
+            for held, value in before:
+                held.copy_(value)
+        return output
+
+    @in_turn
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
+    ) -> torch.Tensor:
+        """DeepSpeed's; see `HostEngine.backward`. In a global batch that is void it does nothing."""
+        if self._parts.is_void:
+            return loss
+        loss, run = plain(loss), super().backward
+        return surviving(lambda: run(loss, retain_graph, scale_wrt_gas, tokens), lambda: loss)
+
+    def _backward_prologue(self) -> None:
+        """DeepSpeed's, where any backward pass begins, also one of `loss.backward()`."""
+        with PROCESS.backward(self._parts):
+            super()._backward_prologue()
+
+    @in_turn
+    def step(self, lr_kwargs: Any = None) -> None:
+        """DeepSpeed's; a complete window opens the way to the next boundary.
+
+        UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or without
+        `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
+        of samples. In a global batch that is void it does nothing.
+        """
+        if not self._parts.is_void:
+            surviving(lambda: self._step(lr_kwargs), lambda: None)
+
+    def _step(self, lr_kwargs: Any) -> None:
+        parts, steps, samples = self._parts, self._parts.accumulation, int(self.global_samples)
+        by_hand = self._host.ends_window_by_hand
+        if by_hand and parts.open_batch.is_dealt and not parts.open_batch.is_last:
+            raise practice("set_gradient_accumulation_boundary").error(
+                f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
+            )
+        super().step(lr_kwargs)
+        if by_hand:  # one call for all of the window's micro-batches
+            self.micro_steps += -self.micro_steps % steps
+        if self.micro_steps % steps == 0:
+            self._end_window(samples)
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""
+        self._parts.is_stepping = True
+        super()._take_model_step(*arguments)
+        self._parts.is_stepping = False
+
+    def _end_window(self, samples: int) -> None:
+        """After the optimizer's step; samples: `global_samples` before it."""
+        parts = self._parts
+        parts.attempts.note_first_step()
+        if parts.open_batch.samples is not None:
+            self.global_samples = samples + parts.open_batch.samples
+        parts.forget_batch()
+
+    @in_turn
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """DeepSpeed's, with `torch.compile`; call it on every process, idle ones too. Each switch compiles anew.
+
+        UnsupportedError for a schedule of DeepCompile and for compiled autograd.
+        """
+        if schedule is not None:
+            raise practice("DeepCompile").error("engine.compile(schedule=...)")
+        if compiled_autograd_enabled:
+            raise practice("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
+        given = {} if backend is None else {"backend": backend}
+        super().compile(compile_kwargs=compile_kwargs or {}, **given)
+
+    # ---- what there is of DeepSpeed's besides ------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
+        raise practice("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """UnsupportedError: the micro-batch follows from the global batch and the world."""
+        raise practice("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
+        """DeepSpeed's; call it on every process before the first batch, or the ConfigError says that it is too late."""
+        for loader in self._parts.loaders.of_curricula:
+            if loader.cursor > Cursor() or loader.mid_window:
+                raise ConfigError(
+                    f"set_custom_curriculum_learning_schedule: loader {loader.name!r} has dealt batches by another "
+                    "schedule; call it before the first batch, on every process"
+                )
+            loader.order.set_schedule(schedule_func_dict)  # type: ignore[attr-defined]
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """DeepSpeed's: with a curriculum, `function(batch, state of the sampler)` gives the batch to train on."""
+        for loader in self._parts.loaders.of_curricula:
+            loader.post_process = post_process_func
+
+    @in_turn
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **named: Any
+    ) -> bool:
+        """DeepSpeed's; False, with a warning, if the world is torn in it, or was in this global batch.
+
+        On a member that came late it saves under the folder and tag that the others have said.
+        """
+        return self._parts.checkpoints.save_stock(super().save_checkpoint, save_dir, tag, arguments, named)
+
+    @in_turn
+    def load_checkpoint(
+        self, load_dir: Any, tag: Any = None, *arguments: Any, trust_pickle: bool = False, **named: Any
+    ) -> Any:
+        """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `engine.save`.
+
+        That is one step for all members, as `engine.load`, which see also for `trust_pickle`; CheckpointError says
+        why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
+
+        On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
+        state it returns what JSON has a word for.
+        """
+        load = super().load_checkpoint
+        return self._parts.checkpoints.load_stock(load, load_dir, tag, trust_pickle, arguments, named)
+
+    @in_turn
+    def save_16bit_model(self, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's."""
+        return super().save_16bit_model(*arguments, **named)
+
+    @in_turn
+    def module_state_dict(self, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's."""
+        return super().module_state_dict(*arguments, **named)
+
+    @in_turn
+    def offload_states(self, *arguments: Any, **named: Any) -> None:
+        """DeepSpeed's."""
+        super().offload_states(*arguments, **named)
+
+    @in_turn
+    def reload_states(self, *arguments: Any, **named: Any) -> None:
+        """DeepSpeed's."""
+        super().reload_states(*arguments, **named)
+
+    def destroy(self) -> None:
+        """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
+        if "_parts" not in self.__dict__:
+            return
+        with self.turn():
+            ending.end_job(self._parts)
+            super().destroy()
+            if hasattr(self._host, "model_map"):  # else it could not be built
+                self._host.let_module_go()
+        PROCESS.leave(self._parts)

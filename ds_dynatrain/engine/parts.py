@@ -1,0 +1,81 @@
+"""An engine's parts: its state with everything that works on it, each part made of just what it needs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.engine.attempts import Attempts
+from ds_dynatrain.engine.checkpoints.calls import Checkpoints
+from ds_dynatrain.engine.checkpoints.fallback import Fallback
+from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import Heartbeat
+from ds_dynatrain.engine.loaders import Loaders
+from ds_dynatrain.engine.members.voiding import Window
+from ds_dynatrain.engine.process import PROCESS, Membership
+from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.engine.targets import Targets
+
+
+@dataclass(eq=False)
+class EngineParts(EngineCore):
+    """What `DynatrainEngine` has, on its one attribute, and what members that come and go (`members`) are told of.
+
+    membership: the process's part in such a job; None in a job of fixed size.
+    """
+
+    membership: Membership | None = None
+    heartbeat: Heartbeat | None = None
+    saver: Saver = field(init=False)
+    window: Window = field(init=False)
+    targets: Targets = field(init=False)
+    attempts: Attempts = field(init=False)
+    fallback: Fallback = field(init=False)
+    switcher: Switcher = field(init=False)
+    loaders: Loaders = field(init=False)
+    checkpoints: Checkpoints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
+        self.attempts = Attempts(self, self.saver)
+        self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
+        self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback)
+        self.loaders = Loaders(self, self.switcher, self.window)
+        self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
+
+    @property
+    def others(self) -> list[EngineParts]:
+        """The other engines of this process."""
+        return [one for one in PROCESS.engines if one is not self and isinstance(one, EngineParts)]
+
+    def turn(self) -> AbstractContextManager[None]:
+        """In it, what is there once in a process is this engine's."""
+        return PROCESS.turn(self)
+
+    # ---- when a world is torn ----------------------------------------------------------------------------------------
+
+    def void_window(self) -> None:
+        """Drop the gradients of the open global batch, and go back to where it began."""
+        dealt = self.open_batch.is_dealt
+        self.host.break_off()
+        self.window.void(dealt)
+        self.deepspeed.micro_steps -= self.micro_steps % self.accumulation
+        self.forget_batch()
+        self.host.window_tokens = None
+        self.host.drop_gradients()
+
+    def give_state_up(self) -> None:
+        """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
+        self.host.detach()
+        self.is_stepping = False
+        self.host.leave_world()
+        self.leave_groups()
+
+    def leave_groups(self) -> None:
+        """Stand in the launch group, in no world."""
+        self.launch.install()
+        if self.world is not None:
+            self.control.bury(drop(self.world))
+            self.world = None
