@@ -183,7 +183,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
             with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
-        if name == "corrupted message" and plan.plan.bytes_sent:
+        if name == "corrupted message" and any(len(exchange.sends) for exchange in plan.plan.rounds):
             with patch.object(type(transport), "send", _corrupting(type(transport).send)):
                 return own(self, plan, transport)
         return own(self, plan, transport)
