@@ -26,8 +26,8 @@ BELOW: dict[str, set[str]] = {
     "adapters": {"support", "version"},
     "engine": {"adapters", "checkpoint", "config", "data", "elastic", "report"},
     "": {"engine"},
-    "yardstick": {""},
-    "cli": {"yardstick"},
+    "comparison": {""},
+    "cli": {"comparison"},
 }
 """Package -> those right below it: it may import these, and what is below them. "" is the package itself."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from variants import Change, Variant
 
-from ds_dynatrain.yardstick.workload import Block
+from ds_dynatrain.comparison.workload import Block
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LAYERS, WIDTH, HEADS, KEYS, WORDS = 12, 384, 8, 4, 8192

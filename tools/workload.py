@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_dynatrain.yardstick.workload import Block
+from ds_dynatrain.comparison.workload import Block
 
 CONTEXT = 256
 SIZES: dict[str, dict[str, int]] = {

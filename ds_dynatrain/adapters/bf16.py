@@ -12,19 +12,19 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from ds_dynatrain.adapters.flat import FlatGroups, Slots, end_to_end, is_hollow
+from ds_dynatrain.adapters.flat import FlatGroups, Slots, end_to_end, is_empty_group
 from ds_dynatrain.adapters.fragments import relink
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.state import Buffers, Scalars
 
 
-def count_hollow_experts(optimizer: Any, model: ModelMap) -> None:
+def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
     """Before a step, let a pipeline stage without experts add 0 to their norm.
 
     DeepSpeed adds it up over stages in a collective that it leaves out where no expert has a gradient.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
-        if is_hollow(model, group) and optimizer.param_groups[group].get("moe"):
+        if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):
             has_gradient[-1] = True
 
 

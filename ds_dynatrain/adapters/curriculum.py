@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
-from ds_dynatrain.adapters.hollow import silent_communication
+from ds_dynatrain.adapters.no_alloc import silent_communication
 from ds_dynatrain.errors import DataError
 
 KEPT = 256

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 
-IN_HOLLOW_GROUP = "no tensor of group "
+IN_EMPTY_GROUP = "no tensor of group "
 
 _PARAMETER_ATTRIBUTES = """
     _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
@@ -29,27 +29,27 @@ Slots = Iterable[tuple[int, int, int]]
 """(tensor number, position of its first element in the flat group, elements)."""
 
 
-def is_hollow(model: ModelMap, group: int) -> bool:
+def is_empty_group(model: ModelMap, group: int) -> bool:
     """Whether this rank has nothing of an optimizer group: its layers are on other pipeline stages."""
     return not any(tensor.numel for tensor in model.tensors if tensor.group == group)
 
 
-def fill_hollow_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each hollow group one element that belongs to no tensor: DeepSpeed takes no group without one.
+def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
+    """Give each empty group one element that belongs to no tensor: DeepSpeed takes no group without one.
 
     It gets no gradient, and its state is counted along, so a group's counts are the same on all stages. Returns their
     names: DeepSpeed asks for that of every parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
-        if is_hollow(model, number):
+        if is_empty_group(model, number):
             element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype))
             if group.get("moe"):
                 element.allreduce, element.group_name = False, group["name"]
             else:
                 element.ds_pipe_replicated = True  # not counted in the norm of gradients
             group["params"] = [*group["params"], element]
-            names[element] = f"{IN_HOLLOW_GROUP}{number}"
+            names[element] = f"{IN_EMPTY_GROUP}{number}"
     return names
 
 
@@ -82,7 +82,7 @@ class FlatGroups(ABC):
         buffers: Buffers = {}
         scalars = Scalars()
         for group, (flat, master) in enumerate(zip(self.flats(held), self.masters(held), strict=True)):
-            name, end = BufferId("group", group), 0 if is_hollow(model, group) else None
+            name, end = BufferId("group", group), 0 if is_empty_group(model, group) else None
             buffers[WEIGHT, name], buffers[MASTER, name] = flat.data[:end], master.data[:end]
             touched = self.whole(held, group)
             numel = None if touched is None else sum(parameter.numel() for parameter in touched)
@@ -102,7 +102,7 @@ class FlatGroups(ABC):
         held = engine.optimizer
         rows = [Found(WEIGHT, number, 0, each.numel(), each.data_ptr()) for number, each in enumerate(model.parameters)]
         for group, master in enumerate(self.masters(held)):
-            if not is_hollow(model, group):
+            if not is_empty_group(model, group):
                 rows += _master_rows(master, *self.slots(held, model, group))
                 rows += _whole_rows(engine, model, master, self.whole(held, group) or ())
         return rows
@@ -119,7 +119,7 @@ class FlatGroups(ABC):
         held = engine.optimizer
         for group, master in enumerate(self.masters(held)):
             _refill_master(engine, model, group, master, buffers, scalars)
-            if not is_hollow(model, group):
+            if not is_empty_group(model, group):
                 self.put_weights(held, model, group, buffers[WEIGHT, BufferId("group", group)])
         for number, parameter in model.frozen():
             parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
@@ -162,7 +162,7 @@ def _refill_master(
     """A group's master, its moments and its counts become the given ones."""
     name = BufferId("group", group)
     held = held_moments(engine.basic_optimizer, group, buffers, name)
-    if is_hollow(model, group):
+    if is_empty_group(model, group):
         held = {moment: torch.zeros_like(master, dtype=empty.dtype) for moment, empty in held.items()}
     else:
         master.data = buffers[MASTER, name]

@@ -19,12 +19,12 @@ from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.flat import IN_HOLLOW_GROUP, fill_hollow_groups
+from ds_dynatrain.adapters.flat import IN_EMPTY_GROUP, fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
-from ds_dynatrain.adapters.hollow import hollow
 from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
+from ds_dynatrain.adapters.no_alloc import no_alloc
 from ds_dynatrain.adapters.optimizers import moment_types
 from ds_dynatrain.adapters.rules import parts_without_zero
 from ds_dynatrain.adapters.shaper import Shaper
@@ -297,10 +297,10 @@ class Host:
         reset_counters()
         if layout.zero_stage > 0 or parts_without_zero(self):
             names = {
-                held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_HOLLOW_GROUP)
+                held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)
             }
-            self.engine.param_names = {**names, **fill_hollow_groups(self.basic_optimizer, self.model_map)}
-        with hollow(self.basic_optimizer):
+            self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
+        with no_alloc(self.basic_optimizer):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
         self.stage_adapter.refill(self.engine, self.model_map, buffers, scalars)

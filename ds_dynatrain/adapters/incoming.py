@@ -2,9 +2,9 @@
 
 A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle ones too; so may be one that an engine
 has trained at stage 3 and left. Its parameters are gathered one after the other, each working member copies what its
-pieces of the first layout need into buffers that were made for them, and the engine is then put together hollow over
-these buffers, as on a member that wakes. So a member never holds more than its shard of the first layout and one whole
-parameter.
+pieces of the first layout need into buffers that were made for them, and the engine is then put together over these
+buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of the
+first layout and one whole parameter.
 
 Parameters on the meta device are drawn, one module after the other (see `meta`).
 """

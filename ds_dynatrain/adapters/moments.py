@@ -30,9 +30,9 @@ def read_state(
         raise CensusError(
             f"{full_name(type(optimizer))} keeps {sorted(state)} in group {group}; expected {[*moments, *scalars]}"
         )
-    widened = () if whole is None else rule_of(optimizer).whole_tensors
+    overlapping = () if whole is None else rule_of(optimizer).whole_tensors
     for name in moments:
-        numel = whole if name in widened else holder.numel()
+        numel = whole if name in overlapping else holder.numel()
         if not isinstance(state[name], torch.Tensor) or state[name].numel() != numel:
             raise CensusError(
                 f"{full_name(type(optimizer))}: {name} in group {group} is not one value per element of its tensor"

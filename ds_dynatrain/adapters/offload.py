@@ -35,7 +35,7 @@ def describe_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, b
 
 
 def refill_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
-    """The other way round; the masters must have their memory. A group that is hollow here gets a gradient of zeros."""
+    """The other way round; the masters must have their memory. A group that is empty here gets a gradient of zeros."""
     if keeps_gradients(zero):
         for number, master in enumerate(masters):
             held = buffers[HOST_GRAD, BufferId(place, number)]

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
-from ds_dynatrain.adapters.bf16 import count_hollow_experts
+from ds_dynatrain.adapters.bf16 import count_empty_experts
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
@@ -155,5 +155,5 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:
-            count_hollow_experts(self.optimizer, self._host.model_map)
+            count_empty_experts(self.optimizer, self._host.model_map)
         super()._take_model_step(*arguments)

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from ds_dynatrain.adapters.flat import FlatGroups, Slots, is_hollow
+from ds_dynatrain.adapters.flat import FlatGroups, Slots, is_empty_group
 from ds_dynatrain.adapters.fragments import relink
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import describe_gradients, flat_gradients_census, refill_gradients
@@ -58,7 +58,7 @@ class FlatStages(FlatGroups):
         buffers, scalars = super().describe(engine, model)
         describe_gradients(engine.optimizer, self.masters(engine.optimizer), "group", buffers)
         for kind, name in list(buffers):
-            if kind == HOST_GRAD and is_hollow(model, name.index):
+            if kind == HOST_GRAD and is_empty_group(model, name.index):
                 buffers[kind, name] = buffers[kind, name][:0]
         return buffers, scalars
 

@@ -48,4 +48,4 @@ class StageAdapter(Protocol):
         """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Put real buffers into an optimizer that was built hollow."""
+        """Put real buffers into an optimizer that was built without memory."""

@@ -14,7 +14,7 @@ import torch
 from ds_dynatrain.checkpoint.stretches import Placed, placed
 from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
-from ds_dynatrain.space.deckwise import DeckSharding
+from ds_dynatrain.space.grouped import GroupedSharding
 from ds_dynatrain.space.local import cut_kind
 from ds_dynatrain.space.zero import as_cut
 
@@ -53,9 +53,9 @@ def _frozen(vps: VirtualParameterSpace, layout: Layout, rank: int) -> Pieces:
     kind, cut, mesh = replace(vps.kind(WEIGHT), groups=frozenset({FROZEN})), as_cut(vps.rules, layout), vps.mesh(layout)
     if mesh is None:
         return cut_kind(vps.line, vps.rules, cut, kind).owned(rank)
-    return DeckSharding.of(mesh, lambda deck: cut_kind(deck.line, vps.rules, cut, kind, experts=deck.experts)).owned(
-        rank
-    )
+    return GroupedSharding.of(
+        mesh, lambda group: cut_kind(group.line, vps.rules, cut, kind, experts=group.experts)
+    ).owned(rank)
 
 
 def _share(vps: VirtualParameterSpace, kind: str, each: Placed, master: torch.Tensor | None) -> Share:

@@ -21,7 +21,7 @@ from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import check_names
-from ds_dynatrain.checkpoint.others.told import Told
+from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record
 from ds_dynatrain.checkpoint.stretches import Stretch
@@ -33,41 +33,41 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def take(
-    told: Told, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
+    foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
     """Write what is told into a folder of checkpoints, as its latest; the new checkpoint.
 
     carry, rest: encoded. tensors: what the rest announces. CheckpointDamaged, naming tensor and kind, for what is told
     and cannot be true; CheckpointError if there is a checkpoint of that step already. Nothing is left of a failure.
     """
-    check_names([each.name for each in told.tensors], told.kinds)
-    record.check_tensors(told.tensors)
-    told.manifest.check(None)
-    record.check_agreement(told.tensors, told.kinds, told.manifest)
-    for tensor, kind in told.manifest.rows:
-        told.manifest.runs(tensor, kind)
-    tag = f"step{told.step}"
+    check_names([each.name for each in foreign.tensors], foreign.kinds)
+    record.check_tensors(foreign.tensors)
+    foreign.manifest.check(None)
+    record.check_agreement(foreign.tensors, foreign.kinds, foreign.manifest)
+    for tensor, kind in foreign.manifest.rows:
+        foreign.manifest.runs(tensor, kind)
+    tag = f"step{foreign.step}"
     with folders.locked(folder):
         hidden = folders.begin(folder, tag)
         try:
-            rows = list(_written(told, hidden, tensors, progress))
+            rows = list(_written(foreign, hidden, tensors, progress))
             sums = {
                 record.MANIFEST: _small(hidden, record.MANIFEST, _checked(rows, hidden)),
                 record.rank_file(0): _small(hidden, record.rank_file(0), dumped({"streams": None, "rest": rest})),
             }
             said = Record(
-                step=told.step,
+                step=foreign.step,
                 layout=Layout(data=1, zero_stage=0).to_dict(),
                 generation=0,
                 seed=0,
                 kinds=sorted({row.kind for row in rows} - {share.kind for share in tensors}, key=_place),
-                tensors=[(each.name, list(each.shape), each.group, each.expert) for each in told.tensors],
+                tensors=[(each.name, list(each.shape), each.group, each.expert) for each in foreign.tensors],
                 carry=carry,
                 rests=[0],
                 sums=sums,
                 sizes=record.sizes_of(hidden),
                 written_by=record.writer(),
-                converted_from=told.format,
+                converted_from=foreign.format,
             )
             folders.write(hidden / record.RECORD, record.to_bytes(said))
             return folders.finish(hidden, tag)
@@ -75,12 +75,12 @@ def take(
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def bytes_of(told: Told) -> int:
+def bytes_of(foreign: Foreign) -> int:
     """How many bytes `take` reports to `progress`."""
-    return sum(tensor.numel * dtype.itemsize for tensor in told.tensors for _, dtype in _stored(told, tensor))
+    return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
 
 
-def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
+def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
     """Write the data files; the rows of the manifest."""
     with ExitStack() as stack:
         files: dict[torch.dtype, Callable[[Share], Row]] = {}
@@ -91,9 +91,9 @@ def _written(told: Told, hidden: Path, tensors: Sequence[Share], progress: Progr
                 files[dtype] = stack.enter_context(data_file(hidden, 0, dtype))
             return files[dtype](share)
 
-        reader = stack.enter_context(Reader(told.path, told.manifest, links=True))
-        for tensor in told.tensors:
-            for kind, dtype in _stored(told, tensor):
+        reader = stack.enter_context(Reader(foreign.path, foreign.manifest, links=True))
+        for tensor in foreign.tensors:
+            for kind, dtype in _stored(foreign, tensor):
                 yield from _rows_of(reader, tensor, kind, dtype, write)
                 progress(tensor.numel * dtype.itemsize)
         yield from map(write, tensors)
@@ -112,12 +112,12 @@ def _rows_of(
     return rows
 
 
-def _stored(told: Told, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
+def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
     """(kind, element type) of what is stored of a tensor: all that is there, but weights that have masters.
 
     Masters are made of weights that are trained, or may be, and have none.
     """
-    held = {kind: named(told.manifest.rows[tensor.name, kind][0].dtype) for kind in _held(told, tensor)}
+    held = {kind: named(foreign.manifest.rows[tensor.name, kind][0].dtype) for kind in _held(foreign, tensor)}
     weight = held.get(WEIGHT)
     if weight is not None and MASTER not in held and tensor.trainable and weight in LOW:
         held[MASTER] = torch.float32
@@ -126,8 +126,8 @@ def _stored(told: Told, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtyp
             yield kind, held[kind]
 
 
-def _held(told: Told, tensor: LogicalTensor) -> list[str]:
-    return [kind for kind in told.kinds if (tensor.name, kind) in told.manifest.rows]
+def _held(foreign: Foreign, tensor: LogicalTensor) -> list[str]:
+    return [kind for kind in foreign.kinds if (tensor.name, kind) in foreign.manifest.rows]
 
 
 def _place(kind: str) -> tuple[int, str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ds_dynatrain.comparison import markdown
+from ds_dynatrain.comparison.comparison import compare
+from ds_dynatrain.comparison.job import SHAPES, WAYS, Change
+from ds_dynatrain.comparison.results import Comparison, way_of
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.yardstick import markdown
-from ds_dynatrain.yardstick.comparison import compare
-from ds_dynatrain.yardstick.job import SHAPES, WAYS, Change
-from ds_dynatrain.yardstick.results import Comparison, way_of
 
 SIZES = ("8M", "30M", "125M")
 CHANGES = ("data=2,zero_stage=1:data=4,zero_stage=1", "data=4,zero_stage=1:data=3,zero_stage=2")
@@ -68,8 +68,8 @@ def read(path: Path) -> Comparison:
 
 def write(found: Comparison, folder: Path) -> None:
     """JSON, Markdown, the page, and the picture of the last case alone."""
-    from ds_dynatrain.yardstick import charts
-    from ds_dynatrain.yardstick.page import page
+    from ds_dynatrain.comparison import charts
+    from ds_dynatrain.comparison.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {JSON: found.to_json(), TABLES: markdown.document(found), SHORT: markdown.short(found), PAGE: page(found)}

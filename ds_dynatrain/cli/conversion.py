@@ -54,17 +54,17 @@ def convert(path: Path, out: Path, to: Format, dtype: str | None, trust_pickle: 
 
 
 def _to_ours(path: Path, out: Path, dtype: str | None, trust_pickle: bool) -> Iterator[str]:
-    from ds_dynatrain.engine.checkpoints.conversion import convert_told
+    from ds_dynatrain.engine.checkpoints.conversion import convert_foreign
 
     if dtype is not None:
         raise CheckpointError("--dtype is for formats of weights; what is converted to ours keeps its types")
-    told = told_at(path, trust_pickle)
-    with _bar(bytes_of(told)) as advance:
-        written = convert_told(told, out, advance)
-    yield f"{written}: from {told.format}"
-    if told.left_out:
-        more = f" and {len(told.left_out) - MOST_NAMED} more" if len(told.left_out) > MOST_NAMED else ""
-        yield f"left out: {', '.join(told.left_out[:MOST_NAMED])}{more}"
+    foreign = told_at(path, trust_pickle)
+    with _bar(bytes_of(foreign)) as advance:
+        written = convert_foreign(foreign, out, advance)
+    yield f"{written}: from {foreign.format}"
+    if foreign.left_out:
+        more = f" and {len(foreign.left_out) - MOST_NAMED} more" if len(foreign.left_out) > MOST_NAMED else ""
+        yield f"left out: {', '.join(foreign.left_out[:MOST_NAMED])}{more}"
 
 
 def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -> str:
@@ -102,7 +102,7 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(the shared carry, the module's buffers of rank 0)."""
-    from ds_dynatrain.engine.checkpoints.rests import rest_for
+    from ds_dynatrain.engine.checkpoints.extra_state import rest_for
     from ds_dynatrain.engine.checkpoints.shared import shared_of
 
     with Reader(saved.path, saved.manifest) as reader:

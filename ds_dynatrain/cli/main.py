@@ -168,15 +168,15 @@ def compare(
 
     Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
     """
-    from ds_dynatrain.cli import compare as yardstick
+    from ds_dynatrain.cli import compare as comparison
 
     with saying("compare"):
         if figures is None:
-            found = yardstick.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch, out)
+            found = comparison.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch, out)
         else:
-            found = yardstick.read(figures)
-        yardstick.write(found, out)
-    typer.echo(f"{out / yardstick.PAGE}, and beside it the figures as JSON and Markdown")
+            found = comparison.read(figures)
+        comparison.write(found, out)
+    typer.echo(f"{out / comparison.PAGE}, and beside it the figures as JSON and Markdown")
     if any(each.way.startswith("live") and not each.is_done for each in found.measures):
         raise typer.Exit(REFUSED)
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
+from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.transfer import digest_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -93,14 +93,16 @@ def whole_digests(
     whole: dict[str, Digests] = {}
     for kind in first.of:
         what = f"{side}: {kind}"
-        found = _of_decks(vps, layout, members, {member: held.of[kind] for member, held in sides.items()}, kind, what)
+        found = _of_shard_groups(
+            vps, layout, members, {member: held.of[kind] for member, held in sides.items()}, kind, what
+        )
         for number, one, two in drifted(mesh, found) if mesh is not None else ():
             raise CertificateError(_replica_text(vps.tensors[number].name, (members[one], members[two]), what))
         whole[kind] = found[0] if mesh is None else _joined(mesh, found)
     return whole
 
 
-def _of_decks(
+def _of_shard_groups(
     vps: VirtualParameterSpace,
     layout: Layout,
     members: tuple[int, ...],
@@ -108,25 +110,27 @@ def _of_decks(
     kind: str,
     what: str,
 ) -> list[Digests]:
-    """The digests of one kind for each deck of the mesh, or of the one group that there is without a mesh."""
+    """The digests of one kind for each shard group of the mesh, or of the one group that there is without a mesh."""
     mesh = vps.mesh(layout)
     routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
-    decks = [(np.arange(len(members)), np.ones(len(routed), dtype=bool))]
+    shard_groups = [(np.arange(len(members)), np.ones(len(routed), dtype=bool))]
     if mesh is not None:
-        decks = [(deck.ranks, routed == deck.experts) for deck in mesh.decks]
-    replicated, widened = vps.is_replicated(layout, kind), is_widened(vps.kind(kind), layout)
+        shard_groups = [(group.ranks, routed == group.experts) for group in mesh.shard_groups]
+    replicated, overlapping = vps.is_replicated(layout, kind), is_overlapping(vps.kind(kind), layout)
     found = []
-    for ranks, rows in decks:
+    for ranks, rows in shard_groups:
         held = {members[rank]: np.where(rows, digests[members[rank]], 0) for rank in ranks.tolist()}
-        if widened:
+        if overlapping:
             whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
-            found.append(_widened_digest(vps, held, whose, what))
+            found.append(_overlapping_digest(vps, held, whose, what))
         else:
-            found.append(_deck_digest(vps, held, replicated, what))
+            found.append(_shard_group_digest(vps, held, replicated, what))
     return found
 
 
-def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str) -> Digests:
+def _shard_group_digest(
+    vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str
+) -> Digests:
     """One digest for each tensor, of what the members of a ZeRO group hold together; 0 for those of other groups."""
     if not replicated:
         total: Digests = np.sum(list(held.values()), axis=0, dtype=np.uint64)
@@ -137,7 +141,7 @@ def _deck_digest(vps: VirtualParameterSpace, held: Mapping[int, Digests], replic
     return held[first]
 
 
-def _widened_digest(
+def _overlapping_digest(
     vps: VirtualParameterSpace, held: Mapping[int, Digests], whose: Mapping[int, Ints], what: str
 ) -> Digests:
     """The same where whoever has a tensor has all of it; whose: the numbers of the tensors that each member has."""
@@ -153,20 +157,20 @@ def _widened_digest(
 
 
 def drifted(mesh: Mesh, found: list[Digests]) -> Iterator[tuple[int, int, int]]:
-    """(tensor, rank, rank) where two decks hold the same part of a tensor and their digests differ."""
-    tensors, decks, firsts = mesh.holders
+    """(tensor, rank, rank) where two shard groups hold the same part of a tensor and their digests differ."""
+    tensors, shard_groups, firsts = mesh.holders
     every = np.stack(found)
-    for row in np.flatnonzero(every[decks, tensors] != every[firsts, tensors]).tolist():
-        one, other = mesh.decks[firsts[row]], mesh.decks[decks[row]]
+    for row in np.flatnonzero(every[shard_groups, tensors] != every[firsts, tensors]).tolist():
+        one, other = mesh.shard_groups[firsts[row]], mesh.shard_groups[shard_groups[row]]
         yield int(tensors[row]), int(one.ranks[0]), int(other.ranks[0])
 
 
 def _joined(mesh: Mesh, found: list[Digests]) -> Digests:
-    """Digests of whole tensors out of those of decks: parts add up, and one deck speaks for each."""
-    tensors, decks, firsts = mesh.holders
-    speaks = decks == firsts
+    """Digests of whole tensors out of those of shard groups: parts add up, and one shard group speaks for each."""
+    tensors, shard_groups, firsts = mesh.holders
+    speaks = shard_groups == firsts
     total = np.zeros(len(found[0]), np.uint64)
-    np.add.at(total, tensors[speaks], np.stack(found)[decks[speaks], tensors[speaks]])
+    np.add.at(total, tensors[speaks], np.stack(found)[shard_groups[speaks], tensors[speaks]])
     return total
 
 

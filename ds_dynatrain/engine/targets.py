@@ -15,7 +15,7 @@ from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
-from ds_dynatrain.space.widened import is_widened
+from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.support import Target, refuse_layout
 
 
@@ -76,7 +76,7 @@ class Targets:
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
     """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
-    differ = any(is_widened(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
+    differ = any(is_overlapping(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
     known: dict[tuple[Layout, int, int], int] = {}
 
     def held(layout: Layout, rank: int) -> int:

@@ -4,13 +4,13 @@ A model is a list of logical tensors (`tensor`), laid one after another on a lin
 says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
 that gives, for any coordinate and any state kind, the owner and the place in the owner's buffers. What a rank holds
 are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are
-set operations on runs (`interval`). Where ZeRO keeps whole tensors on several ranks, a sharding is `widened`.
+set operations on runs (`interval`). Where ZeRO keeps whole tensors on several ranks, a sharding is `overlapping`.
 `VirtualParameterSpace` holds it all together for one model.
 
 Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
 (`box`), and `cut` composes the cuts of several axes. `AxisCuts` says how these axes deal one tensor out (`axes`); a
-`Mesh` puts ranks that are dealt the same into decks, each with a line of its own that ZeRO cuts, and an atlas back to
-the logical line; `deckwise` answers a sharding's questions there.
+`Mesh` puts ranks that are dealt the same into shard groups, each with a line of its own that ZeRO cuts, and an index
+map back to the logical line; `grouped` answers a sharding's questions there.
 
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 """

@@ -10,10 +10,10 @@ from ds_dynatrain.space import zero
 from ds_dynatrain.space.buffers import buffers_of
 from ds_dynatrain.space.kind import WEIGHT, Kind, kind_of
 from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.overlapping import OverlappingSharding, is_overlapping
 from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
 from ds_dynatrain.space.sharding import Sharding
 from ds_dynatrain.space.tensor import FROZEN, Ints, Line, LogicalTensor
-from ds_dynatrain.space.widened import WidenedSharding, is_widened
 
 
 def cut_kind(line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
@@ -21,7 +21,7 @@ def cut_kind(line: Line, rules: zero.ZeroRules, layout: Layout, kind: Kind, expe
     cut = zero.sharding(line, rules, layout, kind.name, experts)
     if kind.groups is not None:
         cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
-    return WidenedSharding.of(line, cut) if is_widened(kind, layout) else cut
+    return OverlappingSharding.of(line, cut) if is_overlapping(kind, layout) else cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,8 @@ class LocalSpace:
         for kind in self.kinds:
             if not zero.is_held(self.layout, kind.name):
                 continue
-            if is_widened(kind, self.layout):
-                found.update(self._widened_sizes(kind.name))
+            if is_overlapping(kind, self.layout):
+                found.update(self._overlapping_sizes(kind.name))
                 continue
             is_whole = zero.is_replicated(self.layout, kind.name)
             for name, group, numel, whole in buffers:
@@ -68,7 +68,7 @@ class LocalSpace:
                     found[kind.name, name] = whole if is_whole else numel
         return found
 
-    def _widened_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
+    def _overlapping_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
         """Of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
         found: dict[tuple[str, BufferId], int] = {}
         for pieces in self.holding(kind):

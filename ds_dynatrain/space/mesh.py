@@ -2,8 +2,8 @@
 
 Ranks with one place on the pipe and tensor axes form a ZeRO group, and hold the same *local* tensors: what the axes
 left of the logical ones, under the same numbers, some of them empty. ZeRO cuts a line of these local tensors as it
-would cut any model (`zero`). An *atlas* says, for every element of such a local line, which coordinate of the line of
-logical tensors it is. Expert tensors are apart: the ranks of a pipeline stage with one place on the expert axis form
+would cut any model (`zero`). An *index map* says, for every element of such a local line, which coordinate of the line
+of logical tensors it is. Expert tensors are apart: the ranks of a pipeline stage with one place on the expert axis form
 their group, whatever their places on the tensor axis are.
 """
 
@@ -26,7 +26,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Atlas:
+class IndexMap:
     """Runs of equal length on two lines, tidy on the logical one: local[i] + k is the coordinate start[i] + k."""
 
     start: Ints
@@ -34,7 +34,7 @@ class Atlas:
     local: Ints
 
     @classmethod
-    def of(cls, start: Ints, stop: Ints, local: Ints) -> Atlas:
+    def of(cls, start: Ints, stop: Ints, local: Ints) -> IndexMap:
         """Sorted by coordinate, neighbors on both lines joined."""
         order = np.argsort(start, kind="stable")
         start, stop, local = start[order], stop[order], local[order]
@@ -43,10 +43,10 @@ class Atlas:
         last = np.append(first[1:], len(start))[: len(first)] - 1
         return cls(start[first], stop[last], local[first])
 
-    def without(self, start: Ints, stop: Ints) -> Atlas:
+    def without(self, start: Ints, stop: Ints) -> IndexMap:
         """Less the tidy runs [start[i], stop[i]) of coordinates."""
         row, low, high = interval.subtract(self.start, self.stop, start, stop)
-        return Atlas(low, high, self.local[row] + low - self.start[row])
+        return IndexMap(low, high, self.local[row] + low - self.start[row])
 
     def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """(row, first coordinate, local start, local stop) of the parts of runs that are here."""
@@ -70,66 +70,66 @@ class Atlas:
 
 
 @dataclass(frozen=True, eq=False)
-class Deck:
+class ShardGroup:
     """Ranks that ZeRO deals the same local tensors to.
 
     ranks: in their order in the group. line: of the local tensors of the first of them; those that are not of this
-    deck are on it, too, and may be others on the next rank. atlas: of this deck's tensors. primary: the part of it that
-    no deck before this one holds.
+    group are on it, too, and may be others on the next rank. index_map: of this group's tensors. primary: the part of
+    it that no group before this one holds.
     """
 
     ranks: Ints
     line: Line
     experts: bool
-    atlas: Atlas
-    primary: Atlas
+    index_map: IndexMap
+    primary: IndexMap
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The decks of a layout, and each rank's local line. Computed once for a layout."""
+    """The shard groups of a layout, and each rank's local line. Computed once for a layout."""
 
     line: Line
     layout: Layout
     partition: Partition
-    decks: tuple[Deck, ...] = field(init=False)
+    shard_groups: tuple[ShardGroup, ...] = field(init=False)
     _lines: dict[Place, Line] = field(init=False, repr=False)
     _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False)
     _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False)
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Build the decks; LayoutError for cuts that do not fit the layout or a tensor."""
+        """Build the shard groups; LayoutError for cuts that do not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
         for name in ("_lines", "_alike_lines", "_shards", "_runs"):
             object.__setattr__(self, name, {})
-        decks: list[Deck] = []
+        shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
         taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
         for ranks, experts in self._groups():
             place = self.place(int(ranks[0]))
-            atlas = self._atlas(place, experts)
+            index_map = self._index_map(place, experts)
             start, stop = taken[experts]
-            primary = atlas.without(start, stop)
-            taken[experts] = interval.union(np.append(start, atlas.start), np.append(stop, atlas.stop))
-            decks.append(Deck(ranks, self._local_line(place), experts, atlas, primary))
-        object.__setattr__(self, "decks", tuple(decks))
+            primary = index_map.without(start, stop)
+            taken[experts] = interval.union(np.append(start, index_map.start), np.append(stop, index_map.stop))
+            shard_groups.append(ShardGroup(ranks, self._local_line(place), experts, index_map, primary))
+        object.__setattr__(self, "shard_groups", tuple(shard_groups))
 
     @cached_property
     def holders(self) -> tuple[Ints, Ints, Ints]:
-        """(tensor, deck, the first deck that has the same) of each part of a tensor that a deck holds.
+        """(tensor, shard group, the first one that has the same) of each part of a tensor that a shard group holds.
 
         Computed once, in any thread.
         """
         rows: list[tuple[int, int, int]] = []
         for number, tensor in enumerate(self.line.tensors):
             first: dict[tuple[Box, ...], int] = {}
-            for index, deck in enumerate(self.decks):
-                boxes = tuple(piece.box for piece in self.shard(int(deck.ranks[0]), number).pieces)
-                if deck.experts == tensor.expert and boxes:
+            for index, shard_group in enumerate(self.shard_groups):
+                boxes = tuple(piece.box for piece in self.shard(int(shard_group.ranks[0]), number).pieces)
+                if shard_group.experts == tensor.expert and boxes:
                     rows.append((number, index, first.setdefault(boxes, index)))
-        tensors, decks, firsts = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        return tensors, decks, firsts
+        tensors, shard_groups, firsts = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return tensors, shard_groups, firsts
 
     def local_line(self, rank: int) -> Line:
         """The local tensors of a rank: numbered as the logical ones, an empty one where it holds nothing."""
@@ -150,7 +150,7 @@ class Mesh:
         return at["data"] * self.layout.sequence + at["sequence"]
 
     def _groups(self) -> list[tuple[Ints, bool]]:
-        """(ranks, whether ZeRO deals them experts' tensors) of every deck, those of experts last."""
+        """(ranks, whether ZeRO deals them experts' tensors) of every shard group, those of experts last."""
         kinds = [(False, self.layout.tensor)]
         if self.line.experts.any():
             kinds.append((True, self.layout.expert))
@@ -204,7 +204,7 @@ class Mesh:
             self._lines[place] = self._alike_lines[shapes]
         return self._lines[place]
 
-    def _atlas(self, place: Place, experts: bool) -> Atlas:
+    def _index_map(self, place: Place, experts: bool) -> IndexMap:
         """Where the elements of a place's dense or expert tensors lie."""
         line, alike = self._local_line(place), np.array(self._alike)
         nothing = np.empty(0, np.int64)
@@ -216,7 +216,7 @@ class Mesh:
                 runs = start + bases, stop + bases, local + local_bases
                 parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
         start, stop, local = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Atlas.of(start, stop, local)
+        return IndexMap.of(start, stop, local)
 
 
 def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:

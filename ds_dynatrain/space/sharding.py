@@ -1,7 +1,7 @@
 """A sharding: how one layout holds one state kind, as answers that hold for every rank at once.
 
-Three ways of holding give them: equal parts or all of it (`even`), whole tensors on several ranks (`widened`), and one
-of these for each group of ranks that other axes have dealt the same to (`deckwise`). Runs are given and answered as
+Three ways of holding give them: equal parts or all of it (`even`), whole tensors on several ranks (`overlapping`), and
+one of these for each group of ranks that other axes have dealt the same to (`grouped`). Runs are given and answered as
 arrays: a *row* is one of the runs asked about, and every answer names the row that it is of.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
 from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned, shared_stages
-from ds_dynatrain.space.deckwise import DeckSharding
+from ds_dynatrain.space.grouped import GroupedSharding
 from ds_dynatrain.space.kind import Kind, kind_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.local import LocalSpace, cut_kind
@@ -109,7 +109,7 @@ class VirtualParameterSpace:
         """LayoutError if tensor ranks have different numbers of ZeRO-3's sub-groups: it adds their norms up in turn."""
         if layout.zero_stage < 3 or layout.tensor == 1:
             return
-        counts = [zero.subgroup_count(deck.line, self.rules, layout) for deck in mesh.decks]
+        counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
         if len(set(counts)) > 1:
             raise LayoutError(
                 f"{layout}: with sub_group_size {self.rules.sub_group_size} the tensor ranks have "
@@ -134,9 +134,13 @@ class VirtualParameterSpace:
             if mesh is None:
                 self._shardings[key] = cut_kind(self.line, self.rules, layout, held)
             else:
-                alike = {(id(deck.line), deck.experts): deck for deck in mesh.decks}  # most decks have one line
-                cuts = {one: cut_kind(deck.line, self.rules, layout, held, deck.experts) for one, deck in alike.items()}
-                self._shardings[key] = DeckSharding.of(mesh, lambda deck: cuts[id(deck.line), deck.experts])
+                alike = {
+                    (id(group.line), group.experts): group for group in mesh.shard_groups
+                }  # most shard groups have one line
+                cuts = {
+                    one: cut_kind(group.line, self.rules, layout, held, group.experts) for one, group in alike.items()
+                }
+                self._shardings[key] = GroupedSharding.of(mesh, lambda group: cuts[id(group.line), group.experts])
         return self._shardings[key]
 
     def has(self, kind: str, group: int) -> bool:
@@ -147,7 +151,7 @@ class VirtualParameterSpace:
         """The buffers that a rank has under a layout; all pieces number them alike. Computed once."""
         if layout not in self._tables:
             mesh = self.mesh(layout)
-            lines = [self.line] if mesh is None else [deck.line for deck in mesh.decks]
+            lines = [self.line] if mesh is None else [group.line for group in mesh.shard_groups]
             cut = zero.as_cut(self.rules, layout)
             tables = {id(line): zero.buffer_table(line, self.rules, cut) for line in lines}.values()
             self._tables[layout] = tuple(dict.fromkeys(name for table in tables for name in table))

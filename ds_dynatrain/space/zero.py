@@ -15,7 +15,7 @@ The world of a layout is one ZeRO group here, of data x sequence ranks; what els
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
 | host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
-A moment of whole tensors is cut like a master here; in stages 1 and 2 it is widened afterwards (`widened`).
+A moment of whole tensors is cut like a master here; in stages 1 and 2 it overlaps afterwards (`overlapping`).
 
 A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
 the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
@@ -100,7 +100,7 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
 
 @lru_cache(maxsize=32)
 def _numbered(*sorts: tuple[str, int]) -> Table:
-    """Buffers 0 to `count` - 1 of each (sort, count); the many decks of a mesh have the same object."""
+    """Buffers 0 to `count` - 1 of each (sort, count); the many shard groups of a mesh have the same object."""
     return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
 
 

@@ -14,7 +14,7 @@ from ds_dynatrain.elastic.world import World, member_id
 
 @dataclass
 class Driver:
-    """`told` is the newest world that each member was told of; it outlives the coordinator, as members do."""
+    """`foreign` is the newest world that each member was told of; it outlives the coordinator, as members do."""
 
     settings: Settings
     now: float = 1000.0

@@ -139,7 +139,7 @@ def test_streams_stay_with_their_place_on_the_data_axis(pool: RankPool, tracked:
 
 @pytest.mark.parametrize(("style", "options"), [("torch", "plain"), ("deepspeed", "contiguous")])
 def test_kinds_of_checkpointing_agree(pool: RankPool, style: str, options: str) -> None:
-    """The blocks are above the size that hollow builds treat apart. Torch's own knows of no tracker."""
+    """The blocks are above the size that builds without memory treat apart. Torch's own knows of no tracker."""
     tracked = style == "deepspeed"
     sizes = {"width": 64, "hidden": 260}
     plain = pool.run(checkpointing_case, style="none", tracked=tracked, options={}, seconds=120, **sizes)

@@ -141,7 +141,7 @@ def test_twelve_switches(pool: RankPool, way: str, path: tuple[jobs.Sizes, ...],
 
 @pytest.mark.parametrize("way", ["a wrapped part", "a part in place"])
 def test_compiled_parts(pool: RankPool, way: str) -> None:
-    """With tensors above the size that hollow builds treat apart."""
+    """With tensors above the size that builds without memory treat apart."""
     path = ((2, 1), (4, 2), (3, 0))
     sizes = {"width": 64, "hidden": 260}
     plain = pool.run(compiled_case, way="not", path=path, **sizes)

@@ -26,7 +26,7 @@ from tests.engine.pool import RankPool
 STEPS = 12
 SEED = 6
 LARGE = {"width": 64, "hidden": 260}
-"""A model with tensors that are not written while an optimizer is built hollow."""
+"""A model with tensors that are not written while an optimizer is built without memory."""
 OVERFLOWS = (3, 5, 6, 9)
 """Steps whose gradients overflow: before, at and after the switches of the schedules below."""
 EDITED = r"(weight|master) of 'blocks\.1\.up\.weight'.*was it changed in place"

@@ -21,7 +21,7 @@ from tests.engine.test_members import holdings
 STEPS = 5
 M_MMAP_THRESHOLD = -3
 WIDE = {"width": 160, "hidden": 200}
-"""Tensors above the size from which a hollow build writes nothing."""
+"""Tensors above the size from which a build without memory writes nothing."""
 
 
 def settings(dtype: str, start: jobs.Sizes, **more: Any) -> dict[str, Any]:

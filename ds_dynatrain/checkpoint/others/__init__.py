@@ -7,8 +7,8 @@
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
 | `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
 | `universal` `dcp` | ours in DeepSpeed's universal format, and in that of torch's distributed checkpoints |
-| `told` | what a checkpoint tells of a training, whosever it is; from here on no format matters |
-| `zero_told` `universal_told` `dcp_told` `safetensors_told` | the same from each tool's files, without the model |
+| `foreign` | what a checkpoint tells of a training, whosever it is; from here on no format matters |
+| `zero_reader` `universal_reader` `dcp_reader` `safetensors_reader` | the same from each tool's files alone |
 | `recognize` | whose checkpoint lies at a path |
 
 Knows no engine and no DeepSpeed: the files say what they are.

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ds_dynatrain.checkpoint.files import read_note
-from ds_dynatrain.checkpoint.others.dcp_told import METADATA, is_dcp, told_by_dcp
-from ds_dynatrain.checkpoint.others.safetensors_told import INDEX, is_safetensors, told_by_safetensors
-from ds_dynatrain.checkpoint.others.told import Told
-from ds_dynatrain.checkpoint.others.universal_told import OPTIMIZER, ZERO, is_universal, told_by_universal
+from ds_dynatrain.checkpoint.others.dcp_reader import METADATA, is_dcp, read_dcp
+from ds_dynatrain.checkpoint.others.foreign import Foreign
+from ds_dynatrain.checkpoint.others.safetensors_reader import INDEX, is_safetensors, read_safetensors
+from ds_dynatrain.checkpoint.others.universal_reader import OPTIMIZER, ZERO, is_universal, read_universal
 from ds_dynatrain.checkpoint.others.zero_files import is_zero_folder
-from ds_dynatrain.checkpoint.others.zero_told import told_by_zero
+from ds_dynatrain.checkpoint.others.zero_reader import read_zero
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 
@@ -25,16 +25,16 @@ def _is_zero(path: Path) -> bool:
     return is_zero_folder(path) and not is_universal(path)
 
 
-SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Told]]] = {
-    "a folder of DeepSpeed's save_checkpoint (mp_rank_00_model_states.pt and the like)": (_is_zero, told_by_zero),
-    f"a folder of torch's distributed checkpoint ({METADATA})": (is_dcp, told_by_dcp),
-    f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, told_by_universal),
-    f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, told_by_safetensors),
+SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign]]] = {
+    "a folder of DeepSpeed's save_checkpoint (mp_rank_00_model_states.pt and the like)": (_is_zero, read_zero),
+    f"a folder of torch's distributed checkpoint ({METADATA})": (is_dcp, read_dcp),
+    f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, read_universal),
+    f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, read_safetensors),
 }
 """What is looked for -> (whether it is there, what reads it)."""
 
 
-def told_at(path: Path, trust_pickle: bool = False) -> Told:
+def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
     """The checkpoint of another tool at a path, or the one that a note there names.
 
     CheckpointError for none, for one of ours, and where it is not clear, naming what was looked for.

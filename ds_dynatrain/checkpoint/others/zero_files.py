@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.checkpoint.others.foreign import hyper_parameters, plain_fields
 from ds_dynatrain.checkpoint.others.pickles import Opaque
-from ds_dynatrain.checkpoint.others.told import hyper_parameters, plain_fields
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
@@ -250,7 +250,7 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
-    """As much of a training's carry (see `told`) as model states and an optimizer's states have."""
+    """As much of a training's carry (see `foreign`) as model states and an optimizer's states have."""
     found: dict[str, Any] = {
         "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
         "windows": int(said.get("global_steps", 0)),

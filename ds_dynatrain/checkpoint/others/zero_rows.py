@@ -31,8 +31,8 @@ from ds_dynatrain.space import (
     ZeroRules,
 )
 from ds_dynatrain.space.local import LocalSpace
+from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.space.tensor import Line
-from ds_dynatrain.space.widened import is_widened
 from ds_dynatrain.space.zero import flat_order
 
 SUB_GROUP_SIZE = 10**9
@@ -104,7 +104,7 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
     folder.check_ranks()
     layout = layout_of(folder)
     rules, members = rules_then(folder, vps.rules), tuple(range(layout.world_size))
-    if any(is_widened(kind, layout) for kind in vps.kinds):
+    if any(is_overlapping(kind, layout) for kind in vps.kinds):
         raise CheckpointError("states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's")
     space = VirtualParameterSpace(vps.line, rules, vps.kinds, layout, members, vps.partitioner)
     try:

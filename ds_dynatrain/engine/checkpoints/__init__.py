@@ -8,7 +8,7 @@
 | `opening`, `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
 | `converted`, `merging` | one that was converted from another tool's: what it lacks stays as it is |
 | `conversion` | such a one, from what another tool's checkpoint tells |
-| `rests` | what belongs to single ranks |
+| `extra_state` | what belongs to single ranks |
 | `resume` | what a job goes on from when it starts |
 | `fallback` | saves that the engine makes by itself |
 | `asking` | what stands in the way of a save or a load, and that all ask for the same |

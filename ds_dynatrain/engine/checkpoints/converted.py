@@ -17,8 +17,8 @@ import torch
 from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.checkpoints.extra_state import rest_for
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
-from ds_dynatrain.engine.checkpoints.rests import rest_for
 from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.checkpoints.sources import Universal
 from ds_dynatrain.engine.core import EngineCore

@@ -12,7 +12,7 @@ from ds_dynatrain.errors import CheckpointError
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole carry. said: keys as `checkpoint.others.told` has them; groups and scalars are numbered as here."""
+    """The whole carry. said: keys as `checkpoint.others.foreign` has them; groups and scalars are numbered as here."""
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}
     if "groups" in said:

@@ -23,10 +23,10 @@ from ds_dynatrain.checkpoint.others import (
     value_of,
     with_values,
 )
-from ds_dynatrain.checkpoint.others.told import number_of
+from ds_dynatrain.checkpoint.others.foreign import number_of
 from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.checkpoints.extra_state import rest_for, streams_for
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
-from ds_dynatrain.engine.checkpoints.rests import rest_for, streams_for
 from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.errors import CheckpointError

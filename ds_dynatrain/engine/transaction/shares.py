@@ -23,8 +23,8 @@ from ds_dynatrain.engine.certificate import Digests, SideDigests, whole_digests
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.space.widened import is_widened
 
 Doubts = dict[str, list[int]]
 """Kind -> numbers of tensors whose copies are not equal."""
@@ -199,8 +199,8 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
     routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
     tensors, groups, firsts = mesh.holders
     speaks, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-    weights = _odd(np.arange(len(mesh.decks)) + _PLACES)
-    for index, group in enumerate(mesh.decks):
+    weights = _odd(np.arange(len(mesh.shard_groups)) + _PLACES)
+    for index, group in enumerate(mesh.shard_groups):
         if rank not in group.ranks:
             continue
         voices, by_copy = _in_group(vps, layout, kind, rank, group.ranks, routed == group.experts)
@@ -221,7 +221,7 @@ def _in_group(
 ) -> tuple[Ints, Digests]:
     """(whether a rank gives its digests for its ZeRO group, its weight in `copies`), by tensor; rows: the group's."""
     nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
-    if is_widened(vps.kind(kind), layout):
+    if is_overlapping(vps.kind(kind), layout):
         holds = np.zeros((len(ranks), len(rows)), bool)
         for place, other in enumerate(ranks.tolist()):
             holds[place, np.unique(vps.local(layout, other).rows(kind)[0])] = True

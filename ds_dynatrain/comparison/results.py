@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from ds_dynatrain.comparison.job import WAYS, YARD, Way
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.yardstick.job import WAYS, YARD, Way
 
 FORMAT = 1
 PHASES = (

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_dynatrain.comparison.job import Task
+from ds_dynatrain.comparison.notes import Read
 from ds_dynatrain.errors import DynatrainError
-from ds_dynatrain.yardstick.job import Task
-from ds_dynatrain.yardstick.notes import Read
 
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
@@ -42,7 +42,7 @@ def launch(task: Task, processes: int, notes: Path, limit_seconds: float) -> Lau
     """Run a task in `processes` ranks, notes into a new folder. LaunchError with the reason if that fails."""
     notes.mkdir(parents=True)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "ds_dynatrain.yardstick.worker", str(notes), task.to_json()]
+    command += ["-m", "ds_dynatrain.comparison.worker", str(notes), task.to_json()]
     return _run(command, notes, limit_seconds, f"{task.program}, {task.part}, {processes} ranks")
 
 
@@ -50,7 +50,7 @@ def convert(folder: Path, notes: Path, limit_seconds: float) -> tuple[float, Lau
     """Convert DeepSpeed's checkpoint; (seconds, notes)."""
     notes.mkdir(parents=True)
     done = _run(
-        ["-m", "ds_dynatrain.yardstick.converter", str(folder), str(notes)], notes, limit_seconds, "the converter"
+        ["-m", "ds_dynatrain.comparison.converter", str(folder), str(notes)], notes, limit_seconds, "the converter"
     )
     return time.monotonic() - done.at, done
 

@@ -1,6 +1,6 @@
 """DeepSpeed's converter to its universal format, with the memory that it took noted.
 
-python -m ds_dynatrain.yardstick.converter FOLDER NOTES: between the two forms in the checkpoint's folder.
+python -m ds_dynatrain.comparison.converter FOLDER NOTES: between the two forms in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ds_dynatrain.yardstick.job import SAVED, UNIVERSAL
-from ds_dynatrain.yardstick.notes import Notes
+from ds_dynatrain.comparison.job import SAVED, UNIVERSAL
+from ds_dynatrain.comparison.notes import Notes
 
 
 def main(folder: Path, notes: Notes) -> int:

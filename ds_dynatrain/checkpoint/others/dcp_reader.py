@@ -27,8 +27,8 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
+from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of
 from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle, check_tree
-from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
 from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
@@ -72,11 +72,11 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def told_by_dcp(path: Path, trust_pickle: bool = False) -> Told:
+def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe a checkpoint; CheckpointError for content that is refused, CheckpointDamaged if a part of it is missing
     or it cannot be true. trust_pickle: of values that are neither tensors nor plain, never of the metadata.
     """
-    return _Folder.open(path, trust_pickle).told()
+    return _Folder.open(path, trust_pickle).foreign()
 
 
 class _Reader(pickle.Unpickler):
@@ -122,7 +122,7 @@ class _Folder:
         shapes = {key: None if size is None else tuple(map(int, size)) for key, size in sizes.items()}
         return _Folder(path, trust_pickle, keys, shapes, places)
 
-    def told(self) -> Told:
+    def foreign(self) -> Foreign:
         weights = self._weights()
         groups, number_in = self._groups(weights)
         frozen = FROZEN if groups else 0
@@ -144,7 +144,7 @@ class _Folder:
         carry: dict[str, Any] = {}
         if groups:
             carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
-        return Told(self.path, FORMAT, Manifest.of(rows), tensors, step, carry, left_out=tuple(left_out))
+        return Foreign(self.path, FORMAT, Manifest.of(rows), tensors, step, carry, left_out=tuple(left_out))
 
     def _weights(self) -> dict[str, str]:
         """Name of each weight -> its key."""

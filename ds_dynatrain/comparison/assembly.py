@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from ds_dynatrain.yardstick.job import BATCH, Task, Way
-from ds_dynatrain.yardstick.launch import Launched
-from ds_dynatrain.yardstick.notes import Read
-from ds_dynatrain.yardstick.results import Measure
+from ds_dynatrain.comparison.job import BATCH, Task, Way
+from ds_dynatrain.comparison.launch import Launched
+from ds_dynatrain.comparison.notes import Read
+from ds_dynatrain.comparison.results import Measure
 
 WARM = 2
 """So many first steps of a layout are not counted as steady."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.yardstick.page import page
-from ds_dynatrain.yardstick.results import Comparison
-from tests.yardstick.samples import comparison
+from ds_dynatrain.comparison.page import page
+from ds_dynatrain.comparison.results import Comparison
+from tests.comparison.samples import comparison
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WIDTHS = (1280, 800, 500)

@@ -20,13 +20,13 @@ from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.tensor import Ints, Line
 
 
-def is_widened(kind: Kind, layout: Layout) -> bool:
+def is_overlapping(kind: Kind, layout: Layout) -> bool:
     """Whether a layout holds the kind this way."""
     return kind.whole_tensors and layout.zero_stage in (1, 2)
 
 
 @dataclass(frozen=True, eq=False)
-class WidenedSharding:
+class OverlappingSharding:
     """A sharding in which an element may have several holders.
 
     part: the ordinary sharding, of flat groups. The other arrays have one entry per tensor, sorted by start. start,
@@ -49,7 +49,7 @@ class WidenedSharding:
     shared = None
 
     @staticmethod
-    def of(line: Line, part: EvenSharding) -> WidenedSharding:
+    def of(line: Line, part: EvenSharding) -> OverlappingSharding:
         """The tensors of `line` that `part` cuts, which is over the flat groups of stage 1 or 2."""
         filled = np.flatnonzero(line.numels)
         row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])
@@ -59,7 +59,9 @@ class WidenedSharding:
         opening = np.cumsum((stop - start)[order]) - (stop - start)[order]
         at = np.empty_like(opening)
         at[order] = opening
-        return WidenedSharding(part, start, stop, buffer, at, first, last, (buffer * part.ranks + last)[order], opening)
+        return OverlappingSharding(
+            part, start, stop, buffer, at, first, last, (buffer * part.ranks + last)[order], opening
+        )
 
     @property
     def buffers(self) -> tuple[BufferId, ...]:

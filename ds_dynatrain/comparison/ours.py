@@ -11,11 +11,11 @@ import deepspeed  # noqa: F401  (its import is to be in the phase of that name)
 import torch
 
 import ds_dynatrain
+from ds_dynatrain.comparison.digests import of_deepspeed
+from ds_dynatrain.comparison.job import BATCH, Side, Task
+from ds_dynatrain.comparison.notes import Notes
+from ds_dynatrain.comparison.workload import Samples, config, model_of
 from ds_dynatrain.report import SwitchEvent
-from ds_dynatrain.yardstick.digests import of_deepspeed
-from ds_dynatrain.yardstick.job import BATCH, Side, Task
-from ds_dynatrain.yardstick.notes import Notes
-from ds_dynatrain.yardstick.workload import Samples, config, model_of
 
 TAG = "moved"
 PHASES = {

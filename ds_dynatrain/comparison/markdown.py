@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ds_dynatrain.yardstick.job import WAYS, Way
-from ds_dynatrain.yardstick.results import BAR, PHASES, Comparison, Measure, ratios, way_of
+from ds_dynatrain.comparison.job import WAYS, Way
+from ds_dynatrain.comparison.results import BAR, PHASES, Comparison, Measure, ratios, way_of
 
 Row = Sequence[str]
 

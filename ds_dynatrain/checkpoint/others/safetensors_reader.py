@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ds_dynatrain.checkpoint.files import open_regular, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest
 from ds_dynatrain.checkpoint.names import is_component
-from ds_dynatrain.checkpoint.others.told import Told, whole_row
+from ds_dynatrain.checkpoint.others.foreign import Foreign, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import WEIGHT, LogicalTensor
@@ -61,7 +61,7 @@ def is_safetensors(path: Path) -> bool:
     return path.is_file() and path.suffix == SUFFIX
 
 
-def told_by_safetensors(path: Path, trust_pickle: bool = False) -> Told:
+def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe them; nothing in them is a pickle. CheckpointError for a folder that does not say which files count or a
     type that is not known here, CheckpointDamaged for what is no such file or is cut off.
     """
@@ -71,7 +71,7 @@ def told_by_safetensors(path: Path, trust_pickle: bool = False) -> Told:
         tensors.append(tensor)
         if tensor.numel:
             rows.append(whole_row(tensor, WEIGHT, stored))
-    return Told(path, FORMAT, Manifest.of(rows), tuple(tensors))
+    return Foreign(path, FORMAT, Manifest.of(rows), tuple(tensors))
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -1,4 +1,4 @@
-"""How a layout of several axes holds one state kind: a sharding for each deck of its mesh, spoken of on one line."""
+"""How a layout of several axes holds one state kind: a sharding for each shard group of its mesh, all on one line."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.mesh import Atlas, Deck, Mesh
+from ds_dynatrain.space.mesh import IndexMap, Mesh, ShardGroup
 from ds_dynatrain.space.pieces import BufferId, Pieces
 from ds_dynatrain.space.sharding import ABSENT, Sharding
 from ds_dynatrain.space.tensor import Ints
 
-Cutter = Callable[[Deck], Sharding]
-"""The sharding of one kind on a deck's local line, over the ranks of the deck."""
+Cutter = Callable[[ShardGroup], Sharding]
+"""The sharding of one kind on a shard group's local line, over the ranks of the shard group."""
 
 
 @dataclass(frozen=True, eq=False)
-class DeckSharding:
+class GroupedSharding:
     """A sharding of ranks of the whole layout and coordinates of the logical line.
 
-    cuts: of each deck of the mesh. buffers: of all ranks, by the numbers of the local buffers.
+    cuts: of each shard group of the mesh. buffers: of all ranks, by the numbers of the local buffers.
     """
 
     mesh: Mesh
@@ -32,12 +32,12 @@ class DeckSharding:
     replicated = False
 
     @staticmethod
-    def of(mesh: Mesh, cutter: Cutter) -> DeckSharding:
-        """One kind, cut deck by deck."""
-        cuts = tuple(cutter(deck) for deck in mesh.decks)
-        different = {id(cut.buffers): cut.buffers for cut in cuts}  # most decks share one table
+    def of(mesh: Mesh, cutter: Cutter) -> GroupedSharding:
+        """One kind, cut shard group by shard group."""
+        cuts = tuple(cutter(group) for group in mesh.shard_groups)
+        different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
         table = tuple(dict.fromkeys(name for names in different.values() for name in names))
-        return DeckSharding(mesh, cuts, table)
+        return GroupedSharding(mesh, cuts, table)
 
     @property
     def ranks(self) -> int:
@@ -51,52 +51,52 @@ class DeckSharding:
 
     def holding(self, rank: int) -> Pieces:
         """What a rank holds."""
-        return self._pieces(rank, lambda cut, index: cut.holding(index), lambda deck: deck.atlas)
+        return self._pieces(rank, lambda cut, index: cut.holding(index), lambda group: group.index_map)
 
     def owned(self, rank: int) -> Pieces:
         """The part of `holding` that the rank owns: over all ranks these tile the kind."""
-        return self._pieces(rank, lambda cut, index: cut.owned(index), lambda deck: deck.primary)
+        return self._pieces(rank, lambda cut, index: cut.owned(index), lambda group: group.primary)
 
     def region(self) -> tuple[Ints, Ints]:
         """The runs that the ranks hold together, touching ones joined."""
         found = []
-        for deck, cut in self._pairs():
-            _, _, start, stop = deck.atlas.to_line(*cut.region())
+        for group, cut in self._pairs():
+            _, _, start, stop = group.index_map.to_line(*cut.region())
             found.append((start, stop))
         start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
         return interval.union(start, stop)
 
     @cached_property
     def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
-        """(ranks, start, stop) deck by deck, of what all ranks of a deck hold alike; None if they hold parts of it."""
+        """(ranks, start, stop), group by group, of what all its ranks hold alike; None if they hold parts of it."""
         if not all(cut.replicated for cut in self.cuts):
             return None
-        runs = [deck.atlas.to_line(*cut.region())[2:] for deck, cut in self._pairs()]
-        return [(deck.ranks, *interval.union(*each)) for deck, each in zip(self.mesh.decks, runs, strict=True)]
+        runs = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
+        return [(group.ranks, *interval.union(*each)) for group, each in zip(self.mesh.shard_groups, runs, strict=True)]
 
     def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
 
-        Of several decks that hold it the first, of the ranks of that deck the one that its own sharding names.
+        Of several shard groups that hold it the first, and of its ranks the one that its own sharding names.
         """
-        parts = [self._over(deck, deck.primary, cut.owners, start, stop) for deck, cut in self._pairs()]
+        parts = [self._over(group, group.primary, cut.owners, start, stop) for group, cut in self._pairs()]
         return _in_order(parts)
 
     def holders(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
-        parts = [self._over(deck, deck.atlas, cut.holders, start, stop) for deck, cut in self._pairs()]
+        parts = [self._over(group, group.index_map, cut.holders, start, stop) for group, cut in self._pairs()]
         return _in_order(parts)
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         row = np.arange(len(start), dtype=np.int64)
-        for deck, cut in self._pairs():
-            index = _index_in(deck.ranks, holder[row])
+        for group, cut in self._pairs():
+            index = _index_in(group.ranks, holder[row])
             away, here = np.flatnonzero(index == ABSENT), np.flatnonzero(index != ABSENT)
             if not len(here):
                 continue
-            beyond, low, high = interval.subtract(start[here], stop[here], deck.atlas.start, deck.atlas.stop)
-            part, line, first, last = deck.atlas.to_local(start[here], stop[here])
+            beyond, low, high = interval.subtract(start[here], stop[here], group.index_map.start, group.index_map.stop)
+            part, line, first, last = group.index_map.to_local(start[here], stop[here])
             left, begin, end = cut.lacking(first, last, index[here][part])
             at = line[left] + begin - first[left]
             row = np.concatenate([row[away], row[here[beyond]], row[here[part[left]]]])
@@ -113,12 +113,12 @@ class DeckSharding:
         """
         nothing = np.empty(0, np.int64)
         parts = [(nothing, nothing, nothing, nothing, nothing)]
-        for deck, cut in self._pairs():
-            index = _index_in(deck.ranks, rank)
+        for group, cut in self._pairs():
+            index = _index_in(group.ranks, rank)
             rows = np.flatnonzero(index != ABSENT)
             if not len(rows):
                 continue
-            row, line, low, high = deck.atlas.to_local(start[rows], stop[rows])
+            row, line, low, high = group.index_map.to_local(start[rows], stop[rows])
             part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
             begin = line[part] + first - low[part]
             parts.append((rows[row][part], begin, begin + last - first, self._code(cut)[buffer], offset))
@@ -137,17 +137,19 @@ class DeckSharding:
     def _code(self, cut: Sharding) -> Ints:
         return self._codes[id(cut.buffers)]
 
-    def _pairs(self) -> Iterator[tuple[Deck, Sharding]]:
-        return zip(self.mesh.decks, self.cuts, strict=True)
+    def _pairs(self) -> Iterator[tuple[ShardGroup, Sharding]]:
+        return zip(self.mesh.shard_groups, self.cuts, strict=True)
 
-    def _pieces(self, rank: int, held: Callable[[Sharding, int], Pieces], atlas: Callable[[Deck], Atlas]) -> Pieces:
+    def _pieces(
+        self, rank: int, held: Callable[[Sharding, int], Pieces], index_map: Callable[[ShardGroup], IndexMap]
+    ) -> Pieces:
         parts = [Pieces.empty(self.buffers)]
-        for deck, cut in self._pairs():
-            index = np.flatnonzero(deck.ranks == rank)
+        for group, cut in self._pairs():
+            index = np.flatnonzero(group.ranks == rank)
             if not len(index):
                 continue
             local = held(cut, int(index[0]))
-            row, first, start, stop = atlas(deck).to_line(local.start, local.stop)
+            row, first, start, stop = index_map(group).to_line(local.start, local.stop)
             offset = local.offset[row] + first - local.start[row]
             parts.append(Pieces(start, stop, self._code(cut)[local.buffer[row]], offset, self.buffers))
         start, stop, buffer, offset = (
@@ -158,17 +160,17 @@ class DeckSharding:
 
     @staticmethod
     def _over(
-        deck: Deck,
-        atlas: Atlas,
+        group: ShardGroup,
+        index_map: IndexMap,
         ask: Callable[[Ints, Ints], tuple[Ints, Ints, Ints, Ints]],
         start: Ints,
         stop: Ints,
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """What a deck's sharding answers of runs, in coordinates of the logical line and ranks of the layout."""
-        row, line, low, high = atlas.to_local(start, stop)
+        """What a shard group's sharding answers of runs, in coordinates of the logical line and ranks of the layout."""
+        row, line, low, high = index_map.to_local(start, stop)
         part, first, last, index = ask(low, high)
         begin = line[part] + first - low[part]
-        return row[part], begin, begin + last - first, deck.ranks[index]
+        return row[part], begin, begin + last - first, group.ranks[index]
 
 
 def _index_in(ranks: Ints, rank: Ints) -> Ints:

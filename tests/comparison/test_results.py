@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from ds_dynatrain.cli import compare as command
 from ds_dynatrain.cli.main import app
+from ds_dynatrain.comparison import charts, markdown
+from ds_dynatrain.comparison import comparison as measuring
+from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, Change, Side, Task
+from ds_dynatrain.comparison.page import page
+from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, ratios
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.yardstick import charts, markdown
-from ds_dynatrain.yardstick import comparison as measuring
-from ds_dynatrain.yardstick.job import BATCH, SHAPES, WAYS, Change, Side, Task
-from ds_dynatrain.yardstick.page import page
-from ds_dynatrain.yardstick.results import PHASES, Comparison, Measure, ratios
-from tests.yardstick.samples import CHANGE, LOSSES, OTHER, comparison
+from tests.comparison.samples import CHANGE, LOSSES, OTHER, comparison
 
 VOID = {"meta", "br", "link", "img", "hr"}
 

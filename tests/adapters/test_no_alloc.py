@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.hollow import LARGE, HollowMode, hollow, no_collection, silent_communication
+from ds_dynatrain.adapters.no_alloc import LARGE, NoAllocMode, no_alloc, no_collection, silent_communication
 from ds_dynatrain.adapters.versions import collector
 
 SMALL, BIG = 100, LARGE * 4
@@ -19,7 +19,7 @@ SMALL, BIG = 100, LARGE * 4
 
 def test_large_copies_are_left_out_and_small_ones_done() -> None:
     small, big = torch.zeros(SMALL), torch.zeros(BIG)
-    with HollowMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():  # type: ignore[no-untyped-call]
         small.copy_(torch.ones(SMALL))
         big.copy_(torch.ones(()).expand(BIG))
         small[:5].fill_(3.0)
@@ -32,7 +32,7 @@ def test_large_copies_are_left_out_and_small_ones_done() -> None:
 
 
 def test_zeros_are_zeros() -> None:
-    with HollowMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():  # type: ignore[no-untyped-call]
         made = [
             torch.zeros(BIG),
             torch.zeros(4, BIG // 4, dtype=torch.bfloat16),
@@ -51,7 +51,7 @@ def test_zeros_are_zeros() -> None:
 
 
 def test_clones_casts_and_concatenations_have_shape_and_type_only() -> None:
-    with HollowMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():  # type: ignore[no-untyped-call]
         big = torch.zeros(BIG)
         clone, cast, flat = big.clone(), big.to(torch.bfloat16), torch.cat([big, torch.zeros(SMALL)])
         small = torch.cat([torch.ones(2), torch.ones(3)])
@@ -66,7 +66,7 @@ def test_memory_is_reserved_and_not_touched() -> None:
             return int(file.read().split()[1]) * 4096
 
     numel = 1 << 26
-    with HollowMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():  # type: ignore[no-untyped-call]
         before = resident()
         made = [torch.zeros(numel), torch.zeros(numel).clone()]
         assert resident() - before < numel
@@ -88,7 +88,7 @@ def test_a_step_does_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    with hollow(optimizer):
+    with no_alloc(optimizer):
         optimizer.step()
     assert parameter.tolist() == [1.0, 1.0] and "step" not in optimizer.__dict__
     optimizer.step()
@@ -99,7 +99,7 @@ def test_a_step_that_a_scheduler_has_wrapped_is_put_back() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     wrapped = optimizer.step
-    with hollow(optimizer):
+    with no_alloc(optimizer):
         assert optimizer.step is not wrapped
     assert optimizer.step is wrapped
 
@@ -118,7 +118,7 @@ def test_deepspeed_does_not_collect_inside(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ds_comm, "cdb", SimpleNamespace())
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(KeyError), hollow(optimizer):
+    with pytest.raises(KeyError), no_alloc(optimizer):
         assert np.prod(torch.zeros(BIG).shape) == BIG
         raise KeyError
     assert torch.ones(BIG).clone().eq(1).all()

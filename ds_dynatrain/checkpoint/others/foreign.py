@@ -27,7 +27,7 @@ from ds_dynatrain.space import LogicalTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class Foreign:
     """A checkpoint of another tool, described. format: its name, for people.
 
     manifest: its rows have files below `path` and no digests. tensors: those of groups first, in order. step: optimizer

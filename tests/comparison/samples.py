@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.yardstick.results import Comparison, Measure
+from ds_dynatrain.comparison.results import Comparison, Measure
 
 CHANGE = "2 ranks, stage 1 → 4 ranks, stage 1"
 OTHER = "4 ranks, stage 1 → 3 ranks, stage 2"

@@ -22,7 +22,7 @@ import torch
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
-from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of, whole_row
+from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree
 from ds_dynatrain.checkpoint.others.zero_files import (
     OptimizerFile,
@@ -45,11 +45,11 @@ def is_universal(path: Path) -> bool:
     return (path / ZERO / OPTIMIZER).is_file()
 
 
-def told_by_universal(path: Path, trust_pickle: bool = False) -> Told:
+def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe a checkpoint; CheckpointError for what cannot be read without its model, CheckpointDamaged if a part of
     it is missing.
     """
-    return _Folder(path, trust_pickle).told()
+    return _Folder(path, trust_pickle).foreign()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class _Folder:
     trust_pickle: bool
     _trees: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
-    def told(self) -> Told:
+    def foreign(self) -> Foreign:
         tensors, rows = list[LogicalTensor](), list[Row]()
         steps: dict[str, float] = {}
         for name, (group, shape) in self.trained.items():
@@ -76,7 +76,7 @@ class _Folder:
         carry["scalars"] = {STEP: scalars} if scalars else {}
         names = said.get("buffer_names") or ()
         buffers = {name: held for name, held in self.module.items() if name in names}
-        return Told(self.path, FORMAT, Manifest.of(rows), ordered, int(said.get("global_steps", 0)), carry, buffers)
+        return Foreign(self.path, FORMAT, Manifest.of(rows), ordered, int(said.get("global_steps", 0)), carry, buffers)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynatrain.yardstick.job import Change, Task
-from ds_dynatrain.yardstick.launch import LaunchError, launch
-from ds_dynatrain.yardstick.results import Comparison, Measure
+from ds_dynatrain.comparison.job import Change, Task
+from ds_dynatrain.comparison.launch import LaunchError, launch
+from ds_dynatrain.comparison.results import Comparison, Measure
 from tests.ops import surroundings
 
 ROOT = Path(__file__).parents[2]

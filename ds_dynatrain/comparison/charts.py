@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.yardstick.job import WAYS
-from ds_dynatrain.yardstick.markdown import title
-from ds_dynatrain.yardstick.results import PHASES, Comparison, Measure, way_of
+from ds_dynatrain.comparison.job import WAYS
+from ds_dynatrain.comparison.markdown import title
+from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, way_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

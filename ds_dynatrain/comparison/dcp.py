@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ds_dynatrain.yardstick.digests import of_torch
-from ds_dynatrain.yardstick.job import BATCH, Task
-from ds_dynatrain.yardstick.notes import Notes
-from ds_dynatrain.yardstick.workload import LEARNING_RATE, Samples, model_of, share
+from ds_dynatrain.comparison.digests import of_torch
+from ds_dynatrain.comparison.job import BATCH, Task
+from ds_dynatrain.comparison.notes import Notes
+from ds_dynatrain.comparison.workload import LEARNING_RATE, Samples, model_of, share
 
 
 class Trainer:

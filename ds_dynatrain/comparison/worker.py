@@ -1,4 +1,4 @@
-"""One rank of a comparison: `python -m ds_dynatrain.yardstick.worker FOLDER TASK`, started by torchrun.
+"""One rank of a comparison: `python -m ds_dynatrain.comparison.worker FOLDER TASK`, started by torchrun.
 
 Its first line of code ends the phase "start"; nothing heavy is imported before that.
 """
@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from ds_dynatrain.yardstick.job import Task
-from ds_dynatrain.yardstick.notes import Notes
+from ds_dynatrain.comparison.job import Task
+from ds_dynatrain.comparison.notes import Notes
 
 PROGRAMS = {"live": "ours", "here": "ours", "ours": "ours", "stock": "stock", "dcp": "dcp"}
 """The module that runs each program."""
@@ -23,7 +23,7 @@ def main(folder: Path, task: Task) -> None:
     begin, notes = time.monotonic(), Notes(folder, int(os.environ["RANK"]))
     notes.write("stamp", name="started", at=begin)
     try:
-        module = importlib.import_module(f"ds_dynatrain.yardstick.{PROGRAMS[task.program]}")
+        module = importlib.import_module(f"ds_dynatrain.comparison.{PROGRAMS[task.program]}")
         notes.write("phase", name="import", seconds=time.monotonic() - begin)
         module.run(task, notes)
     except Exception as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ds_dynatrain.yardstick import charts, markdown
-from ds_dynatrain.yardstick.results import BAR, PHASES, Comparison, ratios
+from ds_dynatrain.comparison import charts, markdown
+from ds_dynatrain.comparison.results import BAR, PHASES, Comparison, ratios
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto;

@@ -10,10 +10,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from ds_dynatrain.yardstick.assembly import Run, measure
-from ds_dynatrain.yardstick.job import Change, Task, Way
-from ds_dynatrain.yardstick.launch import LaunchError, convert, launch
-from ds_dynatrain.yardstick.results import Comparison, Measure
+from ds_dynatrain.comparison.assembly import Run, measure
+from ds_dynatrain.comparison.job import Change, Task, Way
+from ds_dynatrain.comparison.launch import LaunchError, convert, launch
+from ds_dynatrain.comparison.results import Comparison, Measure
 
 Say = Callable[[str], None]
 Keep = Callable[[Comparison], None]

@@ -10,10 +10,10 @@ import deepspeed
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.yardstick.digests import of_deepspeed
-from ds_dynatrain.yardstick.job import BATCH, SAVED, UNIVERSAL, Side, Task
-from ds_dynatrain.yardstick.notes import Notes
-from ds_dynatrain.yardstick.workload import Samples, config, model_of, share
+from ds_dynatrain.comparison.digests import of_deepspeed
+from ds_dynatrain.comparison.job import BATCH, SAVED, UNIVERSAL, Side, Task
+from ds_dynatrain.comparison.notes import Notes
+from ds_dynatrain.comparison.workload import Samples, config, model_of, share
 
 
 class Trainer:

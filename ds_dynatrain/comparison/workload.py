@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_dynatrain.yardstick.job import BATCH, LENGTH, SHAPES
+from ds_dynatrain.comparison.job import BATCH, LENGTH, SHAPES
 
 TEXT_BYTES = 400_000
 LEARNING_RATE = 5e-4

@@ -1,9 +1,9 @@
 """Build a DeepSpeed optimizer without its memory and without its messages.
 
 DeepSpeed's constructors allocate, fill and broadcast whole models. In a switch the memory exists already (allocated and
-touched while training went on) and every byte is moved by the plan, so the constructors run *hollow*: large tensors are
-reserved but never written, collectives do nothing, and the basic optimizer takes no step. The adapter puts the real
-buffers in afterwards; the census checks that none was missed.
+touched while training went on) and every byte is moved by the plan, so the constructors run *without memory*: large
+tensors are reserved but never written, collectives do nothing, and the basic optimizer takes no step. The adapter puts
+the real buffers in afterwards; the census checks that none was missed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _IN_PLACE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 _FRESH = {_aten.full.default, _aten.cat.default, _aten.clone.default, _aten._to_copy.default}
-_HOLLOW = frozenset(_ZEROS | _IN_PLACE | _FRESH)
+_NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 
 
-class HollowMode(TorchDispatchMode):
+class NoAllocMode(TorchDispatchMode):
     """Large fresh tensors are reserved, not written; large copies into existing ones are skipped.
 
     Zeros stay zeros (memory that the operating system hands out zeroed). Small tensors behave as always.
@@ -43,7 +43,7 @@ class HollowMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _HOLLOW:
+        if func not in _NO_ALLOC:
             return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
@@ -135,7 +135,7 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def hollow(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def no_alloc(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """All of the above: for building one ZeRO optimizer around `optimizer`.
 
     It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
@@ -146,7 +146,7 @@ def hollow(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         stack.enter_context(replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"))
         stack.enter_context(silent_communication())
         stack.enter_context(replaced(optimizer, "step", _nothing))
-        stack.enter_context(HollowMode())  # type: ignore[no-untyped-call]
+        stack.enter_context(NoAllocMode())  # type: ignore[no-untyped-call]
         yield
 
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.convert import whole
+from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.others.recognize import told_at
-from ds_dynatrain.checkpoint.others.told import Told
 from ds_dynatrain.checkpoint.taking import take
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT
@@ -42,10 +42,10 @@ WEIGHTS = {
 }
 
 
-def taken(told: Told, folder: Path) -> Saved:
+def taken(foreign: Foreign, folder: Path) -> Saved:
     """As a checkpoint of ours."""
     rest = {"grad_norm": None, "buffers": {}, "objects": {}}
-    return Saved.open(take(told, folder, dict(told.carry), rest, ()))
+    return Saved.open(take(foreign, folder, dict(foreign.carry), rest, ()))
 
 
 def check(saved: Saved, weights: dict[str, torch.Tensor]) -> None:
@@ -155,9 +155,9 @@ def saved_by_torch(path: Path, state: dict[str, Any]) -> Path:
 def test_plain_weights(tmp_path: Path, nested: bool) -> None:
     weights = {f"model.{name}": held for name, held in WEIGHTS.items() if held.numel()}
     theirs = saved_by_torch(tmp_path / "theirs", {"model": weights, "seen": 5} if nested else weights)
-    told = told_at(theirs)
-    assert told.left_out == (("seen",) if nested else ())
-    check(taken(told, tmp_path / "ours"), weights)
+    foreign = told_at(theirs)
+    assert foreign.left_out == (("seen",) if nested else ())
+    check(taken(foreign, tmp_path / "ours"), weights)
 
 
 def test_pieces_of_several_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.others.told import Told, in_order, number_of
+from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.checkpoint.others.zero_files import (
     OptimizerFile,
@@ -37,7 +37,7 @@ INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def told_by_zero(path: Path, trust_pickle: bool = False) -> Told:
+def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe a checkpoint; CheckpointError for one that cannot be read without its model, CheckpointDamaged if a
     part of it is missing.
     """
@@ -67,7 +67,7 @@ def told_by_zero(path: Path, trust_pickle: bool = False) -> Told:
     carry["scalars"] = {name: {numbers[key]: value for key, value in table.items()} for name, table in scalars.items()}
     manifest = Manifest.of(row for held in rows.values() for row in held)
     step = int(folder.model(0).get("global_steps", 0))
-    return Told(path, FORMAT, manifest, ordered, step, carry, _buffers(folder), ("the client state",))
+    return Foreign(path, FORMAT, manifest, ordered, step, carry, _buffers(folder), ("the client state",))
 
 
 def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
