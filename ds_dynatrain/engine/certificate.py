@@ -8,7 +8,7 @@ is that of each holder where a kind keeps tensors whole. `transaction.shares` ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.errors import CertificateError
-from ds_dynatrain.space import ABSENT, MASTER, WEIGHT, BufferId, Layout, Mesh, Pieces, VirtualParameterSpace
-from ds_dynatrain.space.overlapping import is_overlapping
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -71,118 +68,6 @@ def state_digest(whole: Mapping[str, Digests]) -> str:
         summary.update(kind.encode())
         summary.update(whole[kind].tobytes())
     return summary.hexdigest()
-
-
-def whole_digests(
-    vps: VirtualParameterSpace,
-    layout: Layout,
-    members: tuple[int, ...],
-    sides: Mapping[int, SideDigests],
-    side: str,
-) -> dict[str, Digests]:
-    """Kind -> digests of whole tensors. members: at each rank of the layout.
-
-    Replicas must agree, whether data-parallel copies or tensors that the other axes leave whole on several places.
-    """
-    first = sides[members[0]]
-    for member, other in sides.items():
-        if set(other.of) != set(first.of):
-            kinds = sorted(set(other.of) ^ set(first.of))
-            raise CertificateError(f"{side}: only one of members {members[0]} and {member} holds {', '.join(kinds)}")
-    mesh = vps.mesh(layout)
-    whole: dict[str, Digests] = {}
-    for kind in first.of:
-        what = f"{side}: {kind}"
-        found = _of_shard_groups(
-            vps, layout, members, {member: held.of[kind] for member, held in sides.items()}, kind, what
-        )
-        for number, one, two in drifted(mesh, found) if mesh is not None else ():
-            raise CertificateError(_replica_text(vps.tensors[number].name, (members[one], members[two]), what))
-        whole[kind] = found[0] if mesh is None else _joined(mesh, found)
-    return whole
-
-
-def _of_shard_groups(
-    vps: VirtualParameterSpace,
-    layout: Layout,
-    members: tuple[int, ...],
-    digests: Mapping[int, Digests],
-    kind: str,
-    what: str,
-) -> list[Digests]:
-    """The digests of one kind for each shard group of the mesh, or of the one group that there is without a mesh."""
-    mesh = vps.mesh(layout)
-    routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
-    shard_groups = [(np.arange(len(members)), np.ones(len(routed), dtype=bool))]
-    if mesh is not None:
-        shard_groups = [(group.ranks, routed == group.experts) for group in mesh.shard_groups]
-    replicated, overlapping = vps.is_replicated(layout, kind), is_overlapping(vps.kind(kind), layout)
-    found = []
-    for ranks, rows in shard_groups:
-        held = {members[rank]: np.where(rows, digests[members[rank]], 0) for rank in ranks.tolist()}
-        if overlapping:
-            whose = {members[rank]: np.unique(vps.local(layout, rank).rows(kind)[0]) for rank in ranks.tolist()}
-            found.append(_overlapping_digest(vps, held, whose, what))
-        else:
-            found.append(_shard_group_digest(vps, held, replicated, what))
-    return found
-
-
-def _shard_group_digest(
-    vps: VirtualParameterSpace, held: Mapping[int, Digests], replicated: bool, what: str
-) -> Digests:
-    """One digest for each tensor, of what the members of a ZeRO group hold together; 0 for those of other groups."""
-    if not replicated:
-        total: Digests = np.sum(list(held.values()), axis=0, dtype=np.uint64)
-        return total
-    first, *others = held
-    for member in others:
-        _check_replica(vps, held[first], held[member], (first, member), what)
-    return held[first]
-
-
-def _overlapping_digest(
-    vps: VirtualParameterSpace, held: Mapping[int, Digests], whose: Mapping[int, Ints], what: str
-) -> Digests:
-    """The same where whoever has a tensor has all of it; whose: the numbers of the tensors that each member has."""
-    found, holder = np.zeros(len(vps.tensors), np.uint64), np.full(len(vps.tensors), ABSENT)
-    for member, numbers in whose.items():
-        fresh = numbers[holder[numbers] == ABSENT]
-        found[fresh], holder[fresh] = held[member][fresh], member
-        different = numbers[found[numbers] != held[member][numbers]]
-        if len(different):
-            number = int(different[0])
-            raise CertificateError(_replica_text(vps.tensors[number].name, (int(holder[number]), member), what))
-    return found
-
-
-def drifted(mesh: Mesh, found: list[Digests]) -> Iterator[tuple[int, int, int]]:
-    """(tensor, rank, rank) where two shard groups hold the same part of a tensor and their digests differ."""
-    tensors, shard_groups, firsts = mesh.holders
-    every = np.stack(found)
-    for row in np.flatnonzero(every[shard_groups, tensors] != every[firsts, tensors]).tolist():
-        one, other = mesh.shard_groups[firsts[row]], mesh.shard_groups[shard_groups[row]]
-        yield int(tensors[row]), int(one.ranks[0]), int(other.ranks[0])
-
-
-def _joined(mesh: Mesh, found: list[Digests]) -> Digests:
-    """Digests of whole tensors out of those of shard groups: parts add up, and one shard group speaks for each."""
-    tensors, shard_groups, firsts = mesh.holders
-    speaks = shard_groups == firsts
-    total = np.zeros(len(found[0]), np.uint64)
-    np.add.at(total, tensors[speaks], np.stack(found)[shard_groups[speaks], tensors[speaks]])
-    return total
-
-
-def _check_replica(vps: VirtualParameterSpace, one: Digests, other: Digests, pair: tuple[int, int], what: str) -> None:
-    different = np.flatnonzero(one != other)
-    if len(different):
-        raise CertificateError(_replica_text(vps.tensors[int(different[0])].name, pair, what))
-
-
-def _replica_text(name: str, pair: tuple[int, int], what: str) -> str:
-    kind = what.split(": ")[-1]
-    return f"{what} of {name!r} differs between the replicas of members {pair[0]} and {pair[1]}{hint(kind)}"
 
 
 def hint(kind: str) -> str:

@@ -13,13 +13,13 @@ A sum that is not 0 names the tensor. Whose copies differ, members then tell for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.engine.certificate import Digests, SideDigests, whole_digests
+from ds_dynatrain.engine.certificate import Digests, SideDigests, hint
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
@@ -28,8 +28,6 @@ from ds_dynatrain.space.tensor import Ints
 
 Doubts = dict[str, list[int]]
 """Kind -> numbers of tensors whose copies are not equal."""
-MOST = 8
-"""So many tensors of a kind are looked into, to name one."""
 _PLACES = 1 << 32
 """Weights of ranks and those of places are different numbers."""
 
@@ -157,29 +155,53 @@ def explained(
 
     members: at each rank of the layout. own: of a member that is one of them.
     """
-    looked = {kind: numbers[:MOST] for kind, numbers in wrong.items()}
-    mine = {} if own is None else {str(session.board.member): {kind: own.of[kind][looked[kind]] for kind in looked}}
+    kind, (number, *_) = next(iter(wrong.items()))
+    mine = {} if own is None else {str(session.board.member): int(own.of[kind][number])}
 
-    def judge(found: dict[str, Any]) -> str:
-        sides = {member: SideDigests(_spread(found[str(member)], looked, len(vps.tensors))) for member in members}
-        try:
-            whole_digests(vps, layout, members, sides, side)
-        except CertificateError as error:
-            return str(error)
-        kind, (number, *_) = next(iter(looked.items()))
-        return f"{side}: {kind} of {vps.tensors[number].name!r} differs between its replicas"
+    def judge(found: dict[str, int]) -> str:
+        what = f"{side}: {kind} of {vps.tensors[number].name!r} differs between"
+        pair = _two_that_differ(vps, layout, kind, number, [found[str(member)] for member in members])
+        if pair is None:
+            return f"{what} its replicas{hint(kind)}"
+        return f"{what} the replicas of members {members[pair[0]]} and {members[pair[1]]}{hint(kind)}"
 
     said: str = session.reduce(step, mine, lambda one, other: {**one, **other}, judge)
     return said
 
 
-def _spread(found: Mapping[str, Digests], looked: Doubts, count: int) -> dict[str, Digests]:
-    """Digests of all tensors, of which those that nobody asked for are 0."""
-    spread = {}
-    for kind, numbers in looked.items():
-        spread[kind] = np.zeros(count, np.uint64)
-        spread[kind][numbers] = found[kind]
-    return spread
+def _two_that_differ(
+    vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
+) -> tuple[int, int] | None:
+    """Two ranks whose copies of a tensor are not equal. held: each rank's digest of it."""
+    mesh, together = vps.mesh(layout), list[int]()
+    for ranks, rows in _groups(vps, layout):
+        holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []
+        for other in holders[1:]:
+            if held[other] != held[holders[0]]:
+                return holders[0], other
+        parts = holders[:1] if holders else ranks.tolist()
+        together.append(sum(held[rank] for rank in parts) % (1 << 64))
+    tensors, groups, firsts = (np.empty(0, np.int64),) * 3 if mesh is None else mesh.holders
+    for row in np.flatnonzero(tensors == number).tolist():
+        if mesh is not None and together[groups[row]] != together[firsts[row]]:
+            one, other = (mesh.shard_groups[index].ranks[0] for index in (firsts[row], groups[row]))
+            return int(one), int(other)
+    return None
+
+
+def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
+    """(ranks, whose tensors are its own) of each ZeRO group."""
+    mesh, routed = vps.mesh(layout), np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
+    if mesh is None:
+        return [(np.arange(layout.world_size), np.ones(len(routed), bool))]
+    return [(group.ranks, routed == group.experts) for group in mesh.shard_groups]
+
+
+def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
+    """The ranks of a group that hold a tensor whole; none where each holds a part."""
+    if is_overlapping(vps.kind(kind), layout):
+        return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
+    return ranks.tolist() if vps.is_replicated(layout, kind) else []
 
 
 def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> dict[str, Digests]:
@@ -194,16 +216,15 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
     """(whether its digest counts for `whole`, its weight in `copies`, its weight in `places`), by tensor."""
     count, mesh = len(vps.tensors), vps.mesh(layout)
     if mesh is None:
-        voices, copies = _in_group(vps, layout, kind, rank, np.arange(layout.world_size), np.ones(count, bool))
-        return voices, copies, np.zeros(count, np.uint64)
-    routed = np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
+        ((ranks, rows),) = _groups(vps, layout)
+        return *_in_group(vps, layout, kind, rank, ranks, rows), np.zeros(count, np.uint64)
     tensors, groups, firsts = mesh.holders
     speaks, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
     weights = _odd(np.arange(len(mesh.shard_groups)) + _PLACES)
-    for index, group in enumerate(mesh.shard_groups):
-        if rank not in group.ranks:
+    for index, (ranks, rows) in enumerate(_groups(vps, layout)):
+        if rank not in ranks:
             continue
-        voices, by_copy = _in_group(vps, layout, kind, rank, group.ranks, routed == group.experts)
+        voices, by_copy = _in_group(vps, layout, kind, rank, ranks, rows)
         mine, first, of_first = groups == index, np.zeros(count, bool), np.zeros(count, np.uint64)
         first[tensors[mine & (firsts == groups)]] = True
         others = (firsts == index) & (groups != index)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.certificate import SideDigests, whole_digests
+from ds_dynatrain.engine.certificate import SideDigests
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.plan import plan_switch, slot_costs
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -82,20 +89,27 @@ HELD = [(0,), (0, 1), (1, 2)]
 """Tensors of each of 3 ranks: parts of 8 elements."""
 
 
-def reports(vps: VirtualParameterSpace, change: tuple[int, int] | None = None) -> dict[int, dict[str, str]]:
-    found = {}
+def held(vps: VirtualParameterSpace, change: tuple[int, int] | None = None) -> list[SideDigests]:
+    found = []
     for rank, tensors in enumerate(HELD):
         mine = np.zeros(3, np.uint64)
         mine[list(tensors)] = np.array([11, 12, 13], np.uint64)[list(tensors)]
         if change is not None and change[0] == rank:
             mine[change[1]] += np.uint64(1)
-        found[vps.members[rank]] = SideDigests({"momentum_buffer": mine}).to_json()
+        found.append(SideDigests({"momentum_buffer": mine}))
     return found
 
 
 def judged(vps: VirtualParameterSpace, change: tuple[int, int] | None = None) -> list[int]:
-    whole = whole_digests(vps, vps.layout, vps.members, reports(vps, change), "source")
-    numbers: list[int] = whole["momentum_buffer"].tolist()
+    """What all members come to; CertificateError where they do."""
+    found, store = held(vps, change), HashStore()
+
+    def one(rank: int) -> Any:
+        session = Session(Control(store, "job", vps.members[rank], 20.0), "it", vps.members, "doing it")
+        return agreed(session, "one", vps, vps.layout, rank, found[rank], "source")["momentum_buffer"].tolist()
+
+    with ThreadPoolExecutor(len(HELD)) as threads:
+        numbers: list[int] = next(iter(threads.map(one, range(len(HELD)))))
     return numbers
 
 
