@@ -23,10 +23,10 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.lean import LeanTransaction
 from ds_dynatrain.engine.meeting import Outcome
-from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.surroundings import Boards
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction import Transaction
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
@@ -109,8 +109,7 @@ class Attempts(Targets):
         self._preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:
             self._preparation.check = check
-        if self.changes is not None:
-            self.changes.guard(self._preparation)
+        engine.membership.guard(self._preparation)
         self.attempt = proposal.generation
         self._preparation.start()
 
@@ -122,8 +121,7 @@ class Attempts(Targets):
             kind = LeanTransaction if self._is_lean else Transaction
             outcome = kind(self.engine, preparation, place).run()
         self.note(preparation, outcome, was, begin)
-        if self.changes is not None:
-            self.changes.after(self.engine, preparation.proposal, outcome)
+        self.engine.membership.ended(self.engine, preparation.proposal, outcome)
 
     def transaction(self, place: str) -> Transaction:
         """One that the caller attempts and concludes, and notes; not for lean switches."""

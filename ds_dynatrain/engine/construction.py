@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +15,13 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.shaping import Shaper
 from ds_dynatrain.adapters.start import engine_around
-from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry
-from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.surroundings import Surroundings
@@ -57,8 +53,7 @@ class Construction:
             with self._unmade(engine):
                 take_in(engine, self.incoming, space)
         engine.open_for_work(space)
-        if self.entry.elastic is not None:
-            self._settle(engine, self.entry.elastic)
+        self._settle(engine)
         atexit.register(_close, weakref.ref(engine))
         return engine
 
@@ -88,7 +83,7 @@ class Construction:
     def _working(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
         job, entry, members = self.job, self.entry, self._members
         with entry.building():
-            fate = None if entry.elastic is None else Fate()
+            fate = entry.membership.fate()
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, fate
             store, number = entry.background.store, job.number
             world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
@@ -119,19 +114,16 @@ class Construction:
                 drop(engine.world).join(engine.settings.timeout_seconds)
             raise
 
-    def _settle(self, engine: DynatrainEngine, elastic: Elastic) -> None:
-        """The elastic job has started: the group that all stood in has served, and each stands alone while it is
-        idle."""
+    def _settle(self, engine: DynatrainEngine) -> None:
+        """Where a group has served that all who start together stood in: each stands alone while it is idle."""
         entry = self.entry
         if entry.world is None or entry.alone is None or entry.joins:
             return
-        roll = Roll().extended(entry.world.members)
         engine.surroundings = replace(engine.surroundings, launch=entry.alone)
         if engine.idle:
             entry.alone.install()
         engine.control.bury(entry.launch.retire())
-        if elastic.world is None:
-            elastic.enter(entry.world, roll, roll.ids_of(engine.members))
+        entry.membership.begin(entry.world, engine.members)
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
@@ -148,6 +140,3 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
-        if engine.job.elastic is not None:
-            gc.freeze()  # else Python's end visits all that torch and DeepSpeed have: 0.8 s of a core, and a node that
-            # was told to go has little time

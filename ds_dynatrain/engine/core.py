@@ -19,7 +19,7 @@ from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.engine.liveness import Heartbeat
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.engine.members.voiding import Window
 from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.engine.switcher import Switcher
@@ -60,7 +60,6 @@ class EngineCore(HostEngine):
     _has_stood: bool
     """Whether it has come to a boundary yet."""
     _switcher: Switcher
-    _heartbeat: Heartbeat | None
     _window_samples: int | None
     global_samples: int
     _arrived: dict[str, dict[str, Any]]
@@ -85,7 +84,7 @@ class EngineCore(HostEngine):
         self.__dict__.update(last_switch=None, resumed=None, train_loaders={}, carried={}, _space=None, _configs={})
         self.__dict__.update(_arrived={"loaders": {}, "objects": {}})
         self.__dict__.update(_dealt=False, _window_samples=None, _is_open=False, _last_dealt=True)
-        self.__dict__.update(settings=job.settings, _heartbeat=None, _window=Window(self), is_stepping=False)
+        self.__dict__.update(settings=job.settings, _window=Window(self), is_stepping=False)
         self.__dict__.update(own_groups=OwnGroups(), _has_stood=False, _evaluation_loaders=0)
         self.__dict__.update(saver=Saver(self), _switcher=Switcher(self, job.on_idle))
         super().__init__(attached=world is not None, **arguments)
@@ -96,6 +95,12 @@ class EngineCore(HostEngine):
     def launch(self) -> LaunchWorld:
         """The group that this process stands in while it is idle."""
         return self.surroundings.launch
+
+    @property
+    def membership(self) -> Membership:
+        """Who trains together with this process."""
+        membership: Membership = self.job.membership
+        return membership
 
     @property
     def candidates(self) -> Candidates:

@@ -14,7 +14,6 @@ from ds_dynatrain.engine.calls.data import DataCalls
 from ds_dynatrain.engine.calls.ending import EndingCalls
 from ds_dynatrain.engine.calls.groups import GroupCalls
 from ds_dynatrain.engine.calls.training import TrainingCalls
-from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import ConfigError, SwitchRefused
@@ -97,8 +96,7 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         self._switcher.stand_at(BOUNDARY, self._window_is_open)
-        changes = self._switcher.changes
-        if changes is None or not changes.keeps_void(self):
+        if not self.membership.keeps_void(self):
             self.end_void()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -128,14 +126,11 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
         super().compile(compile_kwargs=compile_kwargs or {}, **given)
 
     def open_for_work(self, space: VirtualParameterSpace) -> None:
-        """Last step of `initialize`: the space is registered, the heartbeat beats."""
+        """Last step of `initialize`: the space is registered, and the process knows of it."""
         self._space = space
         self._is_open = True
         if self.world is not None:
             enter_sequence(self, self.world, self.layout)
-        if self.job.elastic is None:
-            self._heartbeat = Heartbeat(self.control)
-            self._heartbeat.start()
         if self.idle:  # pay first imports now, not in a pause
             others = set() if compiled_by_wrapping(self.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
@@ -143,4 +138,5 @@ class DynatrainEngine(CheckpointCalls, DataCalls, TrainingCalls, GroupCalls, End
                 with suppress(SwitchRefused):  # it will never be asked to go there
                     self._switcher.check_features(layout)
                     self._switcher.rehearse(layout, 0)
+        self.membership.add(self)
         self.turns.add(self)

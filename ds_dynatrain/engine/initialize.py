@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
+from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
@@ -177,10 +177,7 @@ def _build(
     entry = _enter(settings, place, early, turns)
     try:
         lists, said = lists_of(arguments), described(own, settings)
-        if entry.elastic is not None:
-            refuse_cut(model)
-            if settings.safety == "lean":
-                raise practice("lean switches where members come and go").error()
+        entry.membership.refuse(settings, model)
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
@@ -197,11 +194,11 @@ def _build(
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, extras.on_idle)
-        job, arguments = Job(*parts, entry.elastic, entry.number), {**arguments, "turns": turns}
+        job, arguments = Job(*parts, entry.membership, entry.number), {**arguments, "turns": turns}
         around = entry.surroundings(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
     except BaseException:
-        entry.give_up()
+        entry.membership.could_not_build()
         raise
 
 
@@ -209,10 +206,10 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
     """Into the job, in whichever way this process comes."""
     if early is not None:
         return early.take_over(settings)
+    others = [engine.membership for engine in turns.engines]
     if place is None:
-        return with_launch(settings.timeout_seconds)
-    elastic = turns.engines[0].job.elastic if turns.engines else None
-    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(turns.engines))
+        return with_launch(settings.timeout_seconds, others)
+    return beside(others[0], settings, 1 + len(others)) if others else with_members(place, settings)
 
 
 def _split(

@@ -8,7 +8,7 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.engine.switcher import OnIdle
 from ds_dynatrain.support.axes import ULYSSES, Features
 
@@ -18,8 +18,7 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. elastic: this member's part in a job whose members come and go. number: of this engine among those that
-    the process has made, from 1.
+    have them. membership: that of this process. number: of this engine among those that the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -30,7 +29,7 @@ class Job:
     rows: list[Row]
     described: dict[str, str]
     on_idle: OnIdle | None
-    elastic: Elastic | None = None
+    membership: Membership
     number: int = 1
 
     @property

@@ -12,7 +12,6 @@ from ds_dynatrain.adapters.pipeline_host import PipelineHost
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of
-from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.engine.turns import in_turn
 from ds_dynatrain.errors import DataError
 
@@ -39,7 +38,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHost):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._read = None
-        return surviving(self, self._train_batch, self._train_again)
+        return self.membership.surviving(self, self._train_batch, self._train_again)
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._stand()

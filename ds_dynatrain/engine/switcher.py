@@ -21,7 +21,6 @@ from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
@@ -29,8 +28,6 @@ from ds_dynatrain.space import Layout, is_partitioned
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.engine import DynatrainEngine
-
-IDLE_POLL_SECONDS = 0.02
 
 OnIdle = Callable[["DynatrainEngine"], object]
 
@@ -43,7 +40,6 @@ class Switcher(Attempts):
         self._on_idle = on_idle
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._loads: tuple[int, int] = (0, 0)
-        self._watch = Watch(engine.control)
 
     @property
     def control(self) -> Control:
@@ -67,8 +63,7 @@ class Switcher(Attempts):
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
         if self._pending is not None and self._is_pending(layout, at, changes):
             return self._pending
-        if self.changes is not None:
-            self.changes.reopen(self.engine)
+        self.engine.membership.reopen(self.engine)
         wish, proposal = self._wish(layout, at, changes)
         try:
             agreed = agreement.agree(self.control, self._place_in_training(), wish, self.engine.members, proposal)
@@ -171,32 +166,13 @@ class Switcher(Attempts):
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
-    def see_failure(self) -> None:
-        """Where members come and go: form a new world if a collective of the script's own has failed."""
-        if self.changes is not None:
-            self.changes.forming.see_failure()
-
     def stand_at(self, place: str, window_is_open: bool) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         self.engine._has_stood = True
         self.control.raise_if_lost()
         self.engine.saver.look()
-        self._stand_at(place, window_is_open)
+        self.engine.membership.stand(self.engine, place, window_is_open)
         self.engine.turns.course.note()
-
-    def _stand_at(self, place: str, window_is_open: bool) -> None:
-        if self.changes is not None:
-            self.changes.stand(self.engine, place, window_is_open)
-            return
-        if not self.engine.idle:
-            if not window_is_open:
-                self.save_if_due()
-            if window_is_open or not self.is_due():
-                return
-            self.transact(place)
-        if self.engine.idle:
-            self._wait_for_work(place)
-            self.settle_fallback()
 
     def save_if_due(self) -> None:
         """On a working member, at a boundary: the fallback checkpoint."""
@@ -243,19 +219,6 @@ class Switcher(Attempts):
         else:
             time.sleep(seconds)
 
-    def _wait_for_work(self, place: str) -> None:
-        """Poll the notice board until this member works; run the user's `on_idle` in between.
-
-        SystemExit(0) when the working members' scripts have ended.
-        """
-        self.engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        while self.engine.idle:
-            self.look_for_proposal()
-            self.meet_idle(place)
-            if self.engine.idle:
-                self._look_for_the_end()
-                self.pass_time(IDLE_POLL_SECONDS)
-
     def look_for_proposal(self) -> None:
         """On an idle member: make ready for a switch that the working members have agreed on."""
         if self._preparation is not None:
@@ -274,15 +237,7 @@ class Switcher(Attempts):
             self.attempt = proposal.generation
             if outcome["commit"]:
                 self.engine.layout, self.engine.members = proposal.layout, proposal.members
-                if self.changes is not None:
-                    self.changes.retrain(proposal.members)
-
-    def _look_for_the_end(self) -> None:
-        """Leave when the job has ended."""
-        if self._watch.look(self.engine.members):
-            self.close()
-            self.control.post(f"left/{self.control.member}", True)
-            raise SystemExit(0)
+                self.engine.membership.retrain(proposal.members)
 
     def _see_given_up(self) -> None:
         """Let go of a preparation that was given up before the meeting."""

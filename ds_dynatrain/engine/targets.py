@@ -11,7 +11,6 @@ from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.members.changes import Changes
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.turns import refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused
@@ -27,22 +26,18 @@ if TYPE_CHECKING:
 class Targets:
     """The arithmetic of switches.
 
-    changes: of members, in a job where they come and go; None in another. rule: which layouts a world of n members gets
-    there.
+    rule: which layouts a world of n members gets where members come and go.
     """
 
     def __init__(self, engine: DynatrainEngine) -> None:
         self.engine = engine
-        elastic = engine.job.elastic
         self.rule = rule_of(engine.settings.raw_layouts)
-        self.changes = None if elastic is None else Changes.of_process(engine, elastic)
 
     def _checked(self, layout: Layout | None, changes: dict[str, int]) -> Layout:
         refuse_moved_states(self.engine)
         target = feasible.target_layout(self.engine.layout, layout, changes)
-        processes = len(self.engine.candidates)
-        refuse_idle_target(self.engine.turns, target, processes if self.changes is None else len(self.engine.members))
-        self.check(target, processes)
+        refuse_idle_target(self.engine.turns, target, len(self.engine.membership.able(self.engine)))
+        self.check(target, len(self.engine.candidates))
         return target
 
     def check(self, target: Layout, processes: int) -> None:
@@ -73,9 +68,8 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def _slots(self, target: Layout) -> tuple[int, ...]:
-        pool, engine = self.engine.candidates, self.engine
-        able = engine.members if self.changes is not None and engine.turns.is_shared else pool.members
-        return assign_slots(engine.vps, target, able, pool.nodes)
+        engine = self.engine
+        return assign_slots(engine.vps, target, engine.membership.able(engine), engine.candidates.nodes)
 
     def needs(self, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
         """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""

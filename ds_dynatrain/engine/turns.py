@@ -140,10 +140,7 @@ class Turns:
     def _speak_between(self) -> None:
         """Nobody has the process."""
         first = self.engines[0]
-        if first.job.elastic is None:
-            first.launch.install()
-        else:
-            first.speak()
+        first.membership.speak_between(first)
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 

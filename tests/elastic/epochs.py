@@ -31,7 +31,7 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
 
     def say(**what: object) -> None:
         """A line."""
-        elastic = engine.job.elastic
+        elastic = getattr(engine.membership, "elastic", None)
         generation = engine.generation if elastic is None else elastic.generation
         log.write(json.dumps({"pid": os.getpid(), "generation": generation, **what}) + "\n")
 

@@ -180,7 +180,7 @@ class Cut(Styled):
     def one(self, inputs: Any, targets: Any, numbers: Any) -> float:
         loss = self.engine(inputs, targets)
         if self.engine.global_steps >= 3 and self.engine.rank == 1:
-            elastic = self.engine._switcher.changes.elastic
+            elastic = self.engine.membership.elastic
             elastic._present[1].abort(elastic.member.descriptors())
         self.engine.backward(loss)
         self.engine.step()

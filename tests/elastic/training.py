@@ -196,8 +196,8 @@ class Script:
     @property
     def generation(self) -> int:
         """Of the membership; 0 in a static run."""
-        elastic = self.engine.job.elastic
-        return 0 if elastic is None else elastic.generation
+        elastic = getattr(self.engine.membership, "elastic", None)
+        return 0 if elastic is None else int(elastic.generation)
 
     def note(self, event: Any) -> None:
         """A switch was committed."""

@@ -9,8 +9,6 @@ from typing import Any
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.description import plain_part
-from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
@@ -97,7 +95,7 @@ class CheckpointCalls(EngineCore):
                 _not_saved("save_checkpoint", save_dir, tag)
                 return False
             save = super().save_checkpoint
-            saved = surviving(self, lambda: save(*agreed, *arguments, **named), lambda: None)
+            saved = self.membership.surviving(self, lambda: save(*agreed, *arguments, **named), lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
@@ -114,10 +112,10 @@ class CheckpointCalls(EngineCore):
         On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
         state it returns what JSON has a word for.
         """
-        elastic = self.job.elastic
-        if elastic is not None and elastic.is_newcomer:
+        known = self.membership.loaded(self.job.number)
+        if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
-            return tuple(elastic.loaded.get(self.job.number) or (None, {}))
+            return known
         agreed = self.turns.course.arrive("load_checkpoint", os.fspath(load_dir), tag)
         if agreed is None:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here", load_dir, tag, ELSEWHERE)
@@ -128,8 +126,7 @@ class CheckpointCalls(EngineCore):
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             result = super().load_checkpoint(load_dir, tag, *arguments, **named)
-        if elastic is not None:
-            elastic.loaded[self.job.number] = [plain_part(part) for part in result]
+        self.membership.remember_load(self.job.number, result)
         return result
 
 

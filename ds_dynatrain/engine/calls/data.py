@@ -12,7 +12,6 @@ from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.data import EvaluationLoader, Slot, Source, TrainLoader
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.errors import ConfigError, DataError
 
 
@@ -29,14 +28,12 @@ class DataCalls(EngineCore):
 
     def before_micro_batch(self) -> None:
         """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
-        self._switcher.see_failure()
+        self.membership.before_micro_batch(self)
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name, self._window_is_open)
-        changes = self._switcher.changes
-        if changes is not None:
-            self._window.open(stays_void=changes.keeps_void(self))
+        self.membership.open_window(self)
 
     def loader(
         self,
@@ -158,7 +155,7 @@ class DataCalls(EngineCore):
         if self.is_void or not (self.is_in_epoch or self.turns.course.arrive("a mean") is not None):
             pair = alone
         else:
-            pair = surviving(self, lambda: self._add_up(pair), lambda: alone)
+            pair = self.membership.surviving(self, lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         return (pair[0] / pair[1]).to(torch.float32)

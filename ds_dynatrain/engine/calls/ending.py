@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import ended_in_error, post_end
-
-SEE_OFF_SECONDS = 5.0
 
 
 class EndingCalls(EngineCore):
@@ -29,8 +24,8 @@ class EndingCalls(EngineCore):
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
         with self.turn():
-            if self._end_job() and self.job.elastic is None and self.control.member == 0:
-                self._see_others_off()
+            if self._end_job():
+                self.membership.end_script(self)
         self.turns.leave(self)
         if is_known(td.group.WORLD) and not self.turns.engines:
             td.destroy_process_group()
@@ -43,20 +38,13 @@ class EndingCalls(EngineCore):
         self._is_open = False
         try:
             self.saver.settle()
-            if self.job.elastic is None or not self.job.elastic.member.is_leaving:  # it ends, and the job goes on
-                post_end(self.control)
-            if self._heartbeat is not None:
-                self._heartbeat.stop()
+            self.membership.say_end(self)
             self._switcher.close()
             self.surroundings.background.see_buried()
             self.close_loaders()
         except RuntimeError:  # the store is gone: there is nobody left to tell
             pass
-        if self._switcher.changes is not None:
-            self._switcher.changes.leave(self)
-        others = [other for other in self.turns.engines if other is not self]
-        if self.job.elastic is not None and not others:
-            self.job.elastic.member.stop(has_ended=not ended_in_error())
+        self.membership.remove(self)
         if self.world is not None:
             self.shaper.leave(self)
             self.control.bury(drop(self.world))
@@ -64,12 +52,3 @@ class EndingCalls(EngineCore):
         self.launch.install()
         self.control.see_buried()
         return True
-
-    def _see_others_off(self) -> None:
-        """The store may live in this process: who is released by it, idle or late, reads that before it goes."""
-        waiting = [f"left/{member}" for member in self.candidates.members if member not in self.members]
-        waiting += [f"ended/{member}" for member in self.turns.course.late]
-        deadline = time.monotonic() + SEE_OFF_SECONDS
-        while waiting and time.monotonic() < deadline:
-            waiting = [key for key in waiting if self.control.read(key) is None]
-            time.sleep(0.02)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.groups import OwnGroup, RanksOf
@@ -29,8 +27,7 @@ class GroupCalls(EngineCore):
         world = self.world
         if world is not None:
             wanted = self.own_groups.kinds(self.layout, self.members, self.candidates.nodes, self.control.member)
-            elastic = self.job.elastic
-            with nullcontext() if elastic is None else elastic.building_more(self.job.number):
+            with self.membership.building_more(self.job.number):
                 seconds = self.settings.timeout_seconds
                 add_groups(self.surroundings.background.store, world, {kind: wanted.get(kind, ())}, seconds)
         return OwnGroup(self, kind)

@@ -8,8 +8,8 @@ import torch
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.loss import guarded, plain
-from ds_dynatrain.engine.members.voiding import needs_peers, surviving
+from ds_dynatrain.engine.members.loss import plain
+from ds_dynatrain.engine.members.voiding import needs_peers
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import practice
 
@@ -32,14 +32,12 @@ class TrainingCalls(EngineCore):
                 "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
                 "with engine.loader(..., evaluation=True), which has no batch here"
             )
-        output = surviving(
+        output = self.membership.surviving(
             self,
             lambda: self._forward(*inputs, **kwargs),
             lambda: self._window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
         )
-        if self._switcher.changes is None or self.is_void:
-            return output
-        return guarded(self._window.remember(output), self)
+        return output if self.is_void else self.membership.returned(self, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self.slot_is_borrowed and self.module.training):
@@ -58,7 +56,7 @@ class TrainingCalls(EngineCore):
         if self.is_void:
             return loss
         loss = plain(loss)
-        return surviving(
+        return self.membership.surviving(
             self,
             lambda: super(TrainingCalls, self).backward(loss, retain_graph, scale_wrt_gas, tokens),
             lambda: loss,
@@ -77,7 +75,7 @@ class TrainingCalls(EngineCore):
         of samples. In a global batch that is void it does nothing.
         """
         if not self.is_void:
-            surviving(self, lambda: self._step(lr_kwargs), lambda: None)
+            self.membership.surviving(self, lambda: self._step(lr_kwargs), lambda: None)
 
     def _step(self, lr_kwargs: Any) -> None:
         steps, samples = int(self.gradient_accumulation_steps()), int(self.global_samples)

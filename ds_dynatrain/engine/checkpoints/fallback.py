@@ -43,7 +43,7 @@ class Fallback:
         self._world = ""
         self._is_told = False
         self._termination: Termination | None = None
-        if settings is not None and settings.on_sigterm and engine.job.elastic is None:
+        if settings is not None and settings.on_sigterm and not engine.membership.takes_sigterm:
             self._termination = Termination()
             self._termination.watch()
 
@@ -83,7 +83,7 @@ class Fallback:
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
         engine = self._engine
         key = f"fallback/{engine.era}/{engine.global_steps}{more}"
-        others = [] if engine.job.elastic is None else self._others
+        others = engine.membership.saved_with(engine)
         try:
             if not others:
                 how(settings.path, None, key, "", settings.keep)

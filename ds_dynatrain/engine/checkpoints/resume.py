@@ -22,7 +22,7 @@ def resume(engine: DynatrainEngine, settings: ResumeConfig) -> Restored | None:
     Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
     and cannot be loaded: a job does not begin anew by mistake.
     """
-    if engine.idle or (engine.job.elastic is not None and engine.job.elastic.is_newcomer):
+    if engine.idle or engine.membership.is_newcomer:
         return None
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)

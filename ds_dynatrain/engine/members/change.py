@@ -11,9 +11,9 @@ import torch.distributed as td
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.elastic import Boards, Elastic
+from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Candidates
+from ds_dynatrain.engine.surroundings import Boards, Candidates
 
 REOPEN_SECONDS = 0.5
 

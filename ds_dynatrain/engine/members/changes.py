@@ -41,14 +41,6 @@ class Changes(TakingPart):
         self._rounds = Rounds()
         self._looked = 0.0
 
-    @staticmethod
-    def of_process(engine: DynatrainEngine, elastic: Elastic) -> Changes:
-        """That of the engines that are there already, of which this is one more; else a new one."""
-        others = [other._switcher.changes for other in engine.turns.engines]
-        changes = next((found for found in others if found is not None), None) or Changes(elastic)
-        changes.engines.append(engine)
-        return changes
-
     def stand(self, engine: DynatrainEngine, place: str, window_is_open: bool) -> None:
         """A boundary of an engine. SystemExit(0) on a member that leaves, or has waited when the job ended."""
         if engine is not self.engine:

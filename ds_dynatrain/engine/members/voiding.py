@@ -18,7 +18,7 @@ from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
-    from ds_dynatrain.engine.engine import DynatrainEngine
+    from ds_dynatrain.engine.members.engine_view import EngineView
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ VOID = (
 class Window:
     """The open global batch of one engine: where it began, so that it can be dealt again, and whether it is void."""
 
-    def __init__(self, engine: DynatrainEngine) -> None:
+    def __init__(self, engine: EngineView) -> None:
         self.is_void = False
         self._engine = engine
         self._loaders: dict[str, dict[str, Any]] = {}
@@ -101,21 +101,6 @@ class Window:
 def needs_peers(layout: Layout) -> bool:
     """Whether a forward pass sends or receives."""
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
-
-
-def surviving(engine: DynatrainEngine, call: Callable[[], T], again: Callable[[], T]) -> T:
-    """What `call` returns; if the world is torn in it, what `again` returns in the new one."""
-    changes = engine._switcher.changes
-    if changes is None:
-        return call()
-    try:
-        changes.forming.check()
-        return call()
-    except RuntimeError as error:
-        if not changes.forming.recover(error):
-            raise
-    changes.forming.close_worlds()
-    return again()
 
 
 def _leaf(value: Any) -> Any:
