@@ -132,6 +132,10 @@ class Switcher(Attempts):
         place, is_open = self._place_in_training(), self._in_the_way(window_is_open)
         return registration.register(self.engine, place, groups, is_open)
 
+    def register_again(self, records: Sequence[dict[str, Any]]) -> None:
+        """On an idle member: what the job has registered."""
+        registration.repeat(self.engine, records)
+
     def save(self, path: str | os.PathLike[str], tag: str | None, window_is_open: bool) -> Path:
         """See `DynatrainEngine.save_universal`."""
         key, is_open = f"save/{self._place_in_training()}", self._in_the_way(window_is_open)

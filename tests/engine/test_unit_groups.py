@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.engine.groups import OwnGroups
-from ds_dynatrain.engine.members.loss import Loss, guarded, plain
+from ds_dynatrain.engine.members.voiding import Loss, guarded, plain
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 

@@ -8,8 +8,7 @@ import torch
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.loss import plain
-from ds_dynatrain.engine.members.voiding import needs_peers
+from ds_dynatrain.engine.members.voiding import needs_peers, plain
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import practice
 

@@ -16,12 +16,12 @@ from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
-from ds_dynatrain.engine.members.changes import Changes
+from ds_dynatrain.engine.members.boundaries import Boundaries
 from ds_dynatrain.engine.members.description import plain_part
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.loss import guarded
 from ds_dynatrain.engine.members.membership import EndWatch
 from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.voiding import guarded
 from ds_dynatrain.support import practice
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ElasticMembership:
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
-        self._changes = Changes(elastic)
+        self._boundaries = Boundaries(elastic)
 
     @property
     def node(self) -> str:
@@ -88,7 +88,7 @@ class ElasticMembership:
 
     def add(self, engine: EngineView) -> None:
         """Engines stand in the order in which they were made."""
-        self._changes.engines.append(engine)  # type: ignore[arg-type]
+        self._boundaries.engines.append(engine)
 
     def begin(self, world: World, members: tuple[int, ...]) -> None:
         """All have a number from here on."""
@@ -103,7 +103,7 @@ class ElasticMembership:
 
     def remove(self, engine: EngineView) -> None:
         """With the last engine the member goes."""
-        self._changes.leave(engine)  # type: ignore[arg-type]
+        self._boundaries.remove(engine)
         if all(one is engine for one in engine.turns.engines):
             self.elastic.member.stop(has_ended=not ended_in_error())
 
@@ -123,8 +123,8 @@ class ElasticMembership:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def stand(self, engine: EngineView, place: str, window_is_open: bool) -> None:
-        """See `Changes.stand`."""
-        self._changes.stand(engine, place, window_is_open)  # type: ignore[arg-type]
+        """See `Boundaries.stand`."""
+        self._boundaries.stand(engine, place, window_is_open)
 
     def open_window(self, engine: EngineView) -> None:
         """Remember where it begins, in case that it is void."""
@@ -132,21 +132,24 @@ class ElasticMembership:
 
     def keeps_void(self, engine: EngineView) -> bool:
         """The first engine's batch, in which the world was torn, is not over."""
-        return self._changes.keeps_void(engine)  # type: ignore[arg-type]
+        first = self._boundaries.first
+        return engine is not first and first.is_void
 
     def before_micro_batch(self, engine: EngineView) -> None:
         """Form a new world if a collective of the script's own has failed."""
-        self._changes.forming.see_failure()
+        self._boundaries.see_failure()
 
     def surviving(self, engine: EngineView, call: Callable[[], T], again: Callable[[], T]) -> T:
         """The world is formed anew in between."""
+        boundaries, losses = self._boundaries, self._boundaries.losses
         try:
-            self._changes.forming.check()
+            losses.check()
             return call()
         except RuntimeError as error:
-            if not self._changes.forming.recover(error):
+            if not losses.explains(error):
                 raise
-        self._changes.forming.close_worlds()
+            boundaries.form_anew()
+        losses.close_worlds(True)
         return again()
 
     def returned(self, engine: EngineView, output: Any) -> Any:
@@ -157,23 +160,42 @@ class ElasticMembership:
 
     def reopen(self, engine: EngineView) -> None:
         """The coordinator may have been started again."""
-        self._changes.reopen(engine)  # type: ignore[arg-type]
+        self._boundaries.reopen(engine)
 
     def able(self, engine: EngineView) -> tuple[int, ...]:
         """All; of several engines, only those that work: the engines share their members."""
         return engine.members if engine.turns.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """It must not wait for the dead."""
-        self._changes.guard(preparation)
+        """Let a failure break it off: it must not wait for the dead."""
+        machine, elastic = self._boundaries.executor.machine, self.elastic
+        world = elastic.world if machine.world is None else machine.world
+        generation = 0 if world is None else world.generation
+        preparation.building = lambda: elastic.building(generation, preparation.number)
+        preparation.stop = lambda: elastic.stop_if_over(generation)
+        preparation.fate = Fate()
+        preparation.committed = lambda: self._say_committed(preparation)
+
+    def _say_committed(self, preparation: Preparation) -> None:
+        """Let the coordinator know at once who holds the state now: others may die before all is in place."""
+        machine, member = self._boundaries.executor.machine, self.elastic.member
+        is_its = any(one is preparation.proposal for one in machine.proposals)
+        if is_its and machine.world is not None and member.id in machine.world.members:
+            member.enter(machine.world)
 
     def ended(self, engine: EngineView, proposal: Proposal, outcome: OutcomeView) -> None:
-        """It may have been one of a change of members."""
-        self._changes.after(engine, proposal, outcome)  # type: ignore[arg-type]
+        """If this member cannot know how, all have to say what they hold."""
+        if outcome.is_uncertain:
+            self.elastic.tear()
+        if outcome.committed:
+            self.elastic.settle(engine.job.number)
+            self.retrain(proposal.members)
+        else:
+            self.elastic.let_go(engine.job.number)
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Their deaths tear the world."""
-        self._changes.retrain(members)
+        self.elastic.retrain(self.elastic.roll.ids_of(members))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

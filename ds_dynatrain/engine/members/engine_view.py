@@ -99,6 +99,9 @@ class SwitcherView(Protocol):
     def close(self) -> None:
         """Let go of what is being prepared."""
 
+    def register_again(self, records: Sequence[dict[str, Any]]) -> None:
+        """On an idle member: what the job has registered."""
+
     def pass_time(self, seconds: float) -> None:
         """An idle member's turn: the user's `on_idle`, or a short sleep."""
 
@@ -197,6 +200,3 @@ class EngineView(Protocol):
 
     def give_state_up(self) -> None:
         """Hold nothing any more."""
-
-    def register_again(self, records: Sequence[dict[str, Any]]) -> None:
-        """On an idle member: what the job has registered."""

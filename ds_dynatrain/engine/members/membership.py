@@ -134,7 +134,7 @@ class Membership(Protocol):
         """A switch is about to be prepared."""
 
     def ended(self, engine: EngineView, proposal: Proposal, outcome: OutcomeView) -> None:
-        """A switch has ended, in which this member took part."""
+        """A switch that the user asked for has ended, in which this member took part."""
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Others hold the state from here on, by a switch without this member."""
