@@ -95,6 +95,15 @@ class Job:
     def alive(self) -> list[Member]:
         return [member for member in self.members.values() if not member.end]
 
+    @property
+    def all_who_held_the_state_leave(self) -> bool:
+        """Whether a generation had nobody who stays and held the state, which the coordinator does not see to the end.
+
+        Newcomers then begin anew beside those that leave (`entry.into`), and the death of one that leaves with all
+        others is no failure (`elastic.Membership._is_settled`).
+        """
+        return any(world.leaving and not world.survivors for world in self.driver.worlds)
+
     def kill(self, member: Member) -> None:
         member.end = "dead"
         self.driver.membership.lost(member.id, "the connection ended", self.driver.now)
@@ -166,6 +175,8 @@ class Member:
         """With all that start the job; or by the record of one that runs."""
         world = self.elastic.member.newest
         if world is None or self.id not in world.members:
+            if world is not None and world.change == "failure" and self.id in world.leaving:
+                self.job.board(world).values[0, f"survivor/{self.id}"] = {"holds": [], "released": []}
             if world is not None or self.job.driver.reports[self.id].leaving:
                 self._go("was told to leave")
             return
@@ -175,16 +186,20 @@ class Member:
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
             self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
         elif not world.survivors and all(self._starts_with(one, world) for one in world.members):
-            roll, layout = Roll().extended(world.members), self.job.first_layout(len(world.members))
-            number, members = roll.numbers[self.id], tuple(range(layout.world_size))
-            is_one = number in members
-            self.engines = [Engine(layout, members, number, is_one) for _ in range(self.job.engines)]
-            self.elastic.enter(world, roll, roll.ids_of(members))
+            for one in world.members:
+                self.job.members[one].start(world)
 
     def _starts_with(self, other: str, world: World) -> bool:
         member = self.job.members[other]
-        has_started = member.elastic.world == world
-        return not member.end and (has_started or (not member.engines and member.elastic.member.newest == world))
+        return not member.end and not member.engines and member.elastic.member.newest == world
+
+    def start(self, world: World) -> None:
+        """All members of a world start the job together."""
+        roll, layout = Roll().extended(world.members), self.job.first_layout(len(world.members))
+        number, members = roll.numbers[self.id], tuple(range(layout.world_size))
+        self.engines = [Engine(layout, members, number, number in members) for _ in range(self.job.engines)]
+        self.elastic.enter(world, roll, roll.ids_of(members))
+        self.say()
 
     def _train(self) -> None:
         """Finish the step that was begun, if all have begun it."""
@@ -262,7 +277,9 @@ class Member:
                 match action:
                     case do.Know(roll):
                         for engine in self.engines:
-                            assert engine.number == roll.numbers[self.id], "a number never changes"
+                            has_one = self.elastic.world is not None
+                            assert not has_one or engine.number == roll.numbers[self.id], "a number never changes"
+                            engine.number = roll.numbers[self.id]
                     case do.Post(key, value, engine_):
                         assert (engine_, key) not in board.values or not key.startswith("change/"), "said once"
                         board.values[engine_, key] = value
@@ -303,7 +320,7 @@ class Member:
             holders = {member for proposal in proposals for member in proposal.source_members}
             assert all(set(proposal.members) <= holders for proposal in proposals), "newcomers are left out"
         for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True)):
-            assert proposal.generation > engine.attempt or not engine.works, "a number is used once"
+            assert proposal.generation >= engine.attempt or not engine.works, "a number is used once"
             if engine.number in proposal.union and proposal.source_members:
                 board.values[place, f"prepared/{proposal.generation}/{engine.number}"] = {}
                 if not proposal.moves_nothing:

@@ -18,7 +18,7 @@ all this at any point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from ds_dynatrain.engine.members.actions import (
     Enter,
     Fail,
     GiveUp,
+    Held,
     Hold,
     Know,
     Learn,
@@ -142,7 +143,8 @@ class ChangeMachine:
     def _set_out(self, own: Own, newest: World) -> list[Action]:
         self.forget()
         given_up = GiveUp(newest.reason)
-        if own.is_idle and own.member not in newest.members:
+        is_asked = newest.change == "failure" and own.member in newest.leaving
+        if own.is_idle and own.member not in newest.members and not is_asked:
             return [given_up, Leave()]
         self.world, self.stage = newest, Stage.LEARN if newest.change == "planned" else Stage.AGREE
         return [given_up, Open(newest)]
@@ -162,21 +164,40 @@ class ChangeMachine:
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
     def _agree(self, own: Own, world: World, boards: BoardView) -> list[Action]:
-        asked = [*world.members[: world.survivors], *world.leaving]
-        if own.member not in asked:
+        stay = world.members[: world.survivors]
+        if own.member not in (*stay, *world.leaving):
             self.stage = Stage.LEARN
             return self._be_left_out(own, world)
-        engines = range(len(own.engines))
         if "survivor" not in self._said:
             self._said.add("survivor")
-            return [Post(f"survivor/{own.member}", _survivor(own, engine).to_json(), engine) for engine in engines]
-        if not all(boards.all_posted("survivor", asked, engine) for engine in engines):
+            released = () if own.world is None else own.world.leaving
+            holds = [_survivor(own, held).to_json() for held in own.engines]
+            post = Post(f"survivor/{own.member}", {"holds": holds, "released": released})
+            goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
+            return [post, Leave()] if goes else [post]
+        found = self._answers(stay, world, boards)
+        if found is None:
             return []
-        said = [{one: Survivor(**(boards.read(f"survivor/{one}", each) or {})) for one in asked} for each in engines]
+        holders = {one: [Survivor(**each) for each in said["holds"]] for one, said in found.items() if said["holds"]}
         self.stage = Stage.LEARN
-        if not own.is_torn and not any(one.is_torn for one in said[0].values()):
+        if not own.is_torn and not any(records[0].is_torn for records in holders.values()):
             return []
-        return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in said])
+        of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
+        return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
+
+    def _answers(self, stay: Sequence[str], world: World, boards: BoardView) -> dict[str, Any] | None:
+        """What each of those has said who may hold state; None until all have.
+
+        Who has handed over before this ends, and answers nobody: those who took it say that.
+        """
+        if not boards.all_posted("survivor", stay):
+            return None
+        found = {one: boards.read(f"survivor/{one}") or {} for one in stay}
+        released = {one for said in found.values() for one in said["released"]}
+        leaving = [one for one in world.leaving if one not in released]
+        if not boards.all_posted("survivor", leaving):
+            return None
+        return found | {one: boards.read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: Own, world: World) -> list[Action]:
         """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
@@ -227,6 +248,8 @@ class ChangeMachine:
             )
             return [Fail(ConfigError(why))]
         self.roll, self.stage = Roll.from_json(records[0]["roll"]), Stage.FOLLOW
+        if own.member not in self.roll.numbers:  # it has left, as far as the others know
+            return [Leave()]
         return [Know(self.roll), Learn(records), Post(f"built/{self.roll.numbers[own.member]}", True)]
 
     def _follow(self, own: Own, world: World, boards: BoardView) -> list[Action]:
@@ -323,8 +346,7 @@ class ChangeMachine:
         return [entered] if world.members else [entered, Leave(must_save=True)]
 
 
-def _survivor(own: Own, engine: int) -> Survivor:
-    held = own.engines[engine]
+def _survivor(own: Own, held: Held) -> Survivor:
     return Survivor(
         number=held.number,
         rank=held.rank,

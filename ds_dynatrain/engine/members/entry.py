@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Entry:
     """What a process knows of the job before it has an engine.
 
     launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
-    among them, and how many they are. record: what the running job is doing (`Changes`), None if this process starts
+    among them, and how many they are. record: what the running job is doing (`PostJob`), None if this process starts
     one. number: of the engine among those that the process has made, from 1.
     """
 
@@ -159,6 +159,7 @@ def into(
     """Into one generation; None if another one comes first. engine: the number of the one that is made."""
     elastic = membership.elastic
     if elastic.member.id not in world.members:
+        _hold_nothing(elastic, world)
         raise JobFinished(f"{elastic.member.id} was told to leave")
     roll = Roll().extended(world.members)
     try:
@@ -183,6 +184,13 @@ def into(
         logger.warning("generation %d could not be formed: %s", world.generation, error)
         elastic.member.broken(world)
         return None
+
+
+def _hold_nothing(elastic: Elastic, world: World) -> None:
+    """After a failure those that stay ask all that leave what they hold, also one that has not come to join."""
+    if world.change == "failure" and elastic.member.id in world.leaving:
+        with suppress(td.DistError, OSError):
+            elastic.open_boards(world)[0].post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
