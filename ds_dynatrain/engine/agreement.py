@@ -6,9 +6,9 @@ what was decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.session import Request, Session
@@ -16,6 +16,13 @@ from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout
 
 MOST_PLACES = 4
+
+
+class Board(Protocol):
+    """A notice board, to be read; see `Control`."""
+
+    def read(self, key: str) -> Any | None: ...
+    def all_posted(self, key: str, names: Iterable[int | str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,9 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
         control.post(f"{key}/all", control.read(f"{key}/failed") or "")
 
 
-def all_prepared(control: Control, proposal: Proposal) -> bool:
+def all_prepared(board: Board, proposal: Proposal) -> bool:
     """Whether all have said so (no wait)."""
-    return control.read(f"prepared/{proposal.generation}/all") is not None
+    return board.read(f"prepared/{proposal.generation}/all") is not None
 
 
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
@@ -141,9 +148,9 @@ def key_of(proposal: Proposal) -> str:
     return f"switch/{proposal.generation}"
 
 
-def wait_for_rank_0(control: Control, proposal: Proposal) -> bool:
+def wait_for_rank_0(board: Board, proposal: Proposal) -> bool:
     """On a member that does not work: whether rank 0 stands at the meeting (polled, no wait)."""
-    return control.all_posted(f"{key_of(proposal)}/meet/0", proposal.source_members[:1])
+    return board.all_posted(f"{key_of(proposal)}/meet/0", proposal.source_members[:1])
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:

@@ -18,11 +18,11 @@ from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.elastic import Boards
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.surroundings import Boards
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -80,7 +80,7 @@ class Attempts:
         SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
         are in the present generation.
         """
-        engine, around, membership = self.engine, self.engine.surroundings, PROCESS.membership
+        engine, around = self.engine, self.engine.surroundings
         live = {} if engine.idle else engine.host.state_buffers()[0]
         self.settle_meshes(proposal)
         front, back = (around.control, around.background) if boards is None else boards
@@ -94,8 +94,7 @@ class Attempts:
         preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
         if check is not None:
             preparation.check = check
-        if membership is not None:
-            membership.guard(preparation)
+        PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation
         preparation.start()
 
@@ -109,12 +108,11 @@ class Attempts:
             else:
                 outcome = Transaction(engine, preparation, place).run()
         self.note(preparation, outcome, was, begin)
-        if PROCESS.membership is not None:
-            PROCESS.membership.after(engine, preparation.proposal, outcome)
+        PROCESS.membership.ended(engine, preparation.proposal, outcome)
 
-    def part(self, place: str) -> Transaction:
-        """One that the caller votes in, concludes and notes, as a part of something larger; not for lean switches."""
-        return Transaction(self.engine, self._prepared(), place, is_part=True)
+    def transaction(self, place: str, is_part: bool) -> Transaction:
+        """One that the caller votes in, concludes and notes; not for lean switches. is_part: see `Transaction`."""
+        return Transaction(self.engine, self._prepared(), place, is_part)
 
     def _prepared(self) -> Preparation:
         if self.engine.preparation is None:

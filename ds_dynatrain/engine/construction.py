@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
-from ds_dynatrain.adapters.watched import Fate
 from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.ending import open_for_work
@@ -24,13 +22,9 @@ from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.engine.members.changes import Changes
-from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.entry import Entry
-from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
-from ds_dynatrain.engine.process import PROCESS, Membership
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.space import Layout, is_partitioned
@@ -60,9 +54,8 @@ class Construction:
         elif not given["whole"]:
             with self._unmade(engine):
                 take_in(engine._parts, self.incoming, space)
-        open_for_work(engine._parts, space, self._membership(engine._parts))
-        if self.entry.elastic is not None:
-            self._settle(engine._parts, self.entry.elastic)
+        open_for_work(engine._parts, space)
+        self._settle(engine._parts)
         atexit.register(_close, weakref.ref(engine))
         return engine
 
@@ -71,15 +64,6 @@ class Construction:
         """Those that work."""
         record = self.entry.record
         return tuple(range(self.layout.world_size)) if record is None else tuple(record["members"])
-
-    def _membership(self, engine: EngineParts) -> Membership | None:
-        """In an elastic job that of the engines that are there already, of which this is one more; else a new one."""
-        if self.entry.elastic is None:
-            return None
-        found = PROCESS.membership
-        changes = found if isinstance(found, Changes) else Changes(self.entry.elastic)
-        changes.engines.append(engine)
-        return changes
 
     def _arguments(self) -> tuple[dict[str, Any], Ties]:
         """(the engine's arguments, the sets of stages that share a tensor)."""
@@ -101,7 +85,7 @@ class Construction:
     def _working(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
         job, entry, members = self.job, self.entry, self._members
         with entry.building():
-            fate = None if entry.elastic is None else Fate()
+            fate = entry.membership.fate()
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, fate
             store, number = entry.background.store, job.number
             world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
@@ -132,19 +116,16 @@ class Construction:
                 drop(engine._parts.world).join(self.job.settings.timeout_seconds)
             raise
 
-    def _settle(self, engine: EngineParts, elastic: Elastic) -> None:
-        """The elastic job has started: the group that all stood in has served, and each stands alone while it is
-        idle."""
+    def _settle(self, engine: EngineParts) -> None:
+        """Where a group has served that all who start together stood in: each stands alone while it is idle."""
         entry = self.entry
         if entry.world is None or entry.alone is None or entry.joins:
             return
-        roll = Roll().extended(entry.world.members)
         engine.surroundings = replace(engine.surroundings, launch=entry.alone)
         if engine.idle:
             entry.alone.install()
         engine.control.bury(entry.launch.retire())
-        if elastic.world is None:
-            elastic.enter(entry.world, roll, roll.ids_of(engine.members))
+        entry.membership.begin(entry.world, engine.members)
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
@@ -161,6 +142,3 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
     engine = reference()
     if engine is not None:
         engine.close()
-        if engine._parts.job.elastic is not None:
-            gc.freeze()  # else Python's end visits all that torch and DeepSpeed have: 0.8 s of a core, and a node that
-            # was told to go has little time

@@ -23,21 +23,20 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import Watch
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.report import logger
 
 POLL_SECONDS = 0.002
 LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
-END_POLL_SECONDS = 0.25
 SAID_AFTER_SECONDS = 60.0
 
 
 class Course:
     """That of this process; where it has several engines, the first one speaks for all."""
 
-    def __init__(self, first: Callable[[], EngineCore | None]) -> None:
-        self._first = first
+    def __init__(self, first: Callable[[], EngineCore | None], membership: Callable[[], Membership]) -> None:
+        self._first, self._membership = first, membership
         self._epochs = 0
         self._mark: tuple[object, str] | None = None
         self._begun: dict[int, int] | None = None
@@ -117,7 +116,7 @@ class Course:
             self._count += 1
             return arguments
         leader = [one for one in engine.members if begun.get(one) == most][-1]  # what rank 0 does alone is no station
-        found = _await(engine, f"{key}/{leader}", leader, station)
+        found = _await(engine, self._membership(), f"{key}/{leader}", leader, station)
         if found is not None and found[0] != station:
             logger.info("member %d came late: not %s here, the others are at %s", mine, station, found[0])
             return None
@@ -132,42 +131,22 @@ class Course:
         return f"station/{stretch[0]}/{stretch[1]}/{self._count}"
 
 
-def _await(engine: EngineCore, key: str, leader: int, station: str) -> Any:
+def _await(engine: EngineCore, membership: Membership, key: str, leader: int, station: str) -> Any:
     """What a leader has posted under `key`; None if the world is torn, which the next boundary sees to."""
     begin, pause, is_said = time.monotonic(), POLL_SECONDS, False
-    watch = _End(engine, leader)
+    watch, mine = membership.watch(engine.control), engine.control.member
     while True:
-        has_ended = watch.look()  # before the key is read: it may have posted that, and ended then
+        has_ended = watch.look((leader,))  # before the key is read: it may have posted that, and ended then
         found = engine.control.read(key)
         if found is not None:
             return found
         if has_ended:
-            logger.info("member %d came late, and the scripts of the others have ended: it ends, too", watch.mine)
+            logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
-        if engine.job.elastic is not None and engine.job.elastic.is_torn:
+        if membership.is_torn:
             return None
         if not is_said and time.monotonic() - begin > SAID_AFTER_SECONDS:
             is_said = True
-            logger.warning("member %d came late, and waits for member %d at %s", watch.mine, leader, station)
+            logger.warning("member %d came late, and waits for member %d at %s", mine, leader, station)
         time.sleep(pause)
         pause = min(pause * GROWTH, LONGEST_POLL_SECONDS)
-
-
-class _End:
-    """Has the script of a leader ended?"""
-
-    def __init__(self, engine: EngineCore, leader: int) -> None:
-        self.mine = engine.control.member
-        self._engine, self._leader = engine, leader
-        self._watch = Watch(engine.control)
-        self._looked = 0.0
-
-    def look(self) -> bool:
-        """Cheap to call often; see `Watch.look`. In an elastic job the coordinator knows who is dead."""
-        if self._engine.job.elastic is None:
-            return self._watch.look((self._leader,))
-        now = time.monotonic()
-        if now - self._looked < END_POLL_SECONDS:
-            return False
-        self._looked = now
-        return bool(self._engine.control.read(f"ended/{self._leader}") == "done")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -183,7 +182,7 @@ class DynatrainEngine(OverridingEngine):
         """
         parts = self._parts
         parts.switcher.stand_at(BOUNDARY)
-        if PROCESS.membership is None or not PROCESS.membership.keeps_void(parts):
+        if not PROCESS.membership.keeps_void(parts):
             parts.is_void = False
 
     @in_turn
@@ -240,8 +239,7 @@ class DynatrainEngine(OverridingEngine):
         kind = parts.own_groups.add(ranks)
         if parts.world is not None:
             wanted = parts.own_groups.kinds(parts.layout, parts.members, parts.candidates.nodes, parts.control.member)
-            elastic = parts.job.elastic
-            with nullcontext() if elastic is None else elastic.building_more(parts.job.number):
+            with PROCESS.membership.building_more(parts.job.number):
                 store, seconds = parts.surroundings.background.store, parts.settings.timeout_seconds
                 add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds)
         return OwnGroup(lambda: parts.world, kind)

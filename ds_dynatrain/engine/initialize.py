@@ -13,7 +13,7 @@ import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.forward import OptimizerForwarder
-from ds_dynatrain.adapters.incoming import Incoming, refuse_cut
+from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
@@ -114,7 +114,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     place = worker_place()
     joins = False
     if place is not None and not (td.is_initialized() and is_ours_installed()):
-        early = PROCESS.found_early()
+        early: Early | None = PROCESS.found_early()
         if early is None:
             early = PROCESS.early = begin(place)
         joins = early.joins
@@ -144,7 +144,7 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     PROCESS.begin()
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
     _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
-    early = PROCESS.found_early()
+    early: Early | None = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
         stand_alone()
     with telling_of_locks():
@@ -183,12 +183,10 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
     import_what_is_lazy()
     entry = _enter(settings, place, early)
+    PROCESS.membership = entry.membership
     try:
         lists, said = lists_of(arguments), described(own, settings)
-        if entry.elastic is not None:
-            refuse_cut(model)
-            if settings.safety == "lean":
-                raise practice("lean switches where members come and go").error()
+        entry.membership.refuse(settings, model)
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
@@ -205,11 +203,11 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
-        job = Job(*parts, entry.elastic, entry.number)
+        job = Job(*parts, entry.number)
         around = entry.surroundings(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
     except BaseException:
-        entry.give_up()
+        entry.membership.could_not_build()
         raise
 
 
@@ -218,10 +216,10 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
+    known = PROCESS.membership if PROCESS.engines else None
     if place is None:
-        return with_launch(settings.timeout_seconds)
-    elastic = PROCESS.engines[0].job.elastic if PROCESS.engines else None
-    return with_members(place, settings) if elastic is None else beside(elastic, settings, 1 + len(PROCESS.engines))
+        return with_launch(settings.timeout_seconds, known)
+    return with_members(place, settings) if known is None else beside(known, settings, 1 + len(PROCESS.engines))
 
 
 def _split(

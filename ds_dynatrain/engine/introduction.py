@@ -12,7 +12,7 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.engine.members.description import differing_key, differing_parameter
-from ds_dynatrain.engine.members.entry import Entry, node
+from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
@@ -49,8 +49,7 @@ def introduce(entry: Entry, incoming: Incoming) -> dict[int, dict[str, Any]]:
         if differs:
             raise ConfigError(f"this process cannot join the job: {differs}")
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
-    place = node() if entry.elastic is None else entry.elastic.member.place.node
-    record = {"node": place, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    record = {"node": entry.membership.node, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
     records = entry.exchange("member", record)
     for member, other in sorted(records.items()):
         first = records[min(records)]

@@ -9,7 +9,6 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.support.axes import ULYSSES, Features
 
 OnIdle = Callable[[Any], object]
@@ -21,8 +20,7 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. elastic: this member's part in a job whose members come and go. number: of this engine among those that
-    the process has made, from 1.
+    have them. number: of this engine among those that the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -33,7 +31,6 @@ class Job:
     rows: list[Row]
     described: dict[str, str]
     on_idle: OnIdle | None
-    elastic: Elastic | None = None
     number: int = 1
 
     @property

@@ -84,6 +84,22 @@ class Watch:
         return now - since > max(self.control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
 
 
+@dataclass
+class EndedWatch:
+    """As `Watch`, where others see to the dead: it looks for scripts that are through, and for nothing else."""
+
+    control: Control
+    checked: float = 0.0
+
+    def look(self, members: Iterable[int]) -> bool:
+        """Whether all `members` have ended their scripts; cheap to call often."""
+        now, ends = time.monotonic(), [f"ended/{member}" for member in members]
+        if now - self.checked < BEAT_SECONDS / 4:
+            return False
+        self.checked = now
+        return all(self.control.read(end) == "done" for end in ends)
+
+
 def ended_in_error() -> bool:
     """Whether an uncaught exception ends this script."""
     return getattr(sys, "last_value", None) is not None

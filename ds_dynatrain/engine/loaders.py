@@ -12,7 +12,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
 from ds_dynatrain.engine.core import EngineCore, OpenBatch
-from ds_dynatrain.engine.members.voiding import Window, surviving
+from ds_dynatrain.engine.members.voiding import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
@@ -61,13 +61,12 @@ class Loaders:
 
     def before_micro_batch(self) -> None:
         """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
-        self._switcher.see_failure()
+        PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
         self._switcher.stand_at(loader.name)
-        if PROCESS.membership is not None:
-            self._window.open(stays_void=PROCESS.membership.keeps_void(self.engine))
+        PROCESS.membership.open_window(self.engine)
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Called by a train loader with the slot of the micro-batch that it is about to return."""
@@ -128,7 +127,7 @@ class Loaders:
         if self.engine.is_void or not (self.engine.is_in_epoch or PROCESS.course.arrive("a mean") is not None):
             pair = alone
         else:
-            pair = surviving(lambda: self._add_up(pair), lambda: alone)
+            pair = PROCESS.membership.surviving(self.engine, lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         return (pair[0] / pair[1]).to(torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,8 +16,7 @@ from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.engine.members.loss import guarded, plain
-from ds_dynatrain.engine.members.voiding import needs_peers, surviving
+from ds_dynatrain.engine.members.voiding import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.surroundings import Surroundings
@@ -90,13 +89,12 @@ class OverridingEngine(HostEngine):
                 "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
                 "with engine.loader(..., evaluation=True), which has no batch here"
             )
-        output = surviving(
+        output = PROCESS.membership.surviving(
+            parts,
             lambda: self._forward(*inputs, **kwargs),
             lambda: window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
         )
-        if PROCESS.membership is None or parts.is_void:
-            return output
-        return guarded(window.remember(output), parts)
+        return output if parts.is_void else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
@@ -116,7 +114,8 @@ class OverridingEngine(HostEngine):
         if self._parts.is_void:
             return loss
         loss, run = plain(loss), super().backward
-        return surviving(lambda: run(loss, retain_graph, scale_wrt_gas, tokens), lambda: loss)
+        backward = partial(run, loss, retain_graph, scale_wrt_gas, tokens)
+        return PROCESS.membership.surviving(self._parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
         """DeepSpeed's, where any backward pass begins, also one of `loss.backward()`."""
@@ -132,7 +131,7 @@ class OverridingEngine(HostEngine):
         of samples. In a global batch that is void it does nothing.
         """
         if not self._parts.is_void:
-            surviving(lambda: self._step(lr_kwargs), lambda: None)
+            PROCESS.membership.surviving(self._parts, lambda: self._step(lr_kwargs), lambda: None)
 
     def _step(self, lr_kwargs: Any) -> None:
         parts, steps, samples = self._parts, self._parts.accumulation, int(self.global_samples)

@@ -11,23 +11,17 @@ from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
 from ds_dynatrain.engine.members.voiding import Window
-from ds_dynatrain.engine.process import PROCESS, Membership
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
 
 
 @dataclass(eq=False)
 class EngineParts(EngineCore):
-    """What `DynatrainEngine` has, on its one attribute, and what members that come and go (`members`) are told of.
+    """What `DynatrainEngine` has, on its one attribute, and what members that come and go (`members`) are told of."""
 
-    membership: the process's part in such a job; None in a job of fixed size.
-    """
-
-    membership: Membership | None = None
-    heartbeat: Heartbeat | None = None
     saver: Saver = field(init=False)
     window: Window = field(init=False)
     targets: Targets = field(init=False)
@@ -48,7 +42,7 @@ class EngineParts(EngineCore):
     @property
     def others(self) -> list[EngineParts]:
         """The other engines of this process."""
-        return [one for one in PROCESS.engines if one is not self and isinstance(one, EngineParts)]
+        return [one for one in open_engines() if one is not self]
 
     def turn(self) -> AbstractContextManager[None]:
         """In it, what is there once in a process is this engine's."""
@@ -79,3 +73,15 @@ class EngineParts(EngineCore):
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None
+
+
+def parts_of(engine: EngineCore) -> EngineParts:
+    """The engine with its parts, which each has that is open."""
+    if not isinstance(engine, EngineParts):
+        raise TypeError(f"an engine without its parts: {engine!r}")
+    return engine
+
+
+def open_engines() -> list[EngineParts]:
+    """Those of this process, in the order in which they were made."""
+    return [parts_of(engine) for engine in PROCESS.engines]

@@ -12,8 +12,8 @@ from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of, places_of
-from ds_dynatrain.engine.members.voiding import surviving
 from ds_dynatrain.engine.overrides import in_turn
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError
 
 
@@ -34,7 +34,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._read = None
-        return surviving(self._train_batch, self._train_again)
+        return PROCESS.membership.surviving(self._parts, self._train_batch, self._train_again)
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._stand()

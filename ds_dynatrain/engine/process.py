@@ -14,64 +14,38 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.process_wide import put_plain
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.core import EngineCore, Own
 from ds_dynatrain.engine.course import Course
-from ds_dynatrain.engine.members.early import Early
-from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import practice
-
-
-class Recovery(Protocol):
-    """What is done about a failure in the middle of training; see `members.forming.Forming`."""
-
-    def check(self) -> None: ...
-    def see_failure(self) -> None: ...
-    def recover(self, error: RuntimeError) -> bool: ...
-    def close_worlds(self) -> None: ...
-
-
-class Membership(Protocol):
-    """The process's part in a job whose members come and go, as its engines see it; see `members.changes.Changes`."""
-
-    @property
-    def forming(self) -> Recovery: ...
-    def stand(self, engine: EngineCore, place: str, window_is_open: bool) -> None: ...
-    def keeps_void(self, engine: EngineCore) -> bool: ...
-    def guard(self, preparation: Preparation) -> None: ...
-    def after(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None: ...
-    def retrain(self, members: tuple[int, ...]) -> None: ...
-    def reopen(self, engine: EngineCore) -> None: ...
-    def leave(self, engine: EngineCore) -> None: ...
 
 
 class Process:
     """One of these, `PROCESS`, is all that this package keeps for a process.
 
     The engines that are open, in the order in which they were made, and whose turn it is; the `course` of the script;
-    the process's part in a job whose members come and go (`membership`), which its engines hold; and what
-    `init_distributed` has left for `initialize` (`early`).
+    who trains together with this process (`membership`); and what `init_distributed` has left for `initialize`
+    (`early`, a `members.early.Early`, which stands above this file).
     """
 
     def __init__(self) -> None:
-        self.early: Early | None = None
+        self.early: Any = None
+        self._membership: Membership | None = None
         self._forget()
 
     def _forget(self) -> None:
         """No engine is open."""
         self._engines: list[weakref.ref[EngineCore]] = []
-        self._membership: weakref.ref[Membership] | None = None
-        self.course = Course(lambda: next(iter(self.engines), None))
+        self.course = Course(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
         self._is_joining = False
@@ -85,15 +59,21 @@ class Process:
         if not self.engines:
             self._forget()
 
-    def found_early(self) -> Early | None:
+    def found_early(self) -> Any:
         """What `init_distributed` has left for `initialize`, unless the script has taken its group down."""
         group = td.group.WORLD if td.is_initialized() else None
         return self.early if self.early is not None and self.early.launch.group is group else None
 
     @property
-    def membership(self) -> Membership | None:
-        """None in a job of fixed size."""
-        return None if self._membership is None else self._membership()
+    def membership(self) -> Membership:
+        """Of all engines; it is there as soon as one is being made."""
+        if self._membership is None:
+            raise RuntimeError("this process has come into no job yet: call initialize")
+        return self._membership
+
+    @membership.setter
+    def membership(self, membership: Membership) -> None:
+        self._membership = membership
 
     @property
     def engines(self) -> list[EngineCore]:
@@ -134,10 +114,9 @@ class Process:
             if self.is_shared:
                 self._speak_between()
 
-    def add(self, engine: EngineCore, membership: Membership | None) -> None:
-        """One more is open. membership: of all engines of the process; None in a job of fixed size."""
+    def add(self, engine: EngineCore) -> None:
+        """One more is open."""
         self._engines.append(weakref.ref(engine))
-        self._membership = None if membership is None else weakref.ref(membership)
 
     def leave(self, engine: EngineCore) -> None:
         """It has ended. One that is left alone has the process to itself."""
@@ -166,11 +145,7 @@ class Process:
 
     def _speak_between(self) -> None:
         """Nobody has the process."""
-        first = self.engines[0]
-        if first.job.elastic is None:
-            first.launch.install()
-        else:
-            first.speak()
+        self.membership.speak_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.engine.control import Control
 
+Boards = tuple[Control, Control]
+"""The notice board of a generation, and the same over another connection."""
+
 
 @dataclass(frozen=True)
 class Candidates:

@@ -18,15 +18,12 @@ from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.space import Layout, is_partitioned
-
-IDLE_POLL_SECONDS = 0.02
 
 
 class Switcher:
@@ -38,7 +35,6 @@ class Switcher:
         self.engine, self._targets, self._attempts = engine, targets, attempts
         self._saver, self._fallback = saver, fallback
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
-        self._watch = Watch(engine.control)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -48,8 +44,7 @@ class Switcher:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
         if self.engine.pending is not None and self._is_pending(layout, at, changes):
             return self.engine.pending
-        if PROCESS.membership is not None:
-            PROCESS.membership.reopen(self.engine)
+        PROCESS.membership.reopen(self.engine)
         wish, proposal = self._wish(layout, at, changes)
         try:
             agreed = agreement.agree(self.engine.control, self.place_in_training(), wish, self.engine.members, proposal)
@@ -124,33 +119,13 @@ class Switcher:
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
-    def see_failure(self) -> None:
-        """Where members come and go: form a new world if a collective of the script's own has failed."""
-        if PROCESS.membership is not None:
-            PROCESS.membership.forming.see_failure()
-
     def stand_at(self, place: str) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         self.engine.has_stood = True
         self.engine.control.raise_if_lost()
         self._saver.look()
-        self._stand_at(place)
+        PROCESS.membership.stand(self.engine, place)
         PROCESS.course.note()
-
-    def _stand_at(self, place: str) -> None:
-        engine, is_open = self.engine, self.engine.has_open_window
-        if PROCESS.membership is not None:
-            PROCESS.membership.stand(engine, place, is_open)
-            return
-        if not engine.idle:
-            if not is_open:
-                self._fallback.stand_at()
-            if is_open or not self.is_due():
-                return
-            self._attempts.transact(place)
-        if engine.idle:
-            self._wait_for_work(place)
-            engine.settle_fallback()
 
     def is_due(self, ahead: int = 1) -> bool:
         """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""
@@ -178,19 +153,6 @@ class Switcher:
         else:
             time.sleep(seconds)
 
-    def _wait_for_work(self, place: str) -> None:
-        """Poll the notice board until this member works; run the user's `on_idle` in between.
-
-        SystemExit(0) when the working members' scripts have ended.
-        """
-        self.engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        while self.engine.idle:
-            self.look_for_proposal()
-            self.meet_idle(place)
-            if self.engine.idle:
-                self._look_for_the_end()
-                self.pass_time(IDLE_POLL_SECONDS)
-
     def look_for_proposal(self) -> None:
         """On an idle member: make ready for a switch that the working members have agreed on."""
         if self.engine.preparation is not None:
@@ -209,15 +171,7 @@ class Switcher:
             self.engine.attempt = proposal.generation
             if outcome["commit"]:
                 self.engine.layout, self.engine.members = proposal.layout, proposal.members
-                if PROCESS.membership is not None:
-                    PROCESS.membership.retrain(proposal.members)
-
-    def _look_for_the_end(self) -> None:
-        """Leave when the job has ended."""
-        if self._watch.look(self.engine.members):
-            self.engine.close_preparation()
-            self.engine.control.post(f"left/{self.engine.control.member}", True)
-            raise SystemExit(0)
+                PROCESS.membership.retrain(proposal.members)
 
     def _see_given_up(self) -> None:
         """Let go of a preparation that was given up before the meeting."""

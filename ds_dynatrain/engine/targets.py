@@ -32,9 +32,8 @@ class Targets:
         engine = self.engine
         refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
-        processes = len(engine.candidates)
-        refuse_idle_target(target, processes if PROCESS.membership is None else len(engine.members))
-        self.check(target, processes)
+        refuse_idle_target(target, len(PROCESS.membership.able(engine)))
+        self.check(target, len(engine.candidates))
         return target
 
     def check(self, target: Layout, processes: int) -> None:
@@ -67,8 +66,7 @@ class Targets:
     def members_for(self, target: Layout) -> tuple[int, ...]:
         """Who would hold which rank; SwitchRefused if this node has not the memory for it."""
         pool, engine = self.engine.candidates, self.engine
-        able = engine.members if PROCESS.membership is not None and PROCESS.is_shared else pool.members
-        members = assign_slots(engine.vps, target, able, pool.nodes)
+        members = assign_slots(engine.vps, target, PROCESS.membership.able(engine), pool.nodes)
         feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)
         return members
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import deepspeed
 
 import ds_dynatrain
+from ds_dynatrain.engine.process import PROCESS
 from tests.elastic.training import Numbered
 from tests.engine.models import small_gpt
 
@@ -31,7 +32,7 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
 
     def say(**what: object) -> None:
         """A line."""
-        elastic = engine._parts.job.elastic
+        elastic = getattr(PROCESS.membership, "elastic", None)
         generation = engine.generation if elastic is None else elastic.generation
         log.write(json.dumps({"pid": os.getpid(), "generation": generation, **what}) + "\n")
 

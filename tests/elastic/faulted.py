@@ -19,6 +19,7 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.switch import Transaction
 
 PLACES: dict[str, tuple[type, str]] = {
@@ -114,7 +115,7 @@ def _in_step(told: Path, act: str) -> None:
         if act == "kill":
             self._parts.is_stepping = True
             kill()
-        elastic = self._parts.job.elastic
+        elastic = getattr(PROCESS.membership, "elastic", None)
         while elastic is not None and not elastic.is_torn:
             time.sleep(0.01)
         self._parts.is_stepping = act == "inside"

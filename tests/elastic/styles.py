@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ds_dynatrain
+from ds_dynatrain.engine.process import PROCESS
 from tests.elastic.training import OUT, STEP_SECONDS, Numbered, Script
 
 STYLE = os.environ["STYLE"]
@@ -180,7 +181,7 @@ class Cut(Styled):
     def one(self, inputs: Any, targets: Any, numbers: Any) -> float:
         loss = self.engine(inputs, targets)
         if self.engine.global_steps >= 3 and self.engine.rank == 1:
-            elastic = self.engine._parts.job.elastic
+            elastic = PROCESS.membership.elastic
             elastic._present[1].abort(elastic.member.descriptors())
         self.engine.backward(loss)
         self.engine.step()

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 import ds_dynatrain
+from ds_dynatrain.engine.process import PROCESS
 from tests.elastic import faulted
 from tests.engine.models import WORDS, Sequences, decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
@@ -196,8 +197,8 @@ class Script:
     @property
     def generation(self) -> int:
         """Of the membership; 0 in a static run."""
-        elastic = self.engine._parts.job.elastic
-        return 0 if elastic is None else elastic.generation
+        elastic = getattr(PROCESS.membership, "elastic", None)
+        return 0 if elastic is None else int(elastic.generation)
 
     def note(self, event: Any) -> None:
         """A switch was committed."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ds_dynatrain.engine.groups import OwnGroups
-from ds_dynatrain.engine.members.loss import Loss, guarded, plain
+from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
+from ds_dynatrain.engine.members.voiding import Loss, guarded, plain
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
@@ -50,7 +51,7 @@ def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
     total = (2 * weight).sum()
     given = {"loss": total, "logits": 2 * weight, "count": torch.tensor(3), "name": "x"}
-    output = guarded(given, engine)
+    output = guarded(given, engine, FixedLaunch())
     assert type(output["loss"]) is Loss and output["logits"] is given["logits"] and output["count"] is given["count"]
     assert type(output["loss"] * 1.0) is torch.Tensor and type(plain(output["loss"])) is torch.Tensor
     output["loss"].backward()
@@ -59,14 +60,14 @@ def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:
 
 def test_in_a_void_batch_it_trains_nothing(engine: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
-    loss = guarded(weight.sum(), engine)
+    loss = guarded(weight.sum(), engine, FixedLaunch())
     engine.is_void = True
     loss.backward()
     assert weight.grad is None
 
 
 def test_the_engine_does_not_travel_with_it(engine: Any) -> None:
-    loss = guarded(torch.ones(3, requires_grad=True).sum(), engine)
+    loss = guarded(torch.ones(3, requires_grad=True).sum(), engine, FixedLaunch())
     engine.unpicklable = lambda: None
     torch.save({"loss": loss}, file := io.BytesIO())
     file.seek(0)

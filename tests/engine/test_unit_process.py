@@ -1,4 +1,4 @@
-"""What is there once in a process: engines and membership, held no longer than they live."""
+"""What is there once in a process: engines, held no longer than they live, and membership."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class Engine:
         self.own, self.launch = None, SimpleNamespace(group=group)
 
 
-class Membership:
-    """Of all engines."""
-
-
 @pytest.fixture
 def process() -> Process:
     return Process()
@@ -41,25 +37,24 @@ def launch() -> Iterator[td.ProcessGroup]:
 
 def test_engines_are_dropped_with_whoever_holds_them(process: Process) -> None:
     engine: Any = Engine()
-    process.add(engine, None)
+    process.add(engine)
     assert process.engines == [engine] and not process.is_shared
     del engine
     gc.collect()
     assert process.engines == []
 
 
-def test_membership_is_that_of_the_engines(process: Process) -> None:
-    engine: Any = Engine()
-    membership: Any = Membership()
-    process.add(engine, membership)
+def test_membership_is_asked_for_once_there_is_a_job(process: Process) -> None:
+    with pytest.raises(RuntimeError, match="call initialize"):
+        _ = process.membership
+    membership: Any = object()
+    process.membership = membership
     assert process.membership is membership
-    process.leave(engine)
-    assert process.membership is None and process.engines == []
 
 
 def test_a_course_is_that_of_the_engines_that_are_open(process: Process, launch: td.ProcessGroup) -> None:
     engine: Any = Engine(launch)
-    process.add(engine, None)
+    process.add(engine)
     course = process.course
     process.begin()
     assert process.course is course and process.engines == [engine], "one more engine beside it"
@@ -70,7 +65,7 @@ def test_a_course_is_that_of_the_engines_that_are_open(process: Process, launch:
 def test_engines_without_their_groups_are_not_counted(process: Process, launch: td.ProcessGroup) -> None:
     """The script has called `destroy_process_group`, and makes an engine anew while it holds the old one."""
     old: Any = Engine(launch)
-    process.add(old, None)
+    process.add(old)
     unregister(launch)
     process.begin()
     assert process.engines == []

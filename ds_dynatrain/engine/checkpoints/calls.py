@@ -11,8 +11,7 @@ from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.description import plain_part
-from ds_dynatrain.engine.members.voiding import Window, surviving
+from ds_dynatrain.engine.members.voiding import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import CheckpointError
@@ -62,7 +61,7 @@ class Checkpoints:
             if agreed is None:
                 _not_saved("save_checkpoint", folder, tag)
                 return False
-            saved = surviving(lambda: save(*agreed, *arguments, **named), lambda: None)
+            saved = PROCESS.membership.surviving(self.engine, lambda: save(*agreed, *arguments, **named), lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
@@ -72,10 +71,10 @@ class Checkpoints:
         self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
-        engine, elastic = self.engine, self.engine.job.elastic
-        if elastic is not None and elastic.is_newcomer:
+        engine, known = self.engine, PROCESS.membership.loaded(self.engine.job.number)
+        if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
-            return tuple(elastic.loaded.get(engine.job.number) or (None, {}))
+            return known
         agreed = PROCESS.course.arrive("load_checkpoint", os.fspath(folder), tag)
         if agreed is None:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here", folder, tag, ELSEWHERE)
@@ -86,8 +85,7 @@ class Checkpoints:
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             result = load(folder, tag, *arguments, **named)
-        if elastic is not None:
-            elastic.loaded[engine.job.number] = [plain_part(part) for part in result]
+        PROCESS.membership.remember_load(engine.job.number, result)
         return result
 
     def _reads(

@@ -39,7 +39,7 @@ class Fallback:
         self._world = ""
         self._is_told = False
         self._termination: Termination | None = None
-        if settings is not None and settings.on_sigterm and engine.job.elastic is None:
+        if settings is not None and settings.on_sigterm and not PROCESS.membership.takes_sigterm:
             self._termination = Termination()
             self._termination.watch()
 
@@ -82,7 +82,7 @@ class Fallback:
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
         engine = self.engine
         key = f"fallback/{engine.era}/{engine.global_steps}{more}"
-        others = [] if engine.job.elastic is None else self._others()
+        others = self._others() if PROCESS.membership.saves_together else []
         try:
             if not others:
                 how(settings.path, None, key, "", settings.keep)

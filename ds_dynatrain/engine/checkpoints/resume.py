@@ -9,6 +9,7 @@ from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
@@ -23,7 +24,7 @@ def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored |
     Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
     and cannot be loaded: a job does not begin anew by mistake.
     """
-    if engine.idle or (engine.job.elastic is not None and engine.job.elastic.is_newcomer):
+    if engine.idle or PROCESS.membership.is_newcomer:
         return None
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)

@@ -2,10 +2,11 @@
 
 | file | what it does |
 |---|---|
+| `membership` | what engines ask of it, whichever it is: `fixed_launch`, or `elastic_membership` |
 | `early`, `entry`, `description` | how a process comes into a job, with an engine or before; what is alike on all |
 | `elastic`, `roll` | what a member hears of the others; their numbers |
-| `policy` | which layout for so many members |
-| `changes`, `change`, `leading` | what is done about it at a boundary, and what rank 0 does besides |
-| `forming`, `survival` | after a failure: a new world, what is left of the state |
-| `voiding`, `loss` | the call that it came in, among them `backward` of a loss |
+| `boundaries`, `losses`, `voiding` | at a boundary; in a call that loses its world; in a void global batch |
+| `change`, `actions` | what is decided about a generation, without engines or boards: what goes in, what comes out |
+| `destinations`, `policy`, `survival` | who goes where; which layout for so many; what is left of the state |
+| `executor`, `boards`, `together`, `restoring` | what was decided is done; boards; several engines; a checkpoint |
 """

@@ -1,106 +1,351 @@
-"""On the way to a later generation: its notice boards, and how far this member has come."""
+"""What one process does about a later generation, decided without sockets, threads or engines.
+
+The coordinator publishes a generation; it has notice boards of its own, one for each engine of a process. What is on
+them and what this process holds goes in, what is to be done comes out (`actions`). Every member decides alike:
+
+| stage | what it waits for | keys |
+|---|---|---|
+| agree | after a failure: all who may hold state say what they hold; then the rest is idle | `survivor/<id>` |
+| learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
+| follow | rank 0 of those that train leads: it proposes a layout for each engine | `change/<attempt>` |
+| meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
+| over | a later generation, since this one could not be restored | |
+
+Where nothing moves (somebody comes for whom there is no place, an idle member goes) all step over at the meeting. An
+attempt that is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes
+all this at any point.
+"""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Sequence
-
-import torch.distributed as td
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.elastic import Boards, Elastic
+from ds_dynatrain.engine import agreement
+from ds_dynatrain.engine.agreement import Board, Proposal
+from ds_dynatrain.engine.members.actions import (
+    Action,
+    Decide,
+    Enter,
+    Fail,
+    GiveUp,
+    Held,
+    Hold,
+    Know,
+    Learn,
+    Leave,
+    LetGo,
+    Open,
+    Own,
+    Post,
+    PostJob,
+    Prepare,
+    Proposals,
+    Restore,
+    Spend,
+    Transact,
+)
+from ds_dynatrain.engine.members.destinations import Destination, Question
 from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Candidates
+from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
+from ds_dynatrain.errors import ConfigError, ElasticError
 
-REOPEN_SECONDS = 0.5
+Boards = Sequence[Board]
+"""The boards of a generation, one for each engine of the process."""
 
 
-class Change:
-    """On the way to a later generation, on one member. Boards are opened in a thread: the store may be slow, or away.
+class Stage(Enum):
+    """How far this member is on its way."""
 
-    engines: the numbers of this process's engines; each has boards of its own, and what concerns all of them is said on
-    those of the first. proposals: what is tried now, one for each engine, none in between. tries: attempts that were
-    rolled back. restores: nobody has the whole state any more, and it comes from a checkpoint.
+    AGREE = "agree"
+    LEARN = "learn"
+    FOLLOW = "follow"
+    MEET = "meet"
+    OVER = "over"
+
+
+class ChangeMachine:
+    """One process's decisions. destinations: where to go, if this member leads; None if there is no way.
+
+    world: the generation that it is on its way to, None while it is in the newest. proposals: what is tried just now.
     """
 
-    def __init__(self, world: World, elastic: Elastic, engines: Sequence[int] = (1,)) -> None:
-        self.world = world
-        self.roll: Roll | None = None
+    def __init__(self, destinations: Callable[[Question], list[Destination] | None]) -> None:
+        self._destinations = destinations
+        self.world: World | None = None
+        self.proposals: Proposals = ()
+        self.stage = Stage.LEARN
+        self.roll = Roll()
         self.tries = 0
-        self.proposals: tuple[Proposal, ...] = ()
-        self.has_led = self.has_said = self.is_adopted = self.is_agreed = self.restores = False
-        self._elastic = elastic
-        self._engines = tuple(engines)
-        self._boards: dict[int, Boards] = {}
-        self._is_over = threading.Event()
-        self.open()
+        self.restores = False
+        self._said: set[str] = set()
 
-    def open(self) -> None:
-        """Connect, or connect again: what was read before does not count any more."""
-        self._boards, self.proposals, self.tries = {}, (), 0
-        self.has_led = self.has_said = self.is_adopted = False
-        threading.Thread(target=self._open, name=f"dynatrain-board-{self.world.generation}", daemon=True).start()
+    # ---- events ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Do not try any longer."""
-        self._is_over.set()
+    def advance(self, own: Own, newest: World | None, boards: Boards) -> list[Action]:
+        """What is to be done next; ask again until it is nothing, and then from time to time.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the boards are there."""
-        return bool(self._boards)
+        newest: the last generation that was published. boards: those of `world`, none while they are not open.
+        """
+        if newest is not None and self._is_later(own, newest):
+            return self._set_out(own, newest)
+        while self.world is not None and boards:
+            stage, actions = self.stage, self._on_the_way(own, self.world, boards)
+            if actions or self.stage is stage:
+                return actions
+        return []
 
-    @property
-    def board(self) -> Control:
-        """For the main thread, that of the first engine; RuntimeError while it is not open."""
-        return self.boards_of(self._engines[0])[0]
+    def transacted(self, own: Own, is_committed: bool, reason: str) -> list[Action]:
+        """`Transact` has ended, on all members alike."""
+        if self.world is None:
+            return []
+        return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
-    def boards_of(self, engine: int) -> Boards:
-        """Those of the engine with that number; RuntimeError while they are not open."""
-        if not self._boards:
-            raise RuntimeError(f"the notice board of generation {self.world.generation} is not open")
-        return self._boards[engine]
+    def restored(self, own: Own, is_whole: bool) -> list[Action]:
+        """`Restore` has ended. is_whole: else somebody has died meanwhile, and a later generation will come."""
+        if self.world is None:
+            return []
+        if not is_whole:
+            self.stage, self.proposals = Stage.OVER, ()
+            return []
+        return [self._record(), *self._enter(own, self.world)]
 
-    @property
-    def proposal(self) -> Proposal | None:
-        """That of the first engine, which speaks for the others."""
-        return self.proposals[0] if self.proposals else None
+    def board_is_lost(self, reason: str) -> list[Action]:
+        """Connect again: what was read before does not count any more."""
+        self.proposals, self.tries, self._said = (), 0, set()
+        if self.stage in (Stage.FOLLOW, Stage.MEET):
+            self.stage = Stage.LEARN
+        given_up: list[Action] = [GiveUp(reason)]
+        return given_up if self.world is None else [*given_up, Open(self.world)]
 
-    @property
-    def moves_nothing(self) -> bool:
-        """Whether all engines stay as they are."""
-        return all(proposal.moves_nothing for proposal in self.proposals)
+    def forget(self) -> None:
+        """Be on no way."""
+        self.world, self.proposals, self.stage = None, (), Stage.LEARN
+        self.roll, self.tries, self.restores, self._said = Roll(), 0, False, set()
 
-    @property
-    def known(self) -> Roll:
-        """The numbers as far as they are known: those of the present generation, until `know`."""
-        return self._elastic.roll if self.roll is None else self.roll
+    # ---- setting out -------------------------------------------------------------------------------------------------
 
-    @property
-    def candidates(self) -> Candidates:
-        """Its members as those that could work."""
-        return self._elastic.candidates(self.world, self.known)
+    def _is_later(self, own: Own, newest: World) -> bool:
+        at = own.world if self.world is None else self.world
+        if at is not None and newest.generation <= at.generation:
+            return False
+        is_first = self.world is None and newest.change == "planned" and own.is_switching
+        return not is_first  # the switch that the user asked for comes before a planned change
 
-    def know(self, roll: Roll) -> None:
-        """Take the numbers of everybody in it, this member's own among them."""
-        self.roll = roll
-        for boards in self._boards.values():
-            for board in boards:
-                board.member = roll.numbers[self._elastic.member.id]
+    def _set_out(self, own: Own, newest: World) -> list[Action]:
+        self.forget()
+        given_up = GiveUp(newest.reason)
+        is_asked = newest.change == "failure" and own.member in newest.leaving
+        if own.is_idle and own.member not in newest.members and not is_asked:
+            return [given_up, Leave()]
+        self.world, self.stage = newest, Stage.LEARN if newest.change == "planned" else Stage.AGREE
+        return [given_up, Open(newest)]
 
-    def _open(self) -> None:
-        opened: dict[int, Boards] = {}
-        while not self._is_over.is_set():
-            try:
-                for engine in self._engines:
-                    if engine not in opened:
-                        opened[engine] = self._elastic.open_boards(self.world, engine=engine)
-            except (td.DistError, OSError) as error:
-                logging.getLogger("ds_dynatrain.elastic").info("generation %d: %s", self.world.generation, error)
-                self._is_over.wait(REOPEN_SECONDS)
-                continue
-            self._boards = opened
-            return
+    def _on_the_way(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        match self.stage:
+            case Stage.AGREE:
+                return self._agree(own, world, boards)
+            case Stage.LEARN:
+                return self._learn(own, world, boards)
+            case Stage.FOLLOW:
+                return self._follow(own, world, boards)
+            case Stage.MEET:
+                return self._meet_idle(own, world, boards) if own.is_idle else self._meet(own, world, boards)
+        return []
+
+    # ---- after a failure ---------------------------------------------------------------------------------------------
+
+    def _agree(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        stay = world.members[: world.survivors]
+        if own.member not in (*stay, *world.leaving):
+            self.stage = Stage.LEARN
+            return self._be_left_out(own, world)
+        if "survivor" not in self._said:
+            self._said.add("survivor")
+            released = () if own.world is None else own.world.leaving
+            holds = [_survivor(own, held).to_json() for held in own.engines]
+            post = Post(f"survivor/{own.member}", {"holds": holds, "released": released})
+            goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
+            return [post, Leave()] if goes else [post]
+        found = self._answers(stay, world, boards)
+        if found is None:
+            return []
+        holders = {one: [Survivor(**each) for each in said["holds"]] for one, said in found.items() if said["holds"]}
+        self.stage = Stage.LEARN
+        if not own.is_torn and not any(records[0].is_torn for records in holders.values()):
+            return []
+        of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
+        return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
+
+    def _answers(self, stay: Sequence[str], world: World, boards: Boards) -> dict[str, Any] | None:
+        """What each of those has said who may hold state; None until all have.
+
+        Who has handed over before this ends, and answers nobody: those who took it say that.
+        """
+        if not boards[0].all_posted("survivor", stay):
+            return None
+        found = {one: boards[0].read(f"survivor/{one}") or {} for one in stay}
+        released = {one for said in found.values() for one in said["released"]}
+        leaving = [one for one in world.leaving if one not in released]
+        if not boards[0].all_posted("survivor", leaving):
+            return None
+        return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
+
+    def _be_left_out(self, own: Own, world: World) -> list[Action]:
+        """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
+
+        The others go on without that; if none of them holds anything, nobody would tell it what to do.
+        """
+        if not own.is_all_idle and not own.is_torn:
+            return []
+        if not world.survivors and not (own.is_all_idle and world.leaving):
+            what = "nobody is known to hold the state of the job: start it again, from a checkpoint"
+            return [Fail(ElasticError(f"generation {world.generation}: {world.reason}; {what}"))]
+        return [LetGo()]
+
+    def _go_on_from(self, own: Own, world: World, sources: list[Source | None]) -> list[Action]:
+        """From what the living hold; all from a checkpoint if one engine has lost state: they have one history."""
+        whole = tuple(source for source in sources if source is not None)
+        if len(whole) == len(sources):
+            return [Hold(whole)]
+        lost = own.engines[sources.index(None)]
+        if not lost.can_restore or not world.survivors:
+            why = (
+                f"generation {world.generation}: {world.reason}; in {lost.layout} parts of the state have died with "
+                "it, and no checkpoint is there to go on from: start the job again from one of your own, and configure "
+                "dynatrain.fallback.path"
+            )
+            return [Fail(ElasticError(why))]
+        self.restores = True
+        return [LetGo()]
+
+    # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
+
+    def _leads(self, own: Own, world: World) -> bool:
+        """Rank 0 of those that hold the state does; if nobody does, the first survivor."""
+        return own.member == world.members[0] if self.restores else own.engines[0].rank == 0
+
+    def _learn(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        if not own.is_idle or self._leads(own, world):
+            self.roll, self.stage = own.roll.extended(world.members), Stage.FOLLOW
+            return [Know(self.roll)]
+        found = [boards[engine].read("job") for engine in range(len(own.engines))]
+        records = tuple(record for record in found if record is not None)
+        if len(records) < len(found):
+            return []
+        if records[0]["engines"] != len(found):
+            why = (
+                f"this process cannot join the job: it has made {len(found)} engines, and the job's processes "
+                f"{records[0]['engines']}; make all of them before the first batch"
+            )
+            return [Fail(ConfigError(why))]
+        self.roll, self.stage = Roll.from_json(records[0]["roll"]), Stage.FOLLOW
+        if own.member not in self.roll.numbers:  # it has left, as far as the others know
+            return [Leave()]
+        return [Know(self.roll), Learn(records), Post(f"built/{self.roll.numbers[own.member]}", True)]
+
+    def _follow(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        records = boards[0].read(f"change/{self.tries + 1}")
+        if records is None:
+            return self._lead(own, world, boards) if self._leads(own, world) else []
+        proposals = tuple(Proposal.from_json(record) for record in records)
+        decided = boards[0].read(f"record/{proposals[0].generation}")
+        if decided is not None and not decided["commit"]:
+            return self._failed(proposals, decided["reason"])
+        self.proposals, self.stage = proposals, Stage.MEET
+        return [Prepare(proposals)]
+
+    def _lead(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        """Tell newcomers what to build; once they have, and nothing else is tried, propose.
+
+        A switch that was asked for meanwhile comes first: members find what is proposed at different times, and one of
+        them may be in it.
+        """
+        if "job" not in self._said:
+            self._said.add("job")
+            return [PostJob(self.roll)]
+        newcomers = [self.roll.numbers[one] for one in world.members if one not in own.roll.numbers]
+        if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
+            return []
+        present = tuple((engine.layout, engine.members) for engine in own.engines)
+        targets = self._destinations(Question(world, self.roll, present, self.tries, self.restores))
+        if targets is None:
+            return []
+        proposals = [
+            Proposal(
+                engine.attempt + 1,
+                engine.layout,
+                () if self.restores else engine.members,
+                *target,
+                None,
+                forms_anew=own.is_torn,
+            )
+            for engine, target in zip(own.engines, targets, strict=True)
+        ]
+        return [Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
+
+    # ---- the meeting -------------------------------------------------------------------------------------------------
+
+    def _meet(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        """On a working member, at a boundary. Rank 0 names its next step, which nobody can be past: see `agreement`."""
+        first, step = self.proposals[0], own.engines[0].step
+        if not first.source_members:  # restored, and the board was lost before the record was written
+            return self.restored(own, is_whole=True)
+        meet = boards[0].read(f"meet/{first.generation}")
+        if meet is None:
+            makes_steps = not own.is_torn and own.world is not None and not own.world.paused
+            is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
+            return [Decide(f"meet/{first.generation}", step + int(makes_steps))] if is_next else []
+        if step < meet:
+            return []
+        if not all(proposal.moves_nothing for proposal in self.proposals):
+            return [Transact()]
+        return [self._record(), *self._enter(own, world)]
+
+    def _all_are_prepared(self, boards: Boards) -> bool:
+        return all(
+            agreement.all_prepared(board, proposal) for board, proposal in zip(boards, self.proposals, strict=True)
+        )
+
+    def _meet_idle(self, own: Own, world: World, boards: Boards) -> list[Action]:
+        """On a member without work: take part in what begins, or see how that without it has ended."""
+        first = self.proposals[0]
+        if not first.source_members and self.roll.numbers[own.member] in first.members:
+            return [Restore(self.proposals)]
+        if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
+            return [Transact()]
+        record = boards[0].read(f"record/{first.generation}")
+        if record is None:
+            return []
+        return self._enter(own, world) if record["commit"] else self._failed(self.proposals, record["reason"])
+
+    # ---- how it ends -------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Decide:
+        return Decide(f"record/{self.proposals[0].generation}", {"commit": True, "reason": ""})
+
+    def _failed(self, proposals: Proposals, reason: str) -> list[Action]:
+        self.proposals, self.stage = (), Stage.FOLLOW
+        self.tries += 1
+        return [Spend(proposals, self.tries, reason)]
+
+    def _enter(self, own: Own, world: World) -> list[Action]:
+        entered = Enter(world, self.roll, self.proposals)
+        self.forget()
+        if world.members and own.member not in world.members:
+            return [Leave()]
+        return [entered] if world.members else [entered, Leave(must_save=True)]
+
+
+def _survivor(own: Own, held: Held) -> Survivor:
+    return Survivor(
+        number=held.number,
+        rank=held.rank,
+        generation=held.generation,
+        step=held.step,
+        clean=held.is_clean,
+        is_torn=own.is_torn,
+        layout=held.layout.to_dict(),
+    )

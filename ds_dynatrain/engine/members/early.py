@@ -13,6 +13,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
+from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, stand_alone, with_members
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger
@@ -28,7 +29,7 @@ class Early:
     launch: the group that it stands in. entry: where the process starts a job; None where it joins one.
     """
 
-    elastic: Elastic
+    membership: ElasticMembership
     alone: LaunchWorld
     launch: LaunchWorld
     entry: Entry | None
@@ -49,43 +50,46 @@ class Early:
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
-        self.elastic.configure(settings)
+        elastic = self.membership.elastic
+        elastic.configure(settings)
         if entry is not None and entry.world is not None:
             seconds = settings.timeout_seconds
-            entry.control, entry.background = self.elastic.open_boards(entry.world, entry.mine, seconds)
+            entry.control, entry.background = elastic.open_boards(entry.world, entry.mine, seconds)
             return entry
         self.alone.install()
         launch.retire()
         del launch
-        return with_members(self.elastic.member.place, settings, self.elastic)
+        return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
         """The script has ended; without an engine nobody else says so."""
         if not self.is_taken:
-            self.elastic.member.stop(has_ended=not ended_in_error())
+            self.membership.elastic.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
     """Into the job of an elastic launch, without an engine. SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
-    elastic = made_by(place, settings)
+    membership = made_by(place, settings)
+    elastic = membership.elastic
     stand_alone()
     alone = LaunchWorld.current()
     try:
         elastic.member.start()
-        entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
+        entry = None if _is_running(elastic) else _start(membership, alone, settings.timeout_seconds)
     except JobFinished as end:
         logger.info("%s: %s", elastic.member.id, end)
         elastic.member.stop()
         raise SystemExit(0) from end
-    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    early = Early(membership, alone, _node_of(elastic) if entry is None else entry.launch, entry)
     early.install()
     return early
 
 
-def _start(elastic: Elastic, alone: LaunchWorld, seconds: float) -> Entry | None:
+def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
     """With all that start a job; None if one runs meanwhile that goes on without this process."""
-    member, generation = elastic.member, 0
+    elastic, generation = membership.elastic, 0
+    member = elastic.member
     member.ready()
     while True:
         try:
@@ -97,7 +101,7 @@ def _start(elastic: Elastic, alone: LaunchWorld, seconds: float) -> Entry | None
         generation = world.generation
         if world.survivors:
             return None
-        entry = into(elastic, world, alone, seconds)
+        entry = into(membership, world, alone, seconds)
         if entry is not None:
             return entry
 

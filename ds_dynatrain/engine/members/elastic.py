@@ -19,15 +19,12 @@ from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.world import World, node_of
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Candidates
+from ds_dynatrain.engine.surroundings import Boards, Candidates
 from ds_dynatrain.errors import WorldChanged
 
 CONNECT_SECONDS = 2.0
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
-
-Boards = tuple[Control, Control]
-"""The notice board of a generation, and the same over another connection."""
 
 
 class Elastic:

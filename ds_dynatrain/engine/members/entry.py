@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,12 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.elastic import Boards, Elastic
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
+from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Candidates, Surroundings
+from ds_dynatrain.engine.surroundings import Boards, Candidates, Surroundings
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
 from ds_dynatrain.report import logger
 
@@ -35,7 +37,7 @@ class Entry:
     """What a process knows of the job before it has an engine.
 
     launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
-    among them, and how many they are. record: what the running job is doing (`Changes`), None if this process starts
+    among them, and how many they are. record: what the running job is doing (`PostJob`), None if this process starts
     one. number: of the engine among those that the process has made, from 1.
     """
 
@@ -44,8 +46,8 @@ class Entry:
     background: Control
     mine: int
     size: int
+    membership: Membership
     number: int = 1
-    elastic: Elastic | None = None
     world: World | None = None
     alone: LaunchWorld | None = None
     record: dict[str, Any] | None = None
@@ -69,52 +71,40 @@ class Entry:
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Surroundings(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> AbstractContextManager[None]:
         """Around the building of the first world."""
-        if self.elastic is None or self.world is None:
-            yield
-            return
-        with self.elastic.building(self.world.generation, self.number):
-            yield
-        self.elastic.settle(self.number)
+        return self.membership.building(self._generation, self.number)
 
-    def give_up(self) -> None:
-        """The engine could not be built."""
-        if self.elastic is not None:
-            self.elastic.member.stop(has_ended=False)
+    @property
+    def _generation(self) -> int:
+        return 0 if self.world is None else self.world.generation
 
     def _stop(self) -> None:
-        if self.elastic is not None and self.world is not None:
-            self.elastic.stop_if_over(self.world.generation)
+        self.membership.stop_if_over(self._generation)
 
 
-def node() -> str:
-    """This process's host, as others know it in a job of fixed size."""
-    return platform.node()
-
-
-def with_launch(seconds: float) -> Entry:
-    """With all processes of a launch, each of which makes its engines in the same order."""
+def with_launch(seconds: float, known: Membership | None) -> Entry:
+    """With all processes of a launch, each of which makes its engines in the same order. known: of those before."""
     launch, store = LaunchWorld.current(), launch_store()
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
     control = Control(store, f"dynatrain/{number}", launch.member, seconds)
-    return Entry(launch, control, control.clone(), launch.member, launch.size, number)
+    return Entry(launch, control, control.clone(), launch.member, launch.size, known or FixedLaunch(), number)
 
 
-def made_by(place: WorkerPlace, settings: DynatrainConfig) -> Elastic:
+def made_by(place: WorkerPlace, settings: DynatrainConfig) -> ElasticMembership:
     """This process as a member, not known to the coordinator yet."""
     seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
-    return Elastic(place, seconds, wait_seconds)
+    return ElasticMembership(Elastic(place, seconds, wait_seconds))
 
 
-def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic | None = None) -> Entry:
+def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
     """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
 
     known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
     TimeoutError, PeerRefused: see `Member.start`.
     """
-    elastic, alone = known or made_by(place, settings), LaunchWorld.current()
+    membership, alone = known or made_by(place, settings), LaunchWorld.current()
+    elastic = membership.elastic
     try:
         if known is None:
             elastic.member.start()
@@ -123,7 +113,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic |
         while True:
             world = elastic.member.wait_for_world(generation)
             generation = world.generation
-            entry = into(elastic, world, alone, settings.timeout_seconds)
+            entry = into(membership, world, alone, settings.timeout_seconds)
             if entry is not None:
                 return entry
     except JobFinished as end:
@@ -132,13 +122,16 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: Elastic |
         raise SystemExit(0) from end
 
 
-def beside(elastic: Elastic, settings: DynatrainConfig, number: int) -> Entry:
+def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
     """With one more engine of a process that has some in an elastic job. number: of this engine, from 1.
 
     ConfigError in one that joins a job with fewer engines. ElasticError if a member is lost meanwhile. SystemExit(0)
     if the job ends.
     """
     alone, generation = LaunchWorld.current(), 0
+    if not isinstance(membership, ElasticMembership):
+        raise ConfigError(f"engine {number}: the others of this process were made in a launch of fixed size")
+    elastic = membership.elastic
     if elastic.is_newcomer and number > elastic.engine_count:
         raise ConfigError(
             f"this process cannot join the job: it makes engine {number}, and the job's processes have "
@@ -148,7 +141,7 @@ def beside(elastic: Elastic, settings: DynatrainConfig, number: int) -> Entry:
         while True:
             world = elastic.world or elastic.member.wait_for_world(generation)
             generation = world.generation
-            entry = into(elastic, world, alone, settings.timeout_seconds, number)
+            entry = into(membership, world, alone, settings.timeout_seconds, number)
             if entry is not None:
                 return entry
             if elastic.world is not None:
@@ -159,9 +152,13 @@ def beside(elastic: Elastic, settings: DynatrainConfig, number: int) -> Entry:
         raise SystemExit(0) from end
 
 
-def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
+def into(
+    membership: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1
+) -> Entry | None:
     """Into one generation; None if another one comes first. engine: the number of the one that is made."""
+    elastic = membership.elastic
     if elastic.member.id not in world.members:
+        _hold_nothing(elastic, world)
         raise JobFinished(f"{elastic.member.id} was told to leave")
     roll = Roll().extended(world.members)
     try:
@@ -175,17 +172,24 @@ def into(elastic: Elastic, world: World, alone: LaunchWorld, seconds: float, eng
                 board.member = number
             elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
             elastic.loaded[engine] = record["loaded"]
-            return Entry(alone, *boards, number, 1, engine, elastic, world, alone, record)
+            return Entry(alone, *boards, number, 1, membership, engine, world, alone, record)
         mine, size = roll.numbers[elastic.member.id], len(world.members)
         boards = elastic.open_boards(world, mine, seconds, engine)
         with elastic.building(world.generation, engine):
             made = watched(make_group(boards[1].store, "start", mine, size, seconds), Fate())
         elastic.settle(engine)
-        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, engine, elastic, world, alone)
+        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, membership, engine, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
         logger.warning("generation %d could not be formed: %s", world.generation, error)
         elastic.member.broken(world)
         return None
+
+
+def _hold_nothing(elastic: Elastic, world: World) -> None:
+    """After a failure those that stay ask all that leave what they hold, also one that has not come to join."""
+    if world.change == "failure" and elastic.member.id in world.leaving:
+        with suppress(td.DistError, OSError):
+            elastic.open_boards(world)[0].post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:

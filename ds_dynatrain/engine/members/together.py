@@ -1,19 +1,29 @@
-"""Several engines of a process go to their next layouts as one: none of them commits unless each could."""
+"""Several engines of a process change their members as one; with one engine it is the same with a list of one."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as td
 
-from ds_dynatrain.engine.members.change import Change
+from ds_dynatrain.engine import feasible
+from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.session import Decision
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
+
+SPARE = 1000
+"""Void batches that no earlier round accounts for: there may have been none."""
+
+Needs = Mapping[int, int]
+"""Bytes that each member allocates for one engine."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +36,27 @@ class _Part:
 
 
 class Together:
-    """The transactions of all engines that something is prepared for, under one record.
+    """The transactions of all engines that something is prepared for, under one record: none commits unless each could.
 
     Each in its turn does all that comes before the record; then it is written, on the first engine's notice board; then
-    each in its turn does what it says. All members take the engines in the same order.
+    each in its turn does what it says. All members take the engines in the same order. record: the board and the key.
     """
 
-    def __init__(self, engines: Sequence[EngineParts], place: str, change: Change) -> None:
+    def __init__(self, engines: Sequence[EngineParts], place: str, record: tuple[Control, str]) -> None:
         self._begin = time.perf_counter()
         self._parts: list[_Part] = []
         self._interrupt: BaseException | None = None
-        self._board, self._record = change.board, f"record/{change.proposals[0].generation}"
+        self._board, self._record = record
         for engine in engines:
             if engine.is_switching:
                 with engine.turn():
-                    transaction = engine.attempts.part(place)
+                    transaction = engine.attempts.transaction(place, is_part=len(engines) > 1)
                 self._parts.append(_Part(engine, transaction, (engine.layout, engine.members)))
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """Those that take part."""
+        return [part.engine for part in self._parts]
 
     def run(self) -> Outcome:
         """How it ended for the first of them, which is how it ended for all."""
@@ -59,13 +74,15 @@ class Together:
             raise self._interrupt
 
     def _decide(self) -> Decision:
-        """The one record: no, as soon as one vote is no; else after all votes."""
+        """The one record: no, as soon as one vote is no; else after all votes. One engine alone has written it."""
         for part in self._parts:
             with part.engine.turn():
                 decision = part.transaction.vote()
             if not decision.commit:
                 break
         self._interrupt = decision.interrupt
+        if not self._parts[0].transaction.is_part:
+            return replace(decision, interrupt=None)
         try:
             found = self._board.decide(self._record, {"commit": decision.commit, "reason": decision.reason})
         except td.DistError as lost:  # others may have read a commit
@@ -77,3 +94,67 @@ class Together:
         transaction = part.transaction
         outcome = transaction.conclude(decision)
         part.engine.attempts.note(transaction.preparation, outcome, part.was, self._begin)
+
+
+class Room:
+    """Whether this node's memory has room for what all engines of its processes take in a change of members.
+
+    Looked at once, by the first engine's thread to ask: what one of them has taken by then is not counted twice.
+    needs: of each engine. nodes: of all members.
+    """
+
+    def __init__(self, member: int, needs: Sequence[Callable[[], Needs]], nodes: Mapping[int, str]) -> None:
+        self._member, self._needs, self._nodes = member, needs, nodes
+        self._lock = threading.Lock()
+        self._is_known = False
+        self._refusal: SwitchRefused | None = None
+
+    def check(self) -> None:
+        """SwitchRefused, for every engine that asks, if there is too little for all of them together."""
+        with self._lock:
+            if not self._is_known:
+                self._refusal, self._is_known = self._look(), True
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _look(self) -> SwitchRefused | None:
+        together = Counter[int]()
+        for needs in self._needs:
+            together.update(needs())
+        try:
+            feasible.check_memory(self._member, together, self._nodes)
+        except SwitchRefused as refusal:
+            return refusal
+        return None
+
+
+class Rounds:
+    """How long a loop stays with the other engines between two global batches of the first one.
+
+    After a death all of them are void until the first one begins its next batch. A loop that counts batches comes
+    there; one that goes on until another engine has made its steps never does, since a void batch makes none. It is
+    told so. Engines are known by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._now: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """The first engine stands at a boundary."""
+        self._most |= self._now
+        self._now.clear()
+
+    def stay(self, engine: int, is_void: bool) -> None:
+        """Another one does. is_void: whether nothing is trained before the first engine's next batch.
+
+        WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
+        """
+        self._now[engine] += 1
+        if is_void and self._now[engine] > 2 * self._most[engine] + SPARE:
+            raise WorldChanged(
+                f"the world was torn and formed anew; since then the script has asked engine {engine} for "
+                f"{self._now[engine]} batches, which are void, and never came to the next batch of the engine that was "
+                f"made first (before, it did after {self._most[engine]} at most): a loop over another engine has to "
+                "end after a number of batches, not of steps"
+            )

@@ -7,19 +7,17 @@ received: some of the others may be in another line of the script, and newcomers
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
-
-T = TypeVar("T")
 
 VOID = (
     "the world was torn and formed anew in this global batch, which members that have just come do not go through",
@@ -101,21 +99,6 @@ def needs_peers(layout: Layout) -> bool:
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
 
 
-def surviving(call: Callable[[], T], again: Callable[[], T]) -> T:
-    """What `call` returns; if the world is torn in it, what `again` returns in the new one."""
-    changes = PROCESS.membership
-    if changes is None:
-        return call()
-    try:
-        changes.forming.check()
-        return call()
-    except RuntimeError as error:
-        if not changes.forming.recover(error):
-            raise
-    changes.forming.close_worlds()
-    return again()
-
-
 def _leaf(value: Any) -> Any:
     """A tensor without its graph: `backward` works if it did, and reaches no parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
@@ -125,3 +108,47 @@ def _unknown(value: Any) -> Any:
     """A tensor that says so of each of its numbers."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
+
+
+class Loss(torch.Tensor):
+    """One number with a graph. What is computed from it is a plain tensor, of which `backward` raises WorldChanged."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _engine: EngineCore
+    _membership: Membership
+
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """torch's; in a global batch that is void it does nothing."""
+        engine = self._engine
+        if engine.is_void:
+            return
+        given: Any = (gradient, retain_graph, create_graph, inputs)
+        self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: the engine does not travel."""
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The tensor as torch knows it."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
+
+
+def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
+    """What a forward pass returned, with each number that has a graph as a `Loss`."""
+
+    def guard(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:
+            return value
+        loss = value.as_subclass(Loss)
+        loss._engine, loss._membership = engine, membership
+        return loss
+
+    return pytree.tree_map(guard, output)

@@ -77,7 +77,7 @@ class Transaction(Meeting):
         self.own_buffers: set[str] = set()
         self.swap = Swap(engine)
         self.swap.on_undo(streams.restore, self.own_streams)
-        generation, layout = self.proposal.generation, self.proposal.layout
+        self.is_part, generation, layout = is_part, self.proposal.generation, self.proposal.layout
         record = f"part/{generation}" if is_part else f"record/{generation}"
         key, members, what = agreement.key_of(self.proposal), self.proposal.union, f"switch to {layout}"
         self.session = Session(self.control, key, members, what, record=record, stop=preparation.stop)

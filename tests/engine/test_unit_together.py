@@ -1,12 +1,12 @@
-"""Memory of a change in which several engines take part: looked at once, and for all of them together."""
+"""Several engines of a process: memory is looked at for all at once; a loop that never comes back is told so."""
 
 from __future__ import annotations
 
 import pytest
 
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.members.room import Room
-from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.engine.members.together import SPARE, Room, Rounds
+from ds_dynatrain.errors import SwitchRefused, WorldChanged
 
 NODES = {0: "a", 1: "a", 2: "b"}
 
@@ -31,3 +31,28 @@ def test_what_one_has_taken_is_not_counted_again(monkeypatch: pytest.MonkeyPatch
     room.check()
     free[0] -= 40
     room.check()
+
+
+def test_a_loop_that_waits_for_steps_is_ended() -> None:
+    rounds = Rounds()
+    for _ in range(3):
+        rounds.begin()
+        rounds.stay(2, False)
+    for _ in range(SPARE + 1):
+        rounds.stay(2, True)
+    with pytest.raises(WorldChanged, match=r"engine 2 .* after 1 at most"):
+        rounds.stay(2, True)
+
+
+def test_long_rounds_are_no_fault() -> None:
+    """As long as they were before, and twice that; however long, where something is trained."""
+    rounds, long = Rounds(), 5 * SPARE
+    for is_void in (False, True, True):
+        rounds.begin()
+        for _ in range(long):
+            rounds.stay(3, is_void)
+    for _ in range(3 * long):
+        rounds.stay(3, False)
+    rounds.begin()
+    for _ in range(10 * SPARE):
+        rounds.stay(2, False)

@@ -1,0 +1,253 @@
+"""What happens at a boundary, and after a loss, on one process of a job whose members come and go.
+
+Of several engines in a process the first one speaks for all: at its boundaries, when no other is in a global batch,
+members come and go, for all engines in one transaction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as td
+
+from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import EndedWatch
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.executor import Executor
+from ds_dynatrain.engine.members.losses import Losses
+from ds_dynatrain.engine.members.restoring import POLL_SECONDS
+from ds_dynatrain.engine.members.together import Rounds
+from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.surroundings import Surroundings
+from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
+from ds_dynatrain.report import logger
+
+WAIT_SECONDS = 0.02
+"""Between two looks of a member that waits for work, or for others."""
+
+
+class Boundaries:
+    """Of the engines of one process, in the order in which they were made."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self.elastic = elastic
+        self.executor = Executor(elastic, self._leave)
+        self.losses = Losses(elastic)
+        self._rounds = Rounds()
+        self._place = ""
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """All of them."""
+        return open_engines()
+
+    @property
+    def first(self) -> EngineParts:
+        """The engine that speaks for all."""
+        return self.engines[0]
+
+    def remove(self) -> None:
+        """An engine has ended, on all members at the same place of their scripts."""
+        if len(self.engines) > 1:
+            self.executor.forget()
+
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    def stand(self, engine: EngineParts, place: str) -> None:
+        """A boundary of an engine. SystemExit(0) on a member that leaves, or has waited when the job ended."""
+        if engine is not self.first:
+            self._stand_beside(engine, place)
+            return
+        self._place = place
+        self._rounds.begin()
+        self.losses.close_worlds(False)
+        self.see_failure()
+        self._form_anew_if_torn()
+        for other in self.engines[1:]:
+            if other.is_void:  # what it has dealt since the world was torn is dealt again
+                with other.turn():
+                    other.void_window()
+                other.is_void = False
+        if not self.first.idle and not self.first.has_open_window and not self._others_are_busy():
+            self._work()
+        if self.first.idle:
+            self._wait_for_work()
+            self.first.settle_fallback()
+            self._form_anew_if_torn()  # somebody died just when this member got its share
+        last = self.first.last_switch
+        pause_ms = 0.0 if last is None else last.pause_ms
+        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms)
+
+    def _stand_beside(self, engine: EngineParts, place: str) -> None:
+        """A boundary of another engine than the first: switches that the user asked of it take place here.
+
+        ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
+        WorldChanged if it comes here for ever.
+        """
+        if not self.first.has_stood:
+            raise ConfigError(
+                f"members come and go between two global batches of the engine that was made first, and the script "
+                f"asks engine {engine.job.number} for a batch ({place!r}) before that one: make this engine first, or "
+                "ask that one first"
+            )
+        self.see_failure()
+        self._form_anew_if_torn()
+        self._rounds.stay(engine.job.number, self.first.is_void)
+        if self.first.is_void or engine.idle or engine.has_open_window or self.executor.machine.proposals:
+            return  # what is prepared for a change of members begins where the first engine stands
+        if self.executor.on_board(engine.switcher.is_due):
+            engine.attempts.transact(place)
+
+    def _others_are_busy(self) -> bool:
+        """Whether another engine is in a global batch: the same on all members, who run one script."""
+        busy = [one for one in self.engines[1:] if one.has_open_window]
+        newest = self.elastic.member.newest
+        if busy and newest is not None and newest.generation > self.elastic.generation:
+            self.executor.say_once(
+                f"engine {busy[0].job.number} is in a global batch whenever the first engine begins one: members can "
+                "come and go only where none is"
+            )
+        return bool(busy)
+
+    def _work(self) -> None:
+        """On a working member; below MIN it holds the state and makes no step, until others come or it is too long."""
+        begin, seconds = time.monotonic(), self.elastic.wait_seconds
+        while not self.first.idle:
+            self._save(self.first.fallback.stand_at)
+            self._advance()
+            self._form_anew_if_torn()
+            if self.first.idle or not self._is_paused:
+                return
+            self.executor.say_once(
+                f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s"
+            )
+            if time.monotonic() - begin > seconds:
+                self._save(self.first.fallback.save_now)
+                logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
+                raise SystemExit(int(Ending.TOO_FEW))
+            time.sleep(WAIT_SECONDS)
+
+    def _wait_for_work(self) -> None:
+        """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
+        for engine in self.engines:
+            engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        watch = EndedWatch(self.first.control)
+        while self.first.idle:
+            watch.control = self.first.control
+            if self.elastic.member.is_finished or self._have_ended(watch):
+                raise SystemExit(0)
+            self._advance()
+            if self.first.idle:
+                self.first.switcher.pass_time(WAIT_SECONDS)
+
+    def _have_ended(self, watch: EndedWatch) -> bool:
+        """Whether the scripts of all that work are through; they say so where this member stands, too."""
+        try:
+            return watch.look(self.first.members)
+        except td.DistError:
+            return False
+
+    def _advance(self) -> None:
+        """What is due: of a change of members, or of a switch that the user asked for."""
+        executor, machine = self.executor, self.executor.machine
+        executor.advance(self._place)
+        if not self.first.idle:
+            ahead = 0 if self._is_paused or self.elastic.is_torn else 1
+            if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
+                self.first.attempts.transact(self._place)
+        elif machine.world is None:
+            for engine in self.engines:
+                with engine.turn():
+                    executor.on_board(engine.switcher.look_for_proposal)
+                    executor.on_board(partial(engine.switcher.meet_idle, self._place))
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.elastic.world is not None and self.elastic.world.paused
+
+    # ---- after a loss ------------------------------------------------------------------------------------------------
+
+    def see_failure(self) -> None:
+        """Form a new world, if a collective of the present one has failed where nobody could do so: in the script."""
+        failure = self.losses.failure
+        if failure is not None and self.losses.explains(failure):
+            self.form_anew()
+
+    def _form_anew_if_torn(self) -> None:
+        if self.elastic.is_torn and not self.first.idle:
+            self.form_anew()
+
+    def form_anew(self) -> None:
+        """Stay here until there is a world again; open global batches are void, and are dealt again.
+
+        ElasticError if state was lost that nobody has any more.
+        """
+        for engine in self.engines:
+            if not engine.idle:
+                with engine.turn():
+                    engine.void_window()
+        while self.elastic.is_torn:
+            self._advance()
+            if self.elastic.is_torn and self.first.idle:
+                self._wait_for_work()
+                break
+            time.sleep(POLL_SECONDS)
+        for engine in self.engines:
+            if not engine.idle:  # void batches may still come, and where it stood before may count no more
+                with engine.turn():
+                    engine.window.note()
+
+    # ---- saving, and leaving -----------------------------------------------------------------------------------------
+
+    def _save(self, how: Callable[[], None]) -> None:
+        """The fallback checkpoint; without a coordinator it is put off."""
+        try:
+            how()
+        except WorldChanged as torn:
+            logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, torn)
+        except td.DistError as lost:
+            self.first.settle_fallback()
+            try:
+                for engine in self.engines:
+                    self.reopen(engine)
+            except SwitchRefused:
+                logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, lost)
+
+    def _leave(self, must_save: bool) -> None:
+        """This process ends. must_save: all members were told to go, and stand at one step."""
+        name = self.elastic.member.id
+        if not must_save:
+            logger.info("%s: its state is with others; it leaves", name)
+            raise SystemExit(0)
+        if self.first.settings.fallback is not None:
+            self._save(self.first.fallback.save_now)
+        elif self.first.rank == 0:
+            logger.error(
+                "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
+                "saved; to have it saved, configure dynatrain.fallback.path",
+                self.first.global_steps,
+            )
+        logger.info("%s: nobody goes on; it leaves", name)
+        raise SystemExit(0)
+
+    def reopen(self, engine: EngineCore) -> None:
+        """Have a living board of an engine for the present generation, after a coordinator was started again.
+
+        SwitchRefused if there is none.
+        """
+        world = self.elastic.world
+        try:
+            for board in (engine.control, engine.surroundings.background):
+                board.read("alive")
+        except td.DistError as lost:
+            if world is None:
+                raise SwitchRefused(f"the notice board is gone: {lost}", "ask again later") from lost
+            try:
+                boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
+            except (td.DistError, OSError) as error:
+                raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
+            boards[0].succeed(engine.control)
+            engine.surroundings = Surroundings(engine.launch, engine.candidates, *boards)

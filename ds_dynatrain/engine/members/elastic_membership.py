@@ -1,0 +1,208 @@
+"""Membership of a job whose members come and go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ds_dynatrain.adapters.incoming import refuse_cut
+from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
+from ds_dynatrain.engine.members.boundaries import Boundaries
+from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.membership import EndWatch
+from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.voiding import guarded
+from ds_dynatrain.engine.parts import parts_of
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.support import practice
+
+T = TypeVar("T")
+
+
+class ElasticMembership:
+    """See `membership.Membership`. elastic: this process as a member."""
+
+    takes_sigterm = saves_together = True
+
+    def __init__(self, elastic: Elastic) -> None:
+        self.elastic = elastic
+        self._boundaries = Boundaries(elastic)
+
+    @property
+    def node(self) -> str:
+        """As the agent calls it."""
+        return self.elastic.member.place.node
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether the job ran already."""
+        return self.elastic.is_newcomer
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a member is dead, or a collective has failed."""
+        return self.elastic.is_torn
+
+    # ---- an engine is made, and ends ---------------------------------------------------------------------------------
+
+    def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
+        """UnsupportedError for a model that is cut already, and for lean switches."""
+        refuse_cut(model)
+        if settings.safety == "lean":
+            raise practice("lean switches where members come and go").error()
+
+    def fate(self) -> Fate | None:
+        """One that makes WorldChanged of a lost peer."""
+        return Fate()
+
+    @contextmanager
+    def building(self, generation: int, engine: int) -> Iterator[None]:
+        """A failure after that generation aborts it."""
+        with self.elastic.building(generation, engine):
+            yield
+        self.elastic.settle(engine)
+
+    def building_more(self, engine: int) -> AbstractContextManager[None]:
+        """A failure aborts it."""
+        return self.elastic.building_more(engine)
+
+    def stop_if_over(self, generation: int) -> None:
+        """By a failure that was published since."""
+        self.elastic.stop_if_over(generation)
+
+    def could_not_build(self) -> None:
+        """To the others it is lost."""
+        self.elastic.member.stop(has_ended=False)
+
+    def add(self, engine: EngineCore) -> None:
+        """The coordinator knows that this process is there."""
+
+    def begin(self, world: World, members: tuple[int, ...]) -> None:
+        """All have a number from here on."""
+        if self.elastic.world is None:
+            roll = Roll().extended(world.members)
+            self.elastic.enter(world, roll, roll.ids_of(members))
+
+    def say_end(self, engine: EngineCore) -> None:
+        """On the notice board, unless this process leaves and the job goes on."""
+        if not self.elastic.member.is_leaving:
+            post_end(engine.control)
+
+    def remove(self, engine: EngineCore) -> None:
+        """With the last engine the member goes."""
+        self._boundaries.remove()
+        if all(one is engine for one in PROCESS.engines):
+            self.elastic.member.stop(has_ended=not ended_in_error())
+
+    def end_script(self, engine: EngineCore) -> None:
+        """Nobody waits; what is left of torch and DeepSpeed is not visited: that is 0.8 s of a core, and a node that
+        was told to go has little time."""
+        gc.freeze()
+
+    def watch(self, board: Control) -> EndWatch:
+        """The coordinator sees to the dead."""
+        return EndedWatch(board)
+
+    def speak_between(self, engine: EngineCore) -> None:
+        """The first engine's world."""
+        engine.speak()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def stand(self, engine: EngineCore, place: str) -> None:
+        """See `Boundaries.stand`."""
+        self._boundaries.stand(parts_of(engine), place)
+
+    def open_window(self, engine: EngineCore) -> None:
+        """Remember where it begins, in case that it is void."""
+        parts_of(engine).window.open(stays_void=self.keeps_void(engine))
+
+    def keeps_void(self, engine: EngineCore) -> bool:
+        """The first engine's batch, in which the world was torn, is not over."""
+        first = self._boundaries.first
+        return engine is not first and first.is_void
+
+    def before_micro_batch(self, engine: EngineCore) -> None:
+        """Form a new world if a collective of the script's own has failed."""
+        self._boundaries.see_failure()
+
+    def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
+        """The world is formed anew in between."""
+        boundaries, losses = self._boundaries, self._boundaries.losses
+        try:
+            losses.check()
+            return call()
+        except RuntimeError as error:
+            if not losses.explains(error):
+                raise
+            boundaries.form_anew()
+        losses.close_worlds(True)
+        return again()
+
+    def returned(self, engine: EngineCore, output: Any) -> Any:
+        """With losses whose `backward` survives a death, too."""
+        return guarded(parts_of(engine).window.remember(output), engine, self)
+
+    # ---- switches ----------------------------------------------------------------------------------------------------
+
+    def reopen(self, engine: EngineCore) -> None:
+        """The coordinator may have been started again."""
+        self._boundaries.reopen(engine)
+
+    def able(self, engine: EngineCore) -> tuple[int, ...]:
+        """All; of several engines, only those that work: the engines share their members."""
+        return engine.members if PROCESS.is_shared else engine.candidates.members
+
+    def guard(self, preparation: Preparation) -> None:
+        """Let a failure break it off: it must not wait for the dead."""
+        machine, elastic = self._boundaries.executor.machine, self.elastic
+        world = elastic.world if machine.world is None else machine.world
+        generation = 0 if world is None else world.generation
+        preparation.building = lambda: elastic.building(generation, preparation.number)
+        preparation.stop = lambda: elastic.stop_if_over(generation)
+        preparation.fate = Fate()
+        preparation.committed = lambda: self._say_committed(preparation)
+
+    def _say_committed(self, preparation: Preparation) -> None:
+        """Let the coordinator know at once who holds the state now: others may die before all is in place."""
+        machine, member = self._boundaries.executor.machine, self.elastic.member
+        is_its = any(one is preparation.proposal for one in machine.proposals)
+        if is_its and machine.world is not None and member.id in machine.world.members:
+            member.enter(machine.world)
+
+    def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
+        """If this member cannot know how, all have to say what they hold."""
+        if outcome.is_uncertain:
+            self.elastic.tear()
+        if outcome.committed:
+            self.elastic.settle(engine.job.number)
+            self.retrain(proposal.members)
+        else:
+            self.elastic.let_go(engine.job.number)
+
+    def retrain(self, members: tuple[int, ...]) -> None:
+        """Their deaths tear the world."""
+        self.elastic.retrain(self.elastic.roll.ids_of(members))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def loaded(self, engine: int) -> tuple[Any, ...] | None:
+        """On a newcomer, whose state comes in the switch."""
+        return tuple(self.elastic.loaded.get(engine) or (None, {})) if self.is_newcomer else None
+
+    def remember_load(self, engine: int, result: Sequence[Any]) -> None:
+        """What JSON has a word for."""
+        self.elastic.loaded[engine] = [plain_part(part) for part in result]

@@ -1,0 +1,286 @@
+"""Carries out what `ChangeMachine` decides, on the engines and notice boards of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as td
+
+from ds_dynatrain.data.workers import without_collection
+from ds_dynatrain.engine import agreement, registration
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.members.actions import (
+    Action,
+    Decide,
+    Enter,
+    Fail,
+    GiveUp,
+    Held,
+    Hold,
+    Know,
+    Learn,
+    Leave,
+    LetGo,
+    Open,
+    Own,
+    Post,
+    PostJob,
+    Prepare,
+    Proposals,
+    Restore,
+    Spend,
+    Transact,
+)
+from ds_dynatrain.engine.members.boards import GenerationBoards
+from ds_dynatrain.engine.members.change import ChangeMachine
+from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.policy import Choice, choose
+from ds_dynatrain.engine.members.restoring import let_go, restore
+from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.together import Room, Together
+from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.targets import needs
+from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.report import logger
+from ds_dynatrain.space import Layout
+
+T = TypeVar("T")
+
+
+class Executor:
+    """Of all engines of the process. leave: ends it; see `Leave`."""
+
+    def __init__(self, elastic: Elastic, leave: Callable[[bool], None]) -> None:
+        self.elastic = elastic
+        self.machine = ChangeMachine(self._destinations)
+        self._leave = leave
+        self._boards: GenerationBoards | None = None
+        self._place = ""
+        self._said = ""
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """In the order in which they were made."""
+        return open_engines()
+
+    def advance(self, place: str) -> None:
+        """Do what is to be done now, at a boundary of the first engine."""
+        self._place = place
+        while actions := self.on_board(self._decided):
+            self.on_board(partial(self._carry_out, actions))
+
+    def forget(self) -> None:
+        """An engine has ended, or a later generation is gone."""
+        self._give_up("an engine has ended")
+        self.machine.forget()
+        self._close_boards()
+
+    def say_once(self, what: str) -> None:
+        """A warning that is the same at every boundary."""
+        if what != self._said:
+            self._said = what
+            logger.warning("%s", what)
+
+    def on_board(self, read: Callable[[], T]) -> T | None:
+        """What `read` returns; None where the board has gone, which is opened again then."""
+        try:
+            return read()
+        except td.DistError as error:
+            logger.warning("the notice board is gone (%s); training goes on", error)
+            self._carry_out(self.machine.board_is_lost(f"the notice board is gone: {error}"))
+            return None
+
+    # ---- what goes in ------------------------------------------------------------------------------------------------
+
+    def _decided(self) -> list[Action]:
+        boards = () if self._boards is None else self._boards.fronts
+        return self.machine.advance(self._own(), self.elastic.member.newest, boards)
+
+    def _own(self) -> Own:
+        elastic = self.elastic
+        held = tuple(_held(engine) for engine in self.engines)
+        return Own(elastic.member.id, elastic.world, elastic.roll, elastic.is_torn, held)
+
+    def _destinations(self, asked: Question) -> list[Destination] | None:
+        nodes = self.elastic.candidates(asked.world, asked.roll).nodes
+        return destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
+
+    # ---- what comes out ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case GiveUp(reason):
+                self._give_up(reason)
+            case Open(world):
+                self._close_boards()
+                self._boards = GenerationBoards(world, self.elastic, [engine.job.number for engine in self.engines])
+            case Know(roll):
+                self._open_boards.know(roll)
+            case Post(key, value, engine):
+                self._open_boards.of(engine)[0].post(key, value)
+            case Decide(key, value):
+                self._open_boards.of()[0].decide(key, value)
+            case PostJob(roll):
+                self._post_job(roll)
+            case Learn(records):
+                self._learn(records)
+            case LetGo():
+                for one in self.engines:
+                    let_go(one)
+            case Hold(sources):
+                for one, source in zip(self.engines, sources, strict=True):
+                    if one.control.member not in source.members:
+                        let_go(one)
+                    one.layout, one.members = source.layout, source.members
+            case Prepare(proposals):
+                self._prepare(proposals)
+            case Transact():
+                self._transact()
+            case Restore(proposals):
+                is_whole = restore(self.engines, proposals, self._open_boards, self.machine.roll, self.elastic)
+                self._carry_out(self.machine.restored(self._own(), is_whole))
+            case Spend(proposals, tries, reason):
+                self._spend(proposals, tries, reason)
+            case Enter():
+                self._enter(action)
+            case Leave(must_save):
+                self._leave(must_save)
+            case Fail(error):
+                raise error
+
+    @property
+    def _open_boards(self) -> GenerationBoards:
+        if self._boards is None:
+            raise RuntimeError("no later generation's notice board is there")
+        return self._boards
+
+    def _close_boards(self) -> None:
+        if self._boards is not None:
+            self._boards.close()
+            self._boards = None
+
+    def _give_up(self, reason: str) -> None:
+        for engine in self.engines:
+            if engine.is_switching:
+                with engine.turn():
+                    engine.attempts.give_up(reason)
+
+    def _post_job(self, roll: Roll) -> None:
+        """All that a newcomer has to know to make each of the engines; plain JSON."""
+        for place, engine in enumerate(self.engines):
+            job = engine.job
+            record = {
+                "engines": len(self.engines),
+                "attempt": engine.attempt,
+                "layout": engine.layout.to_dict(),
+                "members": engine.members,
+                "roll": roll.to_json(),
+                "described": job.described,
+                "rows": job.rows,
+                "batch_sizes": asdict(job.batch_sizes),
+                "seed": job.job_seed,
+                "registered": engine.registered,
+                "loaded": self.elastic.loaded.get(job.number),
+            }
+            self._open_boards.of(place)[0].post("job", record)
+
+    def _learn(self, records: tuple[dict[str, Any], ...]) -> None:
+        """Who trains, in what, and what was registered."""
+        for engine, record in zip(self.engines, records, strict=True):
+            if engine.idle:
+                with engine.turn():
+                    engine.attempt = int(record["attempt"])
+                    engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
+                    registration.repeat(engine, record["registered"][len(engine.registered) :])
+
+    def _prepare(self, proposals: Proposals) -> None:
+        boards = self._open_boards
+        mine = boards.of()[0].member
+        nodes = self.elastic.candidates(boards.world, self.machine.roll).nodes
+        parts = [
+            (engine, proposal, boards.of(place))
+            for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True))
+            if mine in proposal.union and proposal.source_members
+        ]
+        moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
+        for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
+            with engine.turn():
+                engine.attempts.settle_meshes(proposal)
+                if engine.idle:
+                    engine.attempts.rehearse(proposal.layout, proposal.members.index(mine))
+        wanted = [partial(needs, engine, proposal.layout, proposal.members) for engine, proposal in moving]
+        room = Room(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
+        for engine, proposal, its in parts:
+            with engine.turn():
+                if proposal.moves_nothing:
+                    agreement.say_prepared(its[0], proposal)
+                else:
+                    engine.attempts.prepare(proposal, its, room.check, nodes)
+
+    def _transact(self) -> None:
+        record = self._open_boards.of()[0], f"record/{self.machine.proposals[0].generation}"
+        with without_collection():
+            together = Together(self.engines, self._place, record)
+            outcome = together.run()
+        if outcome.is_uncertain:
+            self.elastic.tear()
+        for engine in together.engines:
+            (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
+        self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
+        together.end()
+
+    def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
+        for engine, proposal in zip(self.engines, proposals, strict=True):
+            with engine.turn():
+                engine.close_preparation()
+            engine.attempt = proposal.generation
+        if tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
+            generation = self._open_boards.world.generation
+            logger.warning(
+                "generation %d: %d attempts failed, the last with: %s; newcomers stay idle", generation, tries, reason
+            )
+
+    def _enter(self, entered: Enter) -> None:
+        boards, candidates = self._open_boards, self.elastic.candidates(entered.world, entered.roll)
+        for place, (engine, proposal) in enumerate(zip(self.engines, entered.proposals, strict=True)):
+            with engine.turn():
+                engine.close_preparation()
+            engine.attempt = proposal.generation
+            engine.layout, engine.members = proposal.layout, proposal.members
+            boards.adopt(engine, place, candidates)
+        self._boards = None
+        self.elastic.enter(entered.world, entered.roll, entered.roll.ids_of(entered.proposals[0].members))
+
+
+def _held(engine: EngineCore) -> Held:
+    number = engine.control.member
+    return Held(
+        number=number,
+        layout=engine.layout,
+        members=engine.members,
+        rank=None if engine.idle else engine.members.index(number),
+        attempt=engine.attempt,
+        generation=engine.generation,
+        step=engine.global_steps,
+        is_clean=not engine.is_stepping,
+        is_switching=engine.is_switching,
+        can_restore=engine.settings.fallback is not None,
+    )
+
+
+def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
+    targets = engine.targets
+
+    def choice(members: int) -> Choice:
+        with engine.turn():
+            return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
+
+    return Rules(choice, lambda layout, able: assign_slots(engine.vps, layout, able, nodes))

@@ -1,0 +1,151 @@
+"""What differs between a launch of fixed size and a job whose members come and go, asked of one object.
+
+Every process has one (`PROCESS.membership`) for all its engines; no caller asks which of the two it is:
+
+| | `fixed_launch.FixedLaunch` | `elastic_membership.ElasticMembership` |
+|---|---|---|
+| who is there | the processes of the launch, to the end | who the coordinator says is there |
+| a boundary | a switch that the user asked for, or waiting for one | also every change of members |
+| a call that loses its world | raises | returns in the next world |
+| who is dead | heartbeats on the notice board tell | the coordinator tells |
+| SIGTERM | is the script's affair | this member is to leave |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.meeting import Outcome
+
+T = TypeVar("T")
+
+
+class EndWatch(Protocol):
+    """Looks whether the scripts of others have ended; cheap to call often."""
+
+    def look(self, members: Iterable[int]) -> bool:
+        """Whether those of all `members` have."""
+
+
+class Membership(Protocol):
+    """Who trains together with this process, and what follows from it. All is called on the main thread."""
+
+    @property
+    def node(self) -> str:
+        """Where this process runs, as others know it."""
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process has joined a job that ran."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the world that trains cannot be used any more."""
+
+    @property
+    def takes_sigterm(self) -> bool:
+        """Whether SIGTERM asks this member to leave the job."""
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether all engines of the process save their fallback checkpoints when one does."""
+
+    # ---- an engine is made, and ends ---------------------------------------------------------------------------------
+
+    def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
+        """UnsupportedError for what this kind of job cannot have."""
+
+    def fate(self) -> Fate | None:
+        """For the groups of an engine's first world: what tells of their failures, if that is of use."""
+
+    def building(self, generation: int, engine: int) -> AbstractContextManager[None]:
+        """Around the building of an engine's first groups. generation: of the membership; engine: its number."""
+
+    def building_more(self, engine: int) -> AbstractContextManager[None]:
+        """Around the building of further groups of the world that trains."""
+
+    def stop_if_over(self, generation: int) -> None:
+        """WorldChanged if what is built for a generation will not come about; for polls."""
+
+    def could_not_build(self) -> None:
+        """An engine was not made, and the script ends by an error."""
+
+    def add(self, engine: EngineCore) -> None:
+        """An engine is open from here on."""
+
+    def begin(self, world: World, members: tuple[int, ...]) -> None:
+        """The job has started, in that generation. members: those that train."""
+
+    def say_end(self, engine: EngineCore) -> None:
+        """Tell the others that this engine's script is through; torch's DistError if the notice board is gone."""
+
+    def remove(self, engine: EngineCore) -> None:
+        """An engine has ended, on all members at the same place of their scripts."""
+
+    def end_script(self, engine: EngineCore) -> None:
+        """The script is over: see those off who wait for a word of this process."""
+
+    def watch(self, board: Control) -> EndWatch:
+        """To look for the end of others' scripts."""
+
+    def speak_between(self, engine: EngineCore) -> None:
+        """Of several engines of a process nobody has the turn: what `torch.distributed` is then. engine: the first."""
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def stand(self, engine: EngineCore, place: str) -> None:
+        """A boundary of an engine: whatever is due takes place, and an idle member returns only when it works.
+
+        SystemExit where this process has nothing more to do.
+        """
+
+    def open_window(self, engine: EngineCore) -> None:
+        """A loader is about to deal the first micro-batch of a global batch."""
+
+    def keeps_void(self, engine: EngineCore) -> bool:
+        """Whether what an engine deals trains nothing for the time being."""
+
+    def before_micro_batch(self, engine: EngineCore) -> None:
+        """A loader is about to deal any micro-batch."""
+
+    def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
+        """What `call` returns; if it can lose its world and go on, what `again` returns in the next one."""
+
+    def returned(self, engine: EngineCore, output: Any) -> Any:
+        """What the user gets of a forward pass's output."""
+
+    # ---- switches ----------------------------------------------------------------------------------------------------
+
+    def reopen(self, engine: EngineCore) -> None:
+        """The user asks for a switch: SwitchRefused if there is no notice board."""
+
+    def able(self, engine: EngineCore) -> tuple[int, ...]:
+        """The members that a switch of the user's may give a rank to."""
+
+    def guard(self, preparation: Preparation) -> None:
+        """A switch is about to be prepared."""
+
+    def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
+        """A switch that the user asked for has ended, in which this member took part."""
+
+    def retrain(self, members: tuple[int, ...]) -> None:
+        """Others hold the state from here on, by a switch without this member."""
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def loaded(self, engine: int) -> tuple[Any, ...] | None:
+        """What `load_checkpoint` is to return without loading anything: on a newcomer what the job's own returned."""
+
+    def remember_load(self, engine: int, result: Sequence[Any]) -> None:
+        """What `load_checkpoint` has returned, for those who come later."""

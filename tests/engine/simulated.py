@@ -1,0 +1,422 @@
+"""A job whose members come and go, without processes or tensors: real decisions, on the coordinator's side
+(`elastic.membership`) and on the members' (`ChangeMachine`), around engines that hold nothing but numbers.
+
+A member's turn is what its main thread does until it would wait. A collective is finished when all who take part have
+begun it; a transaction is decided by the first who can tell.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine import agreement
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.members import actions as do
+from ds_dynatrain.engine.members.change import ChangeMachine
+from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
+from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.policy import choose, rule_of
+from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.space import Layout
+from tests.elastic.driver import Driver
+
+PLACE = Address("127.0.0.1", 1)
+MOST_TURNS = 200
+
+
+@dataclass
+class Board:
+    """The board of an engine in one generation."""
+
+    values: dict[tuple[int, str], Any]
+    engine: int = 0
+
+    def read(self, key: str) -> Any | None:
+        return self.values.get((self.engine, key))
+
+    def all_posted(self, key: str, names: Iterable[int | str]) -> bool:
+        return all((self.engine, f"{key}/{name}") in self.values for name in names)
+
+    def of_all(self, engines: int) -> list[Board]:
+        """Those of so many engines."""
+        return [Board(self.values, engine) for engine in range(engines)]
+
+    def decide(self, key: str, value: Any) -> Any:
+        return self.values.setdefault((0, key), value)
+
+
+@dataclass
+class Engine:
+    """As far as members come and go."""
+
+    layout: Layout
+    members: tuple[int, ...]
+    number: int
+    works: bool
+    attempt: int = 1
+    generation: int = 1
+    step: int = 0
+    prepared: Proposal | None = None
+
+
+@dataclass
+class Job:
+    """All processes, the coordinator and the boards. votes: of the next transactions; True when they are used up."""
+
+    nodes: int
+    most: int
+    stage: int
+    engines: int
+    widest: int
+    has_checkpoints: bool
+    driver: Driver = field(init=False)
+    members: dict[str, Member] = field(default_factory=dict)
+    boards: defaultdict[str, dict[tuple[int, str], Any]] = field(default_factory=lambda: defaultdict(dict))
+    begun: dict[tuple[int, int], int] = field(default_factory=dict)
+    votes: list[bool] = field(default_factory=list)
+    entered: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.driver = Driver(Settings(1, self.most))
+        for number in range(self.nodes):
+            self.come(f"n{number}")
+        self.driver.wait(self.driver.settings.recovery_seconds + 0.1)
+
+    def come(self, node: str) -> None:
+        self.driver.start(node)
+        self.members[f"{node}/0"] = Member(self, f"{node}/0")
+
+    def board(self, world: World) -> Board:
+        return Board(self.boards[world.prefix])
+
+    @property
+    def alive(self) -> list[Member]:
+        return [member for member in self.members.values() if not member.end]
+
+    @property
+    def all_who_held_the_state_leave(self) -> bool:
+        """Whether a generation had nobody who stays and held the state, which the coordinator does not see to the end.
+
+        Newcomers then begin anew beside those that leave (`entry.into`), and the death of one that leaves with all
+        others is no failure (`elastic.Membership._is_settled`).
+        """
+        return any(world.leaving and not world.survivors for world in self.driver.worlds)
+
+    def kill(self, member: Member) -> None:
+        member.end = "dead"
+        self.driver.membership.lost(member.id, "the connection ended", self.driver.now)
+
+    def first_layout(self, members: int) -> Layout:
+        return Layout(data=min(members, self.widest), zero_stage=self.stage)
+
+
+class Member:
+    """One process. end: why it has ended; heard: how many of the published generations."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.id, self.end = job, name, ""
+        self.elastic = Elastic(WorkerPlace(name.partition("/")[0], 0, 1, PLACE), 5.0, 5.0)
+        self.machine = ChangeMachine(self._destinations)
+        self.engines: list[Engine] = []
+        self.world: World | None = None
+        self.waits_in: tuple[str, World, do.Proposals] | None = None
+
+    # ---- what it hears and says --------------------------------------------------------------------------------------
+
+    def hear(self) -> None:
+        told = self.job.driver.told.get(self.id)
+        if told is not None and not self.end:
+            self.elastic.member._hear(told)
+            self.say()
+
+    def say(self) -> None:
+        """To the coordinator, what has changed in the report."""
+        now, known = self.elastic.member._report, self.job.driver.reports[self.id]
+        if (now.entered, now.broken) != (known.entered, known.broken):
+            self.job.driver.say(self.id, entered=now.entered, broken=now.broken)
+
+    # ---- its main thread ---------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Go on until it waits for others, or has begun a step."""
+        if self.end:
+            return
+        if not self.engines:
+            self._begin()
+        elif self.waits_in is not None:
+            self._wait()
+        else:
+            self._train()
+            self._stand()
+        if not self.end:
+            self.say()
+
+    @property
+    def own(self) -> do.Own:
+        held = tuple(
+            do.Held(
+                one.number,
+                one.layout,
+                one.members,
+                one.members.index(one.number) if one.works else None,
+                one.attempt,
+                one.generation,
+                one.step,
+                is_switching=one.prepared is not None,
+                can_restore=self.job.has_checkpoints,
+            )
+            for one in self.engines
+        )
+        return do.Own(self.id, self.elastic.world, self.elastic.roll, self.elastic.is_torn, held)
+
+    def _begin(self) -> None:
+        """With all that start the job; or by the record of one that runs."""
+        world = self.elastic.member.newest
+        if world is None or self.id not in world.members:
+            if world is not None and world.change == "failure" and self.id in world.leaving:
+                self.job.board(world).values[0, f"survivor/{self.id}"] = {"holds": [], "released": []}
+            if world is not None or self.job.driver.reports[self.id].leaving:
+                self._go("was told to leave")
+            return
+        record = self.job.board(world).read("job")
+        if world.survivors and record is not None:
+            number = Roll.from_json(record["roll"]).numbers[self.id]
+            where = Layout.from_dict(record["layout"]), tuple(record["members"])
+            self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
+        elif not world.survivors and all(self._starts_with(one, world) for one in world.members):
+            for one in world.members:
+                self.job.members[one].start(world)
+
+    def _starts_with(self, other: str, world: World) -> bool:
+        member = self.job.members[other]
+        return not member.end and not member.engines and member.elastic.member.newest == world
+
+    def start(self, world: World) -> None:
+        """All members of a world start the job together."""
+        roll, layout = Roll().extended(world.members), self.job.first_layout(len(world.members))
+        number, members = roll.numbers[self.id], tuple(range(layout.world_size))
+        self.engines = [Engine(layout, members, number, number in members) for _ in range(self.job.engines)]
+        self.elastic.enter(world, roll, roll.ids_of(members))
+        self.say()
+
+    def _train(self) -> None:
+        """Finish the step that was begun, if all have begun it."""
+        first = self.engines[0]
+        key, begun = first.generation, self.job.begun
+        mine = begun.get((key, first.number), 0)
+        if not first.works or mine <= first.step:
+            return
+        if self.elastic.is_torn:
+            begun[key, first.number] = first.step
+        elif all(begun.get((key, one), 0) >= mine for one in first.members):
+            for engine in self.engines:
+                engine.step = mine
+
+    def _stand(self) -> None:
+        first = self.engines[0]
+        if first.works and self.job.begun.get((first.generation, first.number), 0) > first.step:
+            return  # in the middle of a step
+        for _ in range(MOST_TURNS):
+            boards = [] if self.world is None else self.job.board(self.world).of_all(self.job.engines)
+            actions = self.machine.advance(self.own, self.elastic.member.newest, boards)
+            self._carry_out(actions)
+            if not actions or self.end or self.waits_in is not None:
+                break
+        else:
+            raise AssertionError(f"{self.id} finds no end: {actions}")
+        world = self.elastic.world
+        is_ready = first.works and not self.end and self.waits_in is None and not self.elastic.is_torn
+        if is_ready and world is not None and not world.paused:
+            self.job.begun[first.generation, first.number] = first.step + 1
+
+    # ---- what the machine wants --------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[do.Action]) -> None:
+        for action in actions:
+            try:
+                self._do(action)
+            except DynatrainError as error:
+                self.job.kill(self)
+                self.end = f"error: {error}"
+            if self.end:
+                return
+
+    def _do(self, action: do.Action) -> None:
+        machine, newest = self.machine, self.world
+        match action:
+            case do.Open(world):
+                self.world = world
+            case do.GiveUp():
+                for engine in self.engines:
+                    self._drop(engine)
+            case do.Leave():
+                self._go("left")
+            case do.Fail(error):
+                raise error
+            case do.LetGo():
+                self._let_go(self.engines)
+            case do.Hold(sources):
+                for engine, source in zip(self.engines, sources, strict=True):
+                    if engine.number not in source.members:
+                        self._let_go([engine])
+                    engine.layout, engine.members = source.layout, source.members
+            case do.Spend(proposals):
+                for engine, proposal in zip(self.engines, proposals, strict=True):
+                    engine.prepared, engine.attempt = None, proposal.generation
+            case do.Enter(world, roll, proposals):
+                self._enter(world, roll, proposals)
+            case do.Learn(records):
+                for engine, record in zip(self.engines, records, strict=True):
+                    engine.attempt, engine.members = int(record["attempt"]), tuple(record["members"])
+                    engine.layout = Layout.from_dict(record["layout"])
+            case _:
+                assert newest is not None
+                board = self.job.board(newest)
+                match action:
+                    case do.Know(roll):
+                        for engine in self.engines:
+                            has_one = self.elastic.world is not None
+                            assert not has_one or engine.number == roll.numbers[self.id], "a number never changes"
+                            engine.number = roll.numbers[self.id]
+                    case do.Post(key, value, engine_):
+                        assert (engine_, key) not in board.values or not key.startswith("change/"), "said once"
+                        board.values[engine_, key] = value
+                    case do.Decide(key, value):
+                        board.decide(key, value)
+                    case do.PostJob(roll):
+                        self._post_job(board, roll)
+                    case do.Prepare(proposals):
+                        self._prepare(board, proposals)
+                    case do.Transact():
+                        board.values[0, f"{_meeting(machine.proposals[0])}/{self.engines[0].number}"] = {}
+                        self.waits_in = "transact", newest, machine.proposals
+                    case do.Restore(proposals):
+                        board.values[0, f"restoring/{proposals[0].generation}/{self.engines[0].number}"] = {}
+                        self.waits_in = "restore", newest, proposals
+                    case _:
+                        raise AssertionError(action)
+
+    def _go(self, why: str) -> None:
+        self.end = why
+        self.job.driver.membership.bye(self.id, self.job.driver.now)
+
+    def _let_go(self, engines: list[Engine]) -> None:
+        for engine in engines:
+            engine.works = False
+
+    def _drop(self, engine: Engine) -> None:
+        if engine.prepared is not None:
+            engine.attempt, engine.prepared = engine.prepared.generation, None
+
+    def _post_job(self, board: Board, roll: Roll) -> None:
+        for place, engine in enumerate(self.engines):
+            record = {"engines": len(self.engines), "attempt": engine.attempt, "layout": engine.layout.to_dict()}
+            board.values[place, "job"] = {**record, "members": engine.members, "roll": roll.to_json()}
+
+    def _prepare(self, board: Board, proposals: do.Proposals) -> None:
+        if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
+            holders = {member for proposal in proposals for member in proposal.source_members}
+            assert all(set(proposal.members) <= holders for proposal in proposals), "newcomers are left out"
+        for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True)):
+            assert proposal.generation >= engine.attempt or not engine.works, "a number is used once"
+            if engine.number in proposal.union and proposal.source_members:
+                key = f"prepared/{proposal.generation}"
+                board.values[place, f"{key}/{engine.number}"] = True
+                if Board(board.values, place).all_posted(key, proposal.union):
+                    board.values[place, f"{key}/all"] = ""
+                if not proposal.moves_nothing:
+                    engine.prepared, engine.attempt = proposal, proposal.generation
+
+    def _enter(self, world: World, roll: Roll, proposals: do.Proposals) -> None:
+        assert self.job.entered.setdefault(world.generation, proposals) == proposals, "all enter by one proposal"
+        for engine, proposal in zip(self.engines, proposals, strict=True):
+            self._drop(engine)
+            engine.attempt, engine.layout, engine.members = proposal.generation, proposal.layout, proposal.members
+        self.world = None
+        self.elastic.enter(world, roll, roll.ids_of(proposals[0].members))
+
+    def _wait(self) -> None:
+        """In a transaction, or restoring."""
+        assert self.waits_in is not None
+        what, world, proposals = self.waits_in
+        board, key = self.job.board(world), f"record/{proposals[0].generation}"
+        union = {one for each in proposals if not each.moves_nothing for one in each.union}
+        is_over = self.elastic.is_over(world.generation)
+        if what == "restore":
+            key, union = f"restored/{proposals[0].generation}", set(proposals[0].members)
+        if board.read(key) is None:
+            here = _meeting(proposals[0]) if what == "transact" else f"restoring/{proposals[0].generation}"
+            if is_over:
+                board.decide(key, {"commit": False, "reason": "somebody died"})
+            elif board.all_posted(here, union):
+                votes = self.job.votes
+                is_good = what == "restore" or (votes.pop() if votes else True)
+                board.decide(key, {"commit": is_good, "reason": "it could not be"})
+            else:
+                return
+        self.waits_in = None
+        decision = board.read(key)
+        assert decision is not None
+        if decision["commit"]:
+            steps = max(one.engines[0].step for one in self.job.members.values() if one.engines)
+            for engine, proposal in zip(self.engines, proposals, strict=True):
+                if not proposal.moves_nothing:
+                    engine.works, engine.generation = engine.number in proposal.members, proposal.generation
+                    engine.layout, engine.members, engine.prepared = proposal.layout, proposal.members, None
+                    engine.step = self._carried(board, proposal, engine.step, steps)
+        else:
+            for engine in self.engines:
+                self._drop(engine)
+        ended = self.machine.restored if what == "restore" else None
+        if ended is not None:
+            self._carry_out(ended(self.own, decision["commit"]))
+            if not decision["commit"] and not self.end:
+                self._let_go(self.engines)
+                if self.elastic.member.is_newest(world):
+                    self.elastic.member.broken(world)
+        else:
+            self._carry_out(self.machine.transacted(self.own, decision["commit"], decision["reason"]))
+
+    def _carried(self, board: Board, proposal: Proposal, step: int, newest: int) -> int:
+        """The step of those that hold the state; of a checkpoint any that all take alike."""
+        said = step if self.engines[0].number in proposal.source_members else None
+        if said is None and proposal.source_members:
+            said = board.read(f"step/{proposal.generation}")
+            if said is None:
+                first = proposal.source_members[0]
+                found = [one for one in self.job.members.values() if one.engines and one.engines[0].number == first]
+                said = found[0].engines[0].step
+        elif said is None:
+            said = newest
+        return int(board.decide(f"step/{proposal.generation}", said))
+
+    def _destinations(self, asked: Question) -> list[Destination] | None:
+        widest = self.job.widest
+
+        def refuse_wide(layout: Layout) -> None:
+            if layout.data > widest:
+                raise SwitchRefused("too wide")
+
+        def rules(present: Destination) -> Rules:
+            layout, members = present
+
+            def assign(wanted: Layout, able: tuple[int, ...]) -> tuple[int, ...]:
+                first = members[:1] if members[0] in able else ()
+                return (*first, *(one for one in able if one not in first))[: wanted.world_size]
+
+            return Rules(lambda count: choose(rule_of("data"), count, layout, refuse_wide), assign)
+
+        return destinations(asked, [rules(present) for present in asked.present], lambda what: None)
+
+
+def _meeting(proposal: Proposal) -> str:
+    """Where those stand who take part; see `agreement.wait_for_rank_0`."""
+    return f"{agreement.key_of(proposal)}/meet/0"

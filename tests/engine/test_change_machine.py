@@ -1,0 +1,143 @@
+"""What members decide about generations, under any order of events: see `simulated`."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.engine.simulated import Job, Member
+
+
+class Processes(RuleBasedStateMachine):
+    """They come, die and leave at any point, hear of it at different times; attempts fail, and boards are lost."""
+
+    job: Job
+
+    @initialize(
+        nodes=st.integers(1, 3),
+        more=st.integers(0, 2),
+        stage=st.integers(0, 1),
+        engines=st.integers(1, 2),
+        widest=st.integers(1, 4),
+        has_checkpoints=st.booleans(),
+    )
+    def begin(self, nodes: int, more: int, stage: int, engines: int, widest: int, has_checkpoints: bool) -> None:
+        self.job = Job(nodes, nodes + more, stage, engines, widest, has_checkpoints)
+        self.count = nodes
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    @rule()
+    def come(self) -> None:
+        self.count += 1
+        self.job.come(f"m{self.count}")
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        self._on_one(data, self.job.kill)
+
+    @rule(data=st.data())
+    def be_told_to_leave(self, data: st.DataObject) -> None:
+        def leave(member: Member) -> None:
+            self.job.driver.say(member.id, leaving=True)
+            member.elastic.member.leave()
+
+        self._on_one(data, leave)
+
+    @rule(data=st.data())
+    def break_a_collective(self, data: st.DataObject) -> None:
+        def breach(member: Member) -> None:
+            if member.engines and member.engines[0].works:
+                member.elastic.breach()
+                member.say()
+
+        self._on_one(data, breach)
+
+    @rule(data=st.data())
+    def lose_the_board(self, data: st.DataObject) -> None:
+        def lose(member: Member) -> None:
+            if member.engines and member.waits_in is None:
+                member._carry_out(member.machine.board_is_lost("cut"))
+
+        self._on_one(data, lose)
+
+    @rule(votes=st.lists(st.booleans(), min_size=1, max_size=3))
+    def attempts_will_fail(self, votes: list[bool]) -> None:
+        self.job.votes = votes
+
+    # -- how it goes on ------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def one_goes_on(self, data: st.DataObject) -> None:
+        def go(member: Member) -> None:
+            member.hear()
+            member.turn()
+
+        self._on_one(data, go)
+
+    @rule(seconds=st.sampled_from([0.01, 0.06, 0.06]))
+    def wait(self, seconds: float) -> None:
+        self.job.driver.wait(seconds)
+
+    @rule(data=st.data(), turns=st.integers(1, 4))
+    def all_go_on(self, data: st.DataObject, turns: int) -> None:
+        self.job.driver.wait()
+        for _ in range(turns):
+            for member in data.draw(st.permutations(self.job.alive)) if self.job.alive else ():
+                member.hear()
+                member.turn()
+
+    # -- what holds ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def who_is_in_a_world_knows_its_members(self) -> None:
+        """Also while others are still on their way into it."""
+        for member in self.job.alive:
+            for engine in member.engines:
+                assert not engine.works or engine.number in engine.members
+
+    def teardown(self) -> None:
+        """Left in peace, all that live train in the newest generation, or have a reason why not."""
+        job = self.job
+        job.votes = []
+        for _ in range(80):
+            job.driver.wait()
+            for member in job.alive:
+                member.hear()
+                member.turn()
+        if job.all_who_held_the_state_leave:
+            return
+        newest = job.driver.membership.world
+        standing = [one for one in job.alive if newest is not None and one.id in newest.members]
+        for member in job.alive:
+            assert member.waits_in is None, f"{member.id} waits for ever in {member.waits_in}"
+            assert not member.elastic.is_torn, f"{member.id} has no world"
+        for member in standing:
+            assert member.elastic.world == newest, f"{member.id} is not where the others are: {member.machine.stage}"
+        for place in range(job.engines):
+            where = {(one.engines[place].layout, one.engines[place].members) for one in standing}
+            assert len(where) <= 1, "all know who trains, and in what"
+            working = [one.engines[place] for one in standing if one.engines[place].works]
+            assert not standing or len(working) == len(working[0].members) == working[0].layout.world_size
+            assert len({engine.generation for engine in working}) <= 1
+            assert max((engine.step for engine in working), default=0) <= 1 + min(
+                (engine.step for engine in working), default=0
+            )
+        before = [one.engines[0].step for one in standing]
+        for _ in range(6):
+            for member in job.alive:
+                member.turn()
+        assert all(
+            one.engines[0].step > step or not one.engines[0].works for one, step in zip(standing, before, strict=True)
+        ), "training goes on"
+
+    def _on_one(self, data: st.DataObject, act: object) -> None:
+        alive = self.job.alive
+        if alive:
+            assert callable(act)
+            act(data.draw(st.sampled_from(alive)))
+
+
+Processes.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestProcesses = Processes.TestCase

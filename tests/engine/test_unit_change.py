@@ -1,0 +1,143 @@
+"""What one member decides about a generation: corners that random events seldom reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.members.actions import (
+    Action,
+    Decide,
+    Enter,
+    Fail,
+    GiveUp,
+    Held,
+    Know,
+    LetGo,
+    Open,
+    Own,
+    Post,
+    PostJob,
+    Prepare,
+)
+from ds_dynatrain.engine.members.change import ChangeMachine
+from ds_dynatrain.engine.members.destinations import Destination, Question
+from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.space import Layout
+from tests.engine.simulated import Board
+
+MEMBERS = ("a/0", "b/0", "c/0")
+PRESENT = Layout(data=2, zero_stage=0)
+NOW = World(term="1", generation=5, change="planned", members=MEMBERS[:2])
+
+
+def stay(asked: Question) -> list[Destination]:
+    """All engines stay where they are."""
+    return list(asked.present)
+
+
+def own(member: str = "a/0", *, is_idle: bool = False, is_torn: bool = False, engines: int = 1, **held: Any) -> Own:
+    """A member of a job in which a/0 and b/0 train."""
+    number = MEMBERS.index(member)
+    one = Held(number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20)
+    return Own(member, NOW, Roll().extended(NOW.members), is_torn, (replace(one, **held),) * engines)
+
+
+def world(*members: str, **given: Any) -> World:
+    return World(**{"term": "1", "generation": 6, "change": "planned", "members": members, **given})
+
+
+def failure(*members: str, survivors: int, leaving: tuple[str, ...] = ()) -> World:
+    return world(*members, change="failure", survivors=survivors, leaving=leaving, reason="b/0 lost")
+
+
+def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> list[Action]:
+    """All that follows until the member has to wait; what is posted stands on the board."""
+    found: list[Action] = []
+    while actions := machine.advance(known, newest, board.of_all(len(known.engines))):
+        for action in actions:
+            found.append(action)
+            if isinstance(action, Post):
+                board.values[action.engine, action.key] = action.value
+            elif isinstance(action, Decide):
+                board.decide(action.key, action.value)
+            elif isinstance(action, Fail | Enter):
+                return found
+    return found
+
+
+class TestLeftOut:
+    """After a failure, a member of which nobody knows that it holds anything."""
+
+    @pytest.mark.parametrize("is_torn", [False, True])
+    def test_a_newcomer_that_is_left_alone_is_told_so(self, is_torn: bool) -> None:
+        """All who held the state have died: it would wait for ever."""
+        found = steps(
+            ChangeMachine(stay), own("c/0", is_idle=True, is_torn=is_torn), failure("c/0", survivors=0), BLANK
+        )
+        assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
+        assert str(found[-1].error).startswith("generation 6: b/0 lost; nobody is known to hold the state")
+
+    @pytest.mark.parametrize(("survivors", "leaving"), [(1, ()), (2, ()), (0, ("a/0",))])
+    def test_a_newcomer_waits_for_those_who_hold_something(self, survivors: int, leaving: tuple[str, ...]) -> None:
+        newest = failure(*MEMBERS[:survivors], "c/0", survivors=survivors, leaving=leaving)
+        found = steps(ChangeMachine(stay), own("c/0", is_idle=True), newest, BLANK)
+        assert found == [GiveUp("b/0 lost"), Open(newest), LetGo()]
+
+    def test_what_nobody_knows_of_is_given_up(self) -> None:
+        newest = failure("a/0", "c/0", survivors=1)
+        assert LetGo() in steps(ChangeMachine(stay), own("c/0", rank=1, is_torn=True), newest, BLANK)
+        assert LetGo() not in steps(ChangeMachine(stay), own("c/0", rank=1), newest, Board({}))
+        alone = failure("c/0", survivors=0, leaving=("a/0",))
+        assert isinstance(steps(ChangeMachine(stay), own("c/0", rank=1, is_torn=True), alone, BLANK)[-1], Fail)
+
+
+BLANK = Board({})
+
+
+class TestLeading:
+    def test_a_switch_that_was_asked_for_comes_first(self) -> None:
+        """Nothing is proposed meanwhile: members find a proposal at different times, and may be in that switch."""
+        machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0", "c/0")
+        assert not steps(machine, own(is_switching=True), newest, board)
+        known = [type(action) for action in steps(machine, own(), newest, board)]
+        assert known == [GiveUp, Open, Know, PostJob]
+        board.values[0, "built/2"] = True
+        assert not steps(machine, own(is_switching=True), newest, board)
+        found = steps(machine, own(), newest, board)
+        assert isinstance(found[-1], Prepare) and found[-1].proposals[0].generation == 8
+
+    def test_where_nothing_moves_all_step_over_at_the_step_that_rank_0_names(self) -> None:
+        board, newest = Board({}), world("a/0", "b/0", "c/0")
+        board.values[0, "built/2"] = True
+        leader, other = ChangeMachine(stay), ChangeMachine(stay)
+        steps(leader, own(), newest, board)
+        steps(other, own("b/0"), newest, board)
+        board.values[0, "prepared/8/all"] = ""
+        assert steps(leader, own(), newest, board) == [Decide("meet/8", 21)]
+        assert not steps(other, own("b/0"), newest, board)
+        both = (leader, own(step=21)), (other, own("b/0", step=21))
+        entered = [machine.advance(known, newest, [board]) for machine, known in both]
+        assert all(isinstance(actions[-1], Enter) for actions in entered) and entered[0] == entered[1]
+
+    def test_a_board_that_was_cut_off_does_not_change_what_was_proposed(self) -> None:
+        """The leader connects again, and finds its own proposal there."""
+        machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0")
+        steps(machine, own(), newest, board)
+        said = board.values[0, "change/1"]
+        machine.board_is_lost("cut")
+        found = steps(machine, own(attempt=8), newest, board)
+        assert board.values[0, "change/1"] is said
+        assert found[-1] == Prepare((Proposal.from_json(said[0]),))
+
+
+def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:
+    board = Board({(0, "job"): {"engines": 2, "roll": Roll().extended(MEMBERS).to_json()}})
+    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), board)
+    assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ConfigError)
+    assert "it has made 1 engines, and the job's processes 2" in str(found[-1].error)

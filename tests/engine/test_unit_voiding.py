@@ -1,0 +1,35 @@
+"""A global batch in which the world was torn: where it begins when it is dealt again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ds_dynatrain.engine.members.voiding import Window
+
+
+class Loader:
+    """One that has a position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = int(state["at"])
+
+
+def test_a_void_batch_after_a_restoration_is_dealt_again_from_there() -> None:
+    """Torn between two batches, taken back, asked once more before the first engine's next batch."""
+    loader = Loader()
+    window = Window(SimpleNamespace(train_loaders={"train": loader}, is_void=False))  # type: ignore[arg-type]
+    loader.at = 16
+    window.void(has_dealt=False)
+    loader.at = 15  # what was restored
+    window.note()
+    window.open(stays_void=True)
+    loader.at += 1
+    window.void(has_dealt=True)
+    assert loader.at == 15
