@@ -100,6 +100,32 @@ def test_all_hear_all() -> None:
     assert together(lambda session: session.all("count", 10 * mine(session))) == [{2: 20, 5: 50, 7: 70}] * 3
 
 
+def test_what_all_say_is_joined_and_judged_once() -> None:
+    judged = []
+
+    def judge(found: list[int]) -> str:
+        judged.append(found)
+        return f"{sum(found)} of {len(found)}"
+
+    found = together(lambda session: session.reduce("sum", [mine(session)], lambda one, other: one + other, judge))
+    assert found == ["14 of 3"] * 3 and judged == [[2, 5, 7]]
+
+
+def test_a_judge_that_fails_keeps_nobody_waiting() -> None:
+    def judge(found: int) -> int:
+        return found // 0
+
+    found = together(lambda session: session.reduce("sum", 1, lambda one, other: one + other, judge), seconds=60.0)
+    alike(found, CheckpointError, "member 2: ZeroDivisionError")
+
+
+def test_who_says_nothing_is_named_on_all() -> None:
+    found = together(lambda session: session.reduce("sum", 1, lambda one, other: one + other), (2, 7), 0.3)
+    assert {type(each) for each in found} == {MemberMissing} and {each.members for each in found} == {(5,)}
+    found = together(lambda session: session.reduce("sum", 1, lambda one, other: one + other), (5, 7), 0.3)
+    assert {each.members for each in found} == {(2,)}
+
+
 def test_a_vote_of_all_is_a_commit() -> None:
     found = together(lambda session: session.vote(lambda: hear(session)))
     assert found == [Decision(True)] * 3

@@ -181,20 +181,22 @@ class Session:
     ) -> Any:
         """What comes of what all members say: joined, and judged by the first one, in records (see `pack`).
 
-        judge: makes the answer of what was joined; short, as all members read it. MemberMissing, on all members alike,
-        for who does not say it within the time-out.
+        judge: makes the answer of what was joined; short, as all members read it. On all members alike: MemberMissing
+        for who does not say it within the time-out, CheckpointError with its words if `judge` fails.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
         try:
             joined = self._up(place, mine, join, doing, lambda: self._stop_if_answered(key, doing))
             if self.is_first:
-                self.board.decide(key, {"said": joined if judge is None else judge(joined)})
+                self.board.decide(key, self._answer(joined, judge))
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
         if "missing" in found:
             raise MemberMissing(doing, found["missing"], found["seconds"])
+        if "failed" in found:
+            raise CheckpointError(found["failed"])
         return found["said"]
 
     def vote(
@@ -261,6 +263,13 @@ class Session:
         wait = partial(self.board.wait, keys, doing, stop=stop, longest=self._longest)
         wait = partial(wait, crowd=len(self.members), is_there=len(keys) > 1)
         return wait_for_living(self.board, keys, doing, wait) if self._is_patient else wait()
+
+    def _answer(self, joined: Any, judge: Callable[[Any], Any] | None) -> dict[str, Any]:
+        """On the first member: the others wait for one, whatever it is."""
+        try:
+            return {"said": joined if judge is None else judge(joined)}
+        except Exception as error:
+            return {"failed": _words(error, self.board.member)}
 
     def _heard(self, place: str, mine: Any, join: Join) -> Any:
         """On the first member what all report; on the others the record, once there is one."""
