@@ -11,6 +11,7 @@ from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
 from ds_dynatrain.engine.members.voiding import Window
 from ds_dynatrain.engine.process import PROCESS
@@ -22,6 +23,8 @@ from ds_dynatrain.engine.targets import Targets
 class EngineParts(EngineCore):
     """What `DynatrainEngine` has, on its one attribute, and what members that come and go (`members`) are told of."""
 
+    heartbeat: Heartbeat | None = None
+    """Where no coordinator sees who is dead."""
     saver: Saver = field(init=False)
     window: Window = field(init=False)
     targets: Targets = field(init=False)

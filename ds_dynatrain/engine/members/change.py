@@ -52,9 +52,6 @@ from ds_dynatrain.engine.members.roll import Roll
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
 from ds_dynatrain.errors import ConfigError, ElasticError
 
-Boards = Sequence[Board]
-"""The boards of a generation, one for each engine of the process."""
-
 
 class Stage(Enum):
     """How far this member is on its way."""
@@ -84,10 +81,11 @@ class ChangeMachine:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def advance(self, own: Own, newest: World | None, boards: Boards) -> list[Action]:
+    def advance(self, own: Own, newest: World | None, boards: Sequence[Board]) -> list[Action]:
         """What is to be done next; ask again until it is nothing, and then from time to time.
 
-        newest: the last generation that was published. boards: those of `world`, none while they are not open.
+        newest: the last generation that was published. boards: those of `world`, one for each engine
+        of the process, none while they are not open.
         """
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
@@ -143,7 +141,7 @@ class ChangeMachine:
         self.world, self.stage = newest, Stage.LEARN if newest.change == "planned" else Stage.AGREE
         return [given_up, Open(newest)]
 
-    def _on_the_way(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _on_the_way(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         match self.stage:
             case Stage.AGREE:
                 return self._agree(own, world, boards)
@@ -157,7 +155,7 @@ class ChangeMachine:
 
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
-    def _agree(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _agree(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         stay = world.members[: world.survivors]
         if own.member not in (*stay, *world.leaving):
             self.stage = Stage.LEARN
@@ -179,7 +177,7 @@ class ChangeMachine:
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
         return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
 
-    def _answers(self, stay: Sequence[str], world: World, boards: Boards) -> dict[str, Any] | None:
+    def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
         """What each of those has said who may hold state; None until all have.
 
         Who has handed over before this ends, and answers nobody: those who took it say that.
@@ -227,7 +225,7 @@ class ChangeMachine:
         """Rank 0 of those that hold the state does; if nobody does, the first survivor."""
         return own.member == world.members[0] if self.restores else own.engines[0].rank == 0
 
-    def _learn(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _learn(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         if not own.is_idle or self._leads(own, world):
             self.roll, self.stage = own.roll.extended(world.members), Stage.FOLLOW
             return [Know(self.roll)]
@@ -246,7 +244,7 @@ class ChangeMachine:
             return [Leave()]
         return [Know(self.roll), Learn(records), Post(f"built/{self.roll.numbers[own.member]}", True)]
 
-    def _follow(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _follow(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         records = boards[0].read(f"change/{self.tries + 1}")
         if records is None:
             return self._lead(own, world, boards) if self._leads(own, world) else []
@@ -257,7 +255,7 @@ class ChangeMachine:
         self.proposals, self.stage = proposals, Stage.MEET
         return [Prepare(proposals)]
 
-    def _lead(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _lead(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """Tell newcomers what to build; once they have, and nothing else is tried, propose.
 
         A switch that was asked for meanwhile comes first: members find what is proposed at different times, and one of
@@ -288,7 +286,7 @@ class ChangeMachine:
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
-    def _meet(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _meet(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """On a working member, at a boundary. Rank 0 names its next step, which nobody can be past: see `agreement`."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
@@ -304,12 +302,12 @@ class ChangeMachine:
             return [Transact()]
         return [self._record(), *self._enter(own, world)]
 
-    def _all_are_prepared(self, boards: Boards) -> bool:
+    def _all_are_prepared(self, boards: Sequence[Board]) -> bool:
         return all(
             agreement.all_prepared(board, proposal) for board, proposal in zip(boards, self.proposals, strict=True)
         )
 
-    def _meet_idle(self, own: Own, world: World, boards: Boards) -> list[Action]:
+    def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """On a member without work: take part in what begins, or see how that without it has ended."""
         first = self.proposals[0]
         if not first.source_members and self.roll.numbers[own.member] in first.members:

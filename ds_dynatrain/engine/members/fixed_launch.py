@@ -34,9 +34,6 @@ class FixedLaunch:
 
     is_newcomer = is_torn = takes_sigterm = saves_together = False
 
-    def __init__(self) -> None:
-        self._heartbeats: dict[int, Heartbeat] = {}
-
     @property
     def node(self) -> str:
         """This process's host."""
@@ -67,7 +64,7 @@ class FixedLaunch:
 
     def add(self, engine: EngineCore) -> None:
         """It beats, for those who wait for work."""
-        beating = self._heartbeats[engine.job.number] = Heartbeat(engine.control)
+        beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
         beating.start()
 
     def begin(self, world: World, members: tuple[int, ...]) -> None:
@@ -76,7 +73,7 @@ class FixedLaunch:
     def say_end(self, engine: EngineCore) -> None:
         """On the notice board."""
         post_end(engine.control)
-        beating = self._heartbeats.pop(engine.job.number, None)
+        beating = parts_of(engine).heartbeat
         if beating is not None:
             beating.stop()
 

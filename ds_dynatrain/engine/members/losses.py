@@ -47,7 +47,7 @@ class Losses:
         ElasticError if this step has failed for the third time among the same members.
         """
         elastic = self._elastic
-        if elastic.world is None or PROCESS.engines[0].idle:
+        if elastic.world is None or not PROCESS.engines or PROCESS.engines[0].idle:
             return False
         if not elastic.is_torn:
             if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
