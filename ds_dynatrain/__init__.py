@@ -35,7 +35,7 @@ __all__ = [
 
 _HOMES = {
     "initialize": "engine.initialize",
-    "init_distributed": "engine.members.early",
+    "init_distributed": "engine.initialize",
     "register_optimizer": "adapters.optimizers",
     "SwitchEvent": "report",
 }

@@ -227,7 +227,7 @@ def reload_case() -> Any:
             if engine.last_switch is not None and engine.last_switch.outcome == "rolled_back":
                 outcomes.append(engine.last_switch.reason)
                 engine.reload_states()
-                engine.last_switch = None
+                engine._parts.last_switch = None
             jobs.one_micro_batch(engine, batch, jobs.Record())
             if engine.global_steps == 2:
                 engine.offload_states()

@@ -110,7 +110,7 @@ class Transaction(Meeting):
         """Do what was decided; with or without a vote, where another part has decided before that."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
-        self.interrupt = decision.interrupt
+        self.interrupt, self.outcome.is_rebuilt = decision.interrupt, self.swap.has_begun
         with self.phase("commit" if decision.commit else "roll back"):
             self._commit() if decision.commit else self._roll_back()
         if self.interrupt is not None:
@@ -427,7 +427,6 @@ class Transaction(Meeting):
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
-        self.outcome.is_rebuilt = self.swap.has_begun
         self.swap.undo()
         self._measure()
         self.source = {}
