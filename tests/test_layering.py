@@ -105,3 +105,7 @@ def test_packages_import_what_is_below_them() -> None:
 def test_few_files_import_for_types_alone() -> None:
     found = [name for name, path in modules().items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")]
     assert len(found) <= MOST_FOR_TYPES, found
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(ds_dynatrain, name) is not None for name in ds_dynatrain.__all__)
