@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import ds_dynatrain
+
 PACKAGE = Path(__file__).parents[1] / "ds_dynatrain"
 MOST_IN_A_CIRCLE = 6
 MOST_FOR_TYPES = 10
