@@ -71,8 +71,9 @@ class EngineParts(EngineCore):
         self.leave_groups()
 
     def leave_groups(self) -> None:
-        """Stand in the launch group, in no world."""
-        self.launch.install()
+        """Stand in the launch group, in no world; one that is collected while another is made leaves that alone."""
+        if not PROCESS.is_joining:
+            self.launch.install()
         if self.world is not None:
             self.control.bury(drop(self.world))
             self.world = None

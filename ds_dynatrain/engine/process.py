@@ -81,6 +81,11 @@ class Process:
         return [engine for engine in (reference() for reference in self._engines) if engine is not None]
 
     @property
+    def is_joining(self) -> bool:
+        """Whether an engine is being made: the process is its own, also where another one ends meanwhile."""
+        return self._is_joining
+
+    @property
     def is_shared(self) -> bool:
         """Whether the process has several engines."""
         return len(self._engines) > 1
@@ -122,10 +127,10 @@ class Process:
         """It has ended. One that is left alone has the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
-        if not self._engines:
+        if not self._engines and not self._is_joining:
             self._forget()
         self._settle()
-        if self.is_shared and self._now is None:
+        if self.is_shared and self._now is None and not self._is_joining:
             self._speak_between()
 
     def _settle(self) -> None:
@@ -153,7 +158,7 @@ class Process:
     def turn(self, engine: EngineCore) -> Iterator[None]:
         """Around a call of an engine."""
         self._end_broken_backward()
-        if not self.is_shared or self._now is engine or engine.own is None:
+        if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
             yield
             return
         before, outside = self._now, Own.now()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+import ds_dynatrain
+from ds_dynatrain.adapters.host_engine import HostEngine
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
@@ -65,3 +69,22 @@ def cut_over_fewer() -> str:
 def test_parts_over_fewer_ranks_are_refused(pool: RankPool) -> None:
     for said in pool.run(cut_over_fewer):
         assert "is cut over 2 of the 4 processes" in said and "before engine.destroy()" in said
+
+
+def ended_while_another_is_made() -> int:
+    """Steps of an engine, in whose making another one ends: as one that a script has dropped, once it is collected."""
+    settings = jobs.config(start=(4, 1))
+    dropped = ds_dynatrain.initialize(model=small_gpt(), config=settings)[0]
+    configure = HostEngine._configure_distributed_model
+
+    def ends(engine: HostEngine, model: torch.nn.Module) -> None:
+        dropped.destroy()
+        configure(engine, model)
+
+    with patch.object(HostEngine, "_configure_distributed_model", ends), jobs.job(settings) as made:
+        jobs.train(made, 2)
+        return int(made.engine.global_steps)
+
+
+def test_an_engine_that_ends_leaves_the_next_one_its_groups(pool: RankPool) -> None:
+    assert pool.run(ended_while_another_is_made) == [2] * 4
