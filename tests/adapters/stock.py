@@ -34,18 +34,21 @@ def stock_engine(model: nn.Module, config: dict[str, Any], **arguments: Any) -> 
 def own_groups() -> Iterator[None]:
     """Process groups that are made in the block are destroyed after it, and DeepSpeed forgets them."""
     before, known = set(c10d._world.pg_map), _known()
+    tables = [(table, dict(table)) for table in known.values() if isinstance(table, dict)]  # others hold them, too
     try:
         yield
     finally:
         if hasattr(groups, "_release_process_group_references"):
             groups._release_process_group_references()
         else:  # DeepSpeed 0.18
+            for table, held in tables:
+                table.clear()
+                table.update(held)
             vars(groups).update(known)
         for group in [group for group in c10d._world.pg_map if group not in before]:
             td.destroy_process_group(group)
 
 
 def _known() -> dict[str, Any]:
-    """What DeepSpeed's module of groups knows of them; its tables are copied."""
-    held = {name: value for name, value in vars(groups).items() if name.isupper() or name == "mpu"}
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in held.items()}
+    """What DeepSpeed's module of groups knows of them."""
+    return {name: value for name, value in vars(groups).items() if name.isupper() or name == "mpu"}
