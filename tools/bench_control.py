@@ -7,7 +7,7 @@ Two measurements, with records of real size: those of a model of 70 billion para
 in ZeRO stage 3, which goes to stage 1. In the first, threads stand in for members: each has a connection of its own to
 one TCPStore, and goes through all that a switch says, with nothing to compute and nothing to move in between. In the
 second, 16,384 members are simulated in one process, one after the other, from the leaves of the tree to its root: what
-all of them compute for the agreement and the report, and what goes through the store.
+it takes to tell, join and judge their agreement and their reports, and what goes through the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.agreement import Proposal, Wish
-from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.packing import pack
-from ds_dynatrain.engine.preparation import BACKGROUND_POLL_SECONDS
+from ds_dynatrain.engine.preparation import BACKGROUND_POLL_SECONDS, joined_readiness, why_unready
 from ds_dynatrain.engine.transaction.certify import SIDES, certify
 from ds_dynatrain.engine.transaction.meeting import over_all
-from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
 from ds_dynatrain.engine.transaction.shares import Shares, shares
 from ds_dynatrain.engine.transaction.switch import joined_sides
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -189,7 +189,8 @@ def prepare(mine: Control, proposal: Proposal) -> None:
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
     session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=BACKGROUND_POLL_SECONDS)
-    session.reduce("building", {"errors": []}, lambda one, _: one)
+    said = {"errors": [], "own_groups": [[mine.member, 0]]}
+    session.reduce("building", said, joined_readiness, why_unready)
     near = mine.read_list(key)
     for step in ("cards", "readable"):
         mine.post(f"{node}/{step}/{mine.member}", {"machine": "x" * 40, "probe": list(range(16))})
@@ -229,29 +230,34 @@ def threads(members: int) -> dict[str, Any]:
 
 
 def simulated(members: int) -> dict[str, float]:
-    """CPU seconds in which so many members agree and report, by what one process computes for all of them."""
+    """CPU seconds in which so many members tell, join and judge what they ask for and report, in one process."""
     switch, store = Switch(members), HashStore()
     store.set_timeout(timedelta(seconds=60))
     counts, found = Counts(), dict[str, float]()
-    records = [switch.report(rank) for rank in (0, 1)]
+    asked = asdict(Wish(switch.target.to_dict(), None, 1))
 
-    def reports_of(rank: int) -> dict[str, Any]:
-        """Weights of copies apart, which cost a member little and one process much, all others report alike."""
-        return records[0] if rank == 0 else records[1]
+    def wish_of(rank: int) -> dict[str, Any]:
+        return {"refusal": None, "asked": [[rank, asked]]}
 
-    for step, said in (("ask", lambda rank: {"asked": "x" * 300}), ("report", reports_of)):
-        begin = time.process_time()
+    steps: list[tuple[str, Callable[[int], Any], Join, Callable[[Any], Any]]] = [
+        ("ask", wish_of, joined_requests, lambda found: {"answer": switch.proposal(2).to_json()}),
+        ("report", switch.report, joined_sides, lambda found: switch.judge(found).said),
+    ]
+    for step, of_rank, join, judge in steps:
+        found[step] = 0.0
         for rank in reversed(range(members)):  # whoever leads others comes after them
-            mine = Control(store, "bench", rank, 60.0)
-            mine._store = CountedStore(mine._store, counts)  # type: ignore[assignment]
-            session = Session(mine, step, switch.members, "bench")
-            joined = session.gather("up", said(rank), joined_sides if step == "report" else lambda one, _: one)
+            said = of_rank(rank)  # what a member computes for itself takes each of them the same time, side by side
+            session = Session(board(store, counts, rank), step, switch.members, "bench")
+            begin = time.process_time()
+            joined = session.gather("up", said, join)
             if joined is not None:
-                mine.decide(f"{step}/answer", {"digest": "0" * 32})
-        for rank in range(members):
-            mine = Control(store, "bench", rank, 60.0)
-            mine.read(f"{step}/answer")
-        found[step] = time.process_time() - begin
+                session.board.decide(f"{step}/answer", judge(joined))
+            found[step] += time.process_time() - begin
+        boards, begin = [board(store, counts, rank) for rank in switch.members], time.process_time()
+        answers = [each.value(f"{step}/answer") for each in boards]
+        found[step] += time.process_time() - begin
+        if len({str(answer) for answer in answers}) != 1 or answers[0] is None:
+            raise RuntimeError(f"{step}: members were told different things, or nothing")
     return {**found, "operations": counts.operations / members, "gigabytes": counts.bytes / 1e9}
 
 
@@ -280,7 +286,7 @@ def main() -> None:
     heads = ["members", "operations each", "one report, KB", "reports each", "ask, ms", "prepare", "meet", "verify"]
     text = table([*heads, "acknowledge", "meet + verify"], rows)
     text += (
-        f"\nBars: at most {OPERATIONS_BAR} operations and {REPORTS_BAR} reports' bytes for each member; 64 members "
+        f"\n\nBars: at most {OPERATIONS_BAR} operations and {REPORTS_BAR} reports' bytes for each member; 64 members "
         f"wait {WAIT_BAR_MS} ms at most in meet and verify.\n"
     )
     if options.simulated:

@@ -27,7 +27,8 @@ POLLS_PER_SECOND = 30_000
 LATER = 1 / 3
 """The next look comes later by this share of the time that has been waited: a pause is short, other waits are long."""
 STOP_SECONDS = 0.01
-"""Between two looks for a reason to give up, at least."""
+MOST_STOP_SECONDS = 0.25
+"""Between two looks for a reason to give up, at least and at most."""
 AGAIN_SECONDS = 0.1
 """Between two attempts to reach the store for a decision."""
 
@@ -174,7 +175,7 @@ class Control:
                 self.watch()
             if stop is not None and now >= look:
                 stop()
-                look = now + max(STOP_SECONDS, LATER * (now - begin))
+                look = now + min(max(STOP_SECONDS, LATER * (now - begin)), MOST_STOP_SECONDS)
             time.sleep(max(shortest, min(LATER * (now - begin), longest)))
         values = self._store.multi_get(names)
         return {member: unpack(value) for member, value in zip(keys, values, strict=True)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -148,7 +148,9 @@ class Preparation:
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
         """Of the plan for these state kinds, whole: what rank 0 has posted, or else computed here."""
-        known = self.board.read(f"figures/{self.proposal.generation}")
+        known = None
+        with suppress(td.DistError):  # the switch is over: no figure is worth an error
+            known = self.board.read(f"figures/{self.proposal.generation}")
         if known is not None and tuple(known["kinds"]) == kinds:
             return Figures(*known["figures"])
         return Figures.of(self.plan(kinds)[0], self.budget_bytes)
@@ -253,7 +255,9 @@ class Preparation:
         mine = self.control.member
         errors = [] if error is None else [f"member {mine}: {error}"]
         said = {"errors": errors, "own_groups": [[mine, self.own_count]]}
-        wrong: str = self.session.reduce("building", said, _readiness, _unready, "building the next world's groups")
+        wrong: str = self.session.reduce(
+            "building", said, joined_readiness, why_unready, "building the next world's groups"
+        )
         return wrong
 
     def _meet_neighbors(self) -> Neighbors:
@@ -312,7 +316,7 @@ class Preparation:
         return tensor
 
 
-def _readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Of two parts of the members: the first errors, and two that have asked for different numbers of groups."""
     first, *rest = one["own_groups"]
     differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
@@ -320,7 +324,7 @@ def _readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {"errors": errors[:MOST_ERRORS], "own_groups": [first, *differing[:1]]}
 
 
-def _unready(found: dict[str, Any]) -> str:
+def why_unready(found: dict[str, Any]) -> str:
     if found["errors"]:
         return "; ".join(found["errors"])
     if len(found["own_groups"]) == 1:

@@ -40,6 +40,7 @@ class Process:
     def __init__(self) -> None:
         self.early: Any = None
         self._membership: Membership | None = None
+        self._is_joining = False
         self._forget()
 
     def _forget(self) -> None:
@@ -48,7 +49,6 @@ class Process:
         self.course = Course(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
-        self._is_joining = False
 
     def begin(self) -> None:
         """`initialize` begins. Engines whose process groups the script has taken down are not there any more."""
@@ -127,7 +127,7 @@ class Process:
         """It has ended. One that is left alone has the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
-        if not self._engines and not self._is_joining:
+        if not self._engines:
             self._forget()
         self._settle()
         if self.is_shared and self._now is None and not self._is_joining:

@@ -27,8 +27,8 @@ from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.carry import put_back, settle_counters, shared_carry
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.transaction.session import Request, Session

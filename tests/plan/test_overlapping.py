@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CertificateError

@@ -19,11 +19,11 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import side_digests, state_digest
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import side_digests, state_digest
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.session import Session

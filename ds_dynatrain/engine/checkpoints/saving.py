@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
-from ds_dynatrain.engine.certificate import SideDigests
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.engine.transaction.shares import differing
 from ds_dynatrain.errors import CertificateError, CheckpointError

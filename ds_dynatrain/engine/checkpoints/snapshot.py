@@ -14,9 +14,9 @@ from ds_dynatrain.checkpoint import HostMemory, Record, Share, record, shares_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import SideDigests, side_digests
 from ds_dynatrain.engine.checkpoints.extra_state import packed
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import SideDigests, side_digests
 from ds_dynatrain.engine.encoding import encode, fingerprint
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout, VirtualParameterSpace

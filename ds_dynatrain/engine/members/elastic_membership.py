@@ -16,6 +16,7 @@ from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
 from ds_dynatrain.engine.members.description import plain_part
@@ -40,6 +41,7 @@ class ElasticMembership:
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
         self._boundaries = Boundaries(elastic)
+        self._jobs: list[Job] = []
 
     @property
     def node(self) -> str:
@@ -88,7 +90,8 @@ class ElasticMembership:
         self.elastic.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
-        """The coordinator knows that this process is there."""
+        """It ends by this member."""
+        self._jobs.append(engine.job)
 
     def begin(self, world: World, members: tuple[int, ...]) -> None:
         """All have a number from here on."""
@@ -102,9 +105,13 @@ class ElasticMembership:
             post_end(engine.control)
 
     def remove(self, engine: EngineCore) -> None:
-        """With the last engine the member goes."""
+        """With the last engine the member goes. One that ends late, of a job before in this process, is none of its."""
+        left = [job for job in self._jobs if job is not engine.job]
+        if len(left) == len(self._jobs):
+            return
+        self._jobs = left
         self._boundaries.remove()
-        if all(one is engine for one in PROCESS.engines):
+        if not left:
             self.elastic.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:

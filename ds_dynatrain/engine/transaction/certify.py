@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.engine.certificate import Digests, hint, state_digest
+from ds_dynatrain.engine.digests import Digests, hint, state_digest
 from ds_dynatrain.engine.transaction.shares import Shares, doubts, filled
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace

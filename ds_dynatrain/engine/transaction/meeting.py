@@ -16,7 +16,7 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.errors import MemberMissing, WorldChanged
+from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
 
@@ -102,7 +102,7 @@ class Meeting:
         try:
             mine = self.outcome.measured()
             self.outcome.over_all = session.reduce("acknowledged", mine, over_all, doing="acknowledging the commit")
-        except (MemberMissing, WorldChanged, td.DistError) as missing:  # it is committed: nobody may go back
+        except (DynatrainError, td.DistError) as missing:  # it is committed: nobody may go back
             self.outcome.warnings.append(str(missing))
 
     @contextmanager

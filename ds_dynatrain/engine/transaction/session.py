@@ -127,7 +127,7 @@ class Session:
 
         try:
             what = f"{self.what}: every working member has to ask for it"
-            said = self.reduce("ask", {"refusal": refusal, "asked": asked}, _asked, judge, what)
+            said = self.reduce("ask", {"refusal": refusal, "asked": asked}, joined_requests, judge, what)
         except MemberMissing as missing:
             raise refused(str(missing), ASK_ALL) from None
         if "refusal" in said:
@@ -326,7 +326,7 @@ def _read(record: Mapping[str, Any]) -> Decision:
     return Decision(record["commit"], **named)
 
 
-def _asked(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Requests as one: the first refusal, and one request, or the first two that differ."""
     first = one["asked"][0]
     differing = [each for each in (*one["asked"][1:], *other["asked"]) if each[1] != first[1]]

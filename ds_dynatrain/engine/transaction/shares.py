@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.engine.certificate import Digests, SideDigests, hint
+from ds_dynatrain.engine.digests import Digests, SideDigests, hint
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace

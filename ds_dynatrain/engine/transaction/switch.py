@@ -34,8 +34,8 @@ from ds_dynatrain.engine.carry import (
     unpack,
 )
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.certificate import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
@@ -46,7 +46,7 @@ from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, joined, shares
 from ds_dynatrain.engine.transaction.swap import Swap
-from ds_dynatrain.errors import CensusError, CertificateError, MemberMissing, OutcomeUnknown, WorldChanged
+from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
@@ -220,18 +220,13 @@ class Transaction(Meeting):
         layout, members = self.proposal.source_layout, self.proposal.source_members
         if layout.pipe * layout.tensor == 1 or self.source_rank is None or self.source_digests is None:
             return
-        vps, seconds, rank, session = (
-            self.engine.vps,
-            self.control.timeout_seconds,
-            self.source_rank,
-            self._among(members),
-        )
+        vps, rank, session = self.engine.vps, self.source_rank, self._among(members)
         drifting = differing(session, "drifting", vps, layout, rank, self.source_digests, "source")
         if not drifting:
             return
         self.swap.on_undo(self.settlement.undo)
         transport = self.preparation.transport()
-        self.settlement.take_owners(vps, rank, self.source, drifting, transport, seconds)
+        self.settlement.take_owners(vps, rank, self.source, drifting, transport, self.control.timeout_seconds)
         found = session.reduce("distances", self.settlement.distances, furthest)
         types = self.engine.host.element_types
         tolerance = self.engine.settings.replica_tolerance
@@ -396,7 +391,7 @@ class Transaction(Meeting):
         what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
         try:
             return f"CertificateError: {explained(*what)}"
-        except (MemberMissing, WorldChanged, td.DistError) as error:  # it is rolled back in any case
+        except (DynatrainError, td.DistError) as error:  # it is rolled back in any case
             return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
 
     # ---- at and after the commit ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDTH = 64
-"""So many records one member reads at most: a node's worth of messages, which take milliseconds to read."""
+"""So many members one leads, itself among them: their reports take milliseconds to read."""
 
 
 @dataclass(frozen=True)
