@@ -234,13 +234,14 @@ def simulated(members: int) -> dict[str, float]:
     switch, store = Switch(members), HashStore()
     store.set_timeout(timedelta(seconds=60))
     counts, found = Counts(), dict[str, float]()
-    asked = asdict(Wish(switch.target.to_dict(), None, 1))
+    proposal = switch.proposal(2)
+    asked = {**asdict(Wish(switch.target.to_dict(), None, 1)), "destination": proposal.fingerprint()}
 
     def wish_of(rank: int) -> dict[str, Any]:
         return {"refusal": None, "asked": [[rank, asked]]}
 
     steps: list[tuple[str, Callable[[int], Any], Join, Callable[[Any], Any]]] = [
-        ("ask", wish_of, joined_requests, lambda found: {"answer": switch.proposal(2).to_json()}),
+        ("ask", wish_of, joined_requests, lambda found: {"answer": proposal.generation}),
         ("report", switch.report, joined_sides, lambda found: switch.judge(found).said),
     ]
     for step, of_rank, join, judge in steps:

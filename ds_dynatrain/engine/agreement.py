@@ -6,8 +6,10 @@ what was decided.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from ds_dynatrain.engine.control import Control
@@ -58,6 +60,11 @@ class Proposal:
         record["source_layout"], record["layout"] = self.source_layout.to_dict(), self.layout.to_dict()
         return record
 
+    def fingerprint(self) -> str:
+        """A hash of who goes where, without the number: short, where all members compare it."""
+        text = json.dumps({**self.to_json(), "generation": 0}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     @staticmethod
     def from_json(record: dict[str, Any]) -> Proposal:
         """The inverse of `to_json`."""
@@ -84,15 +91,19 @@ def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], pr
     """
     session = Session(control, f"wish/{place}", working, f"switch to {proposal.layout}")
     asked = {name: value for name, value in asdict(wish).items() if name != "refusal"}
-    verdict = session.agree(Request(asked, wish.refusal), proposal.to_json(), SwitchRefused, _differ)
-    agreed = Proposal.from_json(verdict)
+    request = Request({**asked, "destination": proposal.fingerprint()}, wish.refusal)
+    generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
+    agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members
         control.decide(f"proposal/{agreed.generation}", agreed.to_json())
     return agreed
 
 
 def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    first, second = (_words(Wish(**asked[member])) for member in (one, other))
+    wishes = [{name: value for name, value in asked[each].items() if name != "destination"} for each in (one, other)]
+    first, second = (_words(Wish(**wish)) for wish in wishes)
+    if first == second:
+        return f"members {one} and {other} wish for {first}, and do not give its ranks to the same members"
     return f"members wish for different switches: member {one} for {first}, member {other} for {second}"
 
 

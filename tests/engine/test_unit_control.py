@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,27 @@ def test_a_different_wish_is_refused_on_all(boards: Any, other: Wish, words: str
     with pytest.raises(SwitchRefused, match=words):
         raise first
     assert boards(3).read("proposal/2") is None
+
+
+def test_other_ranks_for_the_same_members_are_refused(boards: Any) -> None:
+    def ask(member: int) -> str:
+        mine = replace(proposal(), members=(0, 1, 2, 3) if member == 0 else (0, 1, 3, 2))
+        with pytest.raises(SwitchRefused) as refused:
+            agreement.agree(boards(member, 2.0), "step 5", wish(), (0, 1), mine)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(ask, (0, 1)))
+    assert found[0] == found[1] and "do not give its ranks to the same members" in found[0]
+
+
+def test_a_number_that_one_has_used_up_is_that_of_the_first(boards: Any) -> None:
+    def ask(member: int) -> Proposal:
+        mine = replace(proposal(), generation=2 + member)
+        return agreement.agree(boards(member, 2.0), "step 5", wish(), (0, 1), mine)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [each.generation for each in threads.map(ask, (0, 1))] == [2, 2]
 
 
 def test_a_member_that_does_not_ask_is_named(boards: Any) -> None:
