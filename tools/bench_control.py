@@ -30,7 +30,7 @@ from figures import keep, machine, table
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ds_dynatrain.engine import agreement, streams
-from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.packing import pack
@@ -168,8 +168,8 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
         waited[name] = 1e3 * (time.perf_counter() - begin)
         return result
 
-    wish = Wish(switch.target.to_dict(), None, generation)
-    timed("ask", lambda: agreement.agree(mine, str(generation), wish, switch.members, proposal))
+    request = SwitchRequest(switch.target.to_dict(), None, generation)
+    timed("ask", lambda: agreement.agree(mine, str(generation), request, switch.members, proposal))
     timed("prepare", lambda: prepare(mine, proposal))
     while agreement.meeting_step(mine, proposal, member, 1) is None:
         time.sleep(STEP_SECONDS)
@@ -235,13 +235,13 @@ def simulated(members: int) -> dict[str, float]:
     store.set_timeout(timedelta(seconds=60))
     counts, found = Counts(), dict[str, float]()
     proposal = switch.proposal(2)
-    asked = {**asdict(Wish(switch.target.to_dict(), None, 1)), "destination": proposal.fingerprint()}
+    asked = {**asdict(SwitchRequest(switch.target.to_dict(), None, 1)), "destination": proposal.fingerprint()}
 
-    def wish_of(rank: int) -> dict[str, Any]:
+    def request_of(rank: int) -> dict[str, Any]:
         return {"refusal": None, "asked": [[rank, asked]]}
 
     steps: list[tuple[str, Callable[[int], Any], Join, Callable[[Any], Any]]] = [
-        ("ask", wish_of, joined_requests, lambda found: {"answer": proposal.generation}),
+        ("ask", request_of, joined_requests, lambda found: {"answer": proposal.generation}),
         ("report", switch.report, joined_sides, lambda found: switch.judge(found).said),
     ]
     for step, of_rank, join, judge in steps:

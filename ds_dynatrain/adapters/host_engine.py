@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.stage3 import reset_counters
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         check_optimizer(basic, self.config, self._host.layout)
         self._host.look(basic)
         if self._host.model_map.dtype != self.get_data_types()[0]:
-            raise practice("element types").error(f"a parameter is {self._host.model_map.dtype}")
+            raise usage("element types").error(f"a parameter is {self._host.model_map.dtype}")
         refuse_groups(self._host.model_map.groups)
         if self._host.attaches and self._host.whole:
             reset_counters()

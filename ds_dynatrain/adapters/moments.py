@@ -80,7 +80,7 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
         table.update({tensor: highest[groups[tensor]] for tensor in table})
 
 
-def speak_for_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
     """Add empty moments, and counts, for trained tensors that this rank has nothing of (other pipeline stages do).
 
     Their counts are those of a tensor beside them, of the same group if there is one: where a tensor was left out of a

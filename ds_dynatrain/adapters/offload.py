@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.state import Buffers, Found
 from ds_dynatrain.space import HOST_GRAD, BufferId, LocalSpace
 from ds_dynatrain.space.zero import group_size
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 
 def keeps_gradients(zero: Any) -> bool:
@@ -87,7 +87,7 @@ def refuse_moved_states(host: Any) -> None:
     away = getattr(host.optimizer, "offloaded_states", None)
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
-        raise practice("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
+        raise usage("engine.offload_states").refused(f"engine.offload_states() has moved {names} away")
 
 
 def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:

@@ -1,6 +1,6 @@
 """What DeepSpeed's modules keep about "the" world: its groups, by axis, and the `mpu` that it asks for them.
 
-`speak_of` sets all of it for a world of ours, `forget` clears it. Under a layout of data (and expert) alone it is what
+`point_at` sets all of it for a world of ours, `forget` clears it. Under a layout of data (and expert) alone it is what
 DeepSpeed itself has without an `mpu`.
 """
 
@@ -84,7 +84,7 @@ def _place(world: Groups, kind: str) -> int:
     return world.group(kind).rank()
 
 
-def speak_of(world: Groups, mpu: SimpleNamespace | None) -> None:
+def point_at(world: Groups, mpu: SimpleNamespace | None) -> None:
     """Make DeepSpeed's modules speak of `world`.
 
     mpu: its `mpu_of` where the layout is wide, else None.
@@ -108,7 +108,7 @@ def speak_of(world: Groups, mpu: SimpleNamespace | None) -> None:
 
 
 def forget() -> None:
-    """Clear all that `speak_of` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+    """Clear all that `point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
 
     Groups that a script has given `parallel_state_sp` itself stay there.
     """
@@ -124,7 +124,7 @@ def forget() -> None:
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 
-def speaks_of(held: Iterable[td.ProcessGroup]) -> bool:
+def points_at(held: Iterable[td.ProcessGroup]) -> bool:
     """Whether DeepSpeed's group of the whole world is one of these."""
     return any(group is groups._WORLD_GROUP for group in held)
 

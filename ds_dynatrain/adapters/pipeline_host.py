@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import HostEngine
-from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, stand_at
+from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
 
@@ -100,7 +100,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
         """groups: of the world to start in, which may be a stand-in; it is installed."""
         grid = StageGrid(groups, groups.rank or 0)
-        stand_at(model, grid)
+        take_stage(model, grid)
         super().__init__(model=model, mpu=grid, **arguments)
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
             place(model, self._host.shaper.template, groups.layout, grid)

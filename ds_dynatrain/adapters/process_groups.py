@@ -30,7 +30,7 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
 
     seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: a member may be kept from
-    them by an evaluation, or by waiting for another member's wish.
+    them by an evaluation, or by waiting for the request of another member.
 
     Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     """
@@ -95,13 +95,13 @@ def unregister(group: td.ProcessGroup) -> None:
         _unregister_process_group(group.group_name)
 
 
-def bury(groups: list[td.ProcessGroup]) -> threading.Thread:
+def tear_down(groups: list[td.ProcessGroup]) -> threading.Thread:
     """Shut groups down; the list must hold the last references to them, and is emptied.
 
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends. What their threads have left free goes back to the system.
     """
-    thread = threading.Thread(target=_take_down, args=(groups,), name="dynatrain-bury", daemon=True)
+    thread = threading.Thread(target=_take_down, args=(groups,), name="dynatrain-teardown", daemon=True)
     thread.start()
     return thread
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_world_size")
 """What makes an `mpu` one for sequence parallelism."""
@@ -39,15 +39,15 @@ def refuse_sequence(module: nn.Module, mpu: Any) -> None:
     if mpu is not None:
         missing = [name for name in GETTERS if not hasattr(mpu, name)]
         if missing:
-            raise practice("mpu").error(f"mpu without {missing[0]}")
+            raise usage("mpu").error(f"mpu without {missing[0]}")
         other = [axis for axis in ("tensor_model", "pipeline_model") if _size(mpu, axis) > 1]
         if other:
-            raise practice("mpu").error(f"mpu with get_{other[0]}_parallel_world_size() = {_size(mpu, other[0])}")
+            raise usage("mpu").error(f"mpu with get_{other[0]}_parallel_world_size() = {_size(mpu, other[0])}")
     for name, part in module.named_modules():
         if type(part).__module__ == "deepspeed.sequence.fpdt_layer":
-            raise practice("FPDT").error(f"{name!r} is a {type(part).__name__}")
+            raise usage("FPDT").error(f"{name!r} is a {type(part).__name__}")
     if _is_in_transformers():
-        raise practice("UlyssesSPAttentionHF").error()
+        raise usage("UlyssesSPAttentionHF").error()
 
 
 def first_size(mpu: Any, wanted: int | None) -> int:

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import held_moments, level_counts, read_state, speak_for_absent, write_state
+from ds_dynatrain.adapters.moments import fill_absent, held_moments, level_counts, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
@@ -36,7 +36,7 @@ class ReplicatedStage:
             for name, value in steps.items():
                 scalars.values.setdefault(name, {})[number] = value
         level_counts(engine.basic_optimizer, scalars, groups)
-        speak_for_absent(engine.basic_optimizer, model, buffers, scalars)
+        fill_absent(engine.basic_optimizer, model, buffers, scalars)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:

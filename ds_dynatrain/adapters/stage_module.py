@@ -157,7 +157,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
     `model_parallel` makes the norm of gradients right that is clipped by without ZeRO: DeepSpeed's counts unmarked
     parameters on the first stage only.
     """
-    stand_at(root, grid)
+    take_stage(root, grid)
     root.tied_comms = {}
     for key, stages in template.ties(layout).items():
         if len(stages) == 1 or root.stage_id not in stages:
@@ -174,7 +174,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
         parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
-def stand_at(root: PipelineModule, grid: StageGrid) -> None:
+def take_stage(root: PipelineModule, grid: StageGrid) -> None:
     """Have a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):

@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.sequence import refuse_sequence
 from ds_dynatrain.adapters.versions import refuse_axes, refuse_for_series
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support import practice, refuse_config
+from ds_dynatrain.support import refuse_config, usage
 from ds_dynatrain.support.checks import offloads
 
 
@@ -31,7 +31,7 @@ def refuse_unsupported(
 ) -> None:
     """UnsupportedError, naming the feature, the reason and the way out, for what a switch would get wrong."""
     if get_accelerator().device_name() != "cpu":
-        raise practice("accelerator").error(f"accelerator {get_accelerator().device_name()!r}")
+        raise usage("accelerator").error(f"accelerator {get_accelerator().device_name()!r}")
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):
@@ -39,9 +39,9 @@ def refuse_unsupported(
         _refuse_beside_pipeline(config)
     refuse_sequence(model, mpu)
     if mesh_param is not None:
-        raise practice("mesh_param").error()
+        raise usage("mesh_param").error()
     if optimizer is None and not (config.get("optimizer") or {}).get("type"):
-        raise practice("no optimizer").error()
+        raise usage("no optimizer").error()
     _refuse_model(model)
 
 
@@ -50,17 +50,17 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
     refuse_axes(layout)
     if is_pipeline(model):
         if (config.get("fp16") or {}).get("enabled") and layout.zero_stage == 0 and layout.pipe > 1:
-            raise practice("stages in fp16 without ZeRO").refused(f"a PipelineModule in fp16 in {layout}")
+            raise usage("stages in fp16 without ZeRO").refused(f"a PipelineModule in fp16 in {layout}")
         low = any((config.get(block) or {}).get("enabled") for block in ("bf16", "bfloat16"))
         zero = config.get("zero_optimization") or {}
         named = [key for key in ("round_robin_gradients", "parameter_alignment", "offload_optimizer") if zero.get(key)]
         if low and layout.zero_stage == 0 and named:
-            raise practice("options of ZeRO for a pipeline in bf16 without it").refused(f"{named[0]} in {layout}")
+            raise usage("options of ZeRO for a pipeline in bf16 without it").refused(f"{named[0]} in {layout}")
     if is_on(config) or any(layers(model)):
         _refuse_beside_experts(layout, config)
     wrapped = compiled_by_wrapping(model)
     if wrapped and layout.zero_stage == 3:
-        raise practice("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
+        raise usage("torch.compile").refused(f"torch.compile: {wrapped[0]!r} is wrapped, and this is ZeRO stage 3")
 
 
 def refuse_at_boundary(host: Any) -> None:
@@ -68,31 +68,31 @@ def refuse_at_boundary(host: Any) -> None:
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
-        raise practice("open accumulation window").refused(have)
+        raise usage("open accumulation window").refused(have)
     if getattr(host.optimizer, "_coalesce_grad_reduction", False):
-        raise practice("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
+        raise usage("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
     if host.engine.inside_no_sync_ctxt:
-        raise practice("no_sync").refused("a no_sync window is open")
+        raise usage("no_sync").refused("a no_sync window is open")
     refuse_moved_states(host)
     if host.open_gathers:
         have = f"a deepspeed.zero.GatheredParameters block is open ({host.open_gathers})"
-        raise practice("GatheredParameters").refused(have)
+        raise usage("GatheredParameters").refused(have)
     if host.waiting_gradients:
         have = f"gradients of {host.waiting_gradients} parameters wait for an optimizer step"
-        raise practice("gradients without a step").refused(have)
+        raise usage("gradients without a step").refused(have)
 
 
 def refuse_changes(host: Any) -> None:
     """SwitchRefused, naming the parameter, if what is trained or how it is grouped is not what is registered."""
     found = changes(host.model_map, host.module, host.basic_optimizer, host.optimizer is host.basic_optimizer)
     if found is not None:
-        raise practice(found[0]).refused(found[1])
+        raise usage(found[0]).refused(found[1])
 
 
 def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
     """UnsupportedError for a section that was not tried with pipelines."""
     if (config.get("data_efficiency") or {}).get("enabled"):
-        raise practice("data_efficiency beside a pipeline").error("data_efficiency")
+        raise usage("data_efficiency beside a pipeline").error("data_efficiency")
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
         key, nearest = "contiguous_gradients", layout.replace(zero_stage=1)
     else:
         return
-    row = practice("options of ZeRO beside experts")
+    row = usage("options of ZeRO beside experts")
     raise SwitchRefused(
         f"zero_optimization.{key} = false in {layout}: {row.why}", f"{row.instead}, or nearest: {nearest}"
     )
@@ -115,9 +115,9 @@ def _refuse_model(model: nn.Module) -> None:
     native = dict(layers(model))
     for name, parameter in model.named_parameters():
         if getattr(parameter, "allreduce", True) is False and not any(name.startswith(path) for path in native):
-            raise practice("experts of your own").error(f"{name!r} is an expert parameter")
+            raise usage("experts of your own").error(f"{name!r} is an expert parameter")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise practice("element types").error(f"{name!r} is {parameter.dtype}")
+            raise usage("element types").error(f"{name!r} is {parameter.dtype}")
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding) and part.sparse:
-            raise practice("sparse gradients").error(f"{name!r} has sparse gradients")
+            raise usage("sparse gradients").error(f"{name!r} has sparse gradients")

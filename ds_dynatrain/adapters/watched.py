@@ -43,7 +43,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, td.DistError) or "gloo/" in str(error).lower()
 
 
-class Fate:
+class GroupStatus:
     """What has become of the groups of one world.
 
     failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
@@ -58,7 +58,9 @@ class Fate:
     def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """What `call` returns; WorldChanged if a peer is gone, or the world is closed."""
         if self.is_closed:
-            raise WorldChanged("the world was formed anew: this global batch is void; go on with the loader's next one")
+            raise WorldChanged(
+                "the world was formed anew: this global batch is discarded; go on with the loader's next one"
+            )
         try:
             return call(*arguments, **named)
         except RuntimeError as error:
@@ -75,16 +77,16 @@ class Fate:
 class WatchedWork(Work):
     """A collective that was begun."""
 
-    def __init__(self, work: Work, fate: Fate) -> None:
+    def __init__(self, work: Work, status: GroupStatus) -> None:
         super().__init__()
         self._work = work
-        self._fate = fate
+        self._status = status
 
 
 class WatchedGroup(td.ProcessGroup):
     """A group over the same connections as another one, which it keeps."""
 
-    def __init__(self, group: td.ProcessGroup, fate: Fate) -> None:
+    def __init__(self, group: td.ProcessGroup, status: GroupStatus) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the one for classes of Python
         cpu = torch.device("cpu")
         backend: Any = group._get_backend(cpu)
@@ -92,18 +94,18 @@ class WatchedGroup(td.ProcessGroup):
         self._register_backend(cpu, td.ProcessGroup.BackendType.GLOO, backend)
         self._set_group_name(GroupName(group.group_name))
         self._group = group
-        self._fate = fate
+        self._status = status
 
 
-def watched(made: Made, fate: Fate) -> Made:
+def watched(made: Made, status: GroupStatus) -> Made:
     """A gloo group, so that its failures are said in words of membership."""
-    return WatchedGroup(made[0], fate), made[1]
+    return WatchedGroup(made[0], status), made[1]
 
 
 def _collective(name: str) -> Callable[..., Any]:
     def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
-        work = self._fate.call(getattr(self._group, name), *arguments, **named)
-        return WatchedWork(work, self._fate) if isinstance(work, Work) else work
+        work = self._status.call(getattr(self._group, name), *arguments, **named)
+        return WatchedWork(work, self._status) if isinstance(work, Work) else work
 
     call.__name__ = name
     return call
@@ -111,7 +113,7 @@ def _collective(name: str) -> Callable[..., Any]:
 
 def _wait(name: str) -> Callable[..., Any]:
     def wait(self: WatchedWork, *arguments: Any, **named: Any) -> Any:
-        return self._fate.call(getattr(self._work, name), *arguments, **named)
+        return self._status.call(getattr(self._work, name), *arguments, **named)
 
     return wait
 

@@ -23,14 +23,14 @@ from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
 from ds_dynatrain.adapters.process_groups import (
     OURS,
     Made,
-    bury,
     is_ours,
     make_fake_group,
     make_group,
     register,
+    tear_down,
     unregister,
 )
-from ds_dynatrain.adapters.watched import Fate, watched
+from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.space import Layout
 
 NOTHING: Mapping[str, tuple[int, ...]] = {}
@@ -45,8 +45,8 @@ class World:
     `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
     that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
     may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
-    sets of pipeline stages that share tied weights, each of which has a group in every pipeline. fate: what has become
-    of its groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
+    sets of pipeline stages that share tied weights, each of which has a group in every pipeline. status: of its
+    groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
     whose world it is. has_sequence: whether its model can have a sequence axis, also while that has size 1.
     """
 
@@ -55,7 +55,7 @@ class World:
     rank: int | None
     layout: Layout
     ties: tuple[tuple[int, ...], ...] = ()
-    fate: Fate | None = None
+    status: GroupStatus | None = None
     engine: int = 1
     has_sequence: bool = False
     transfer: td.ProcessGroup | None = None
@@ -119,7 +119,7 @@ class World:
     def retire_transfer(self) -> threading.Thread:
         """Take down a group that was made for the moves alone; see `drop`."""
         self.transfer, self.transfer_members = None, ()
-        return bury(self.give_up(["transfer"]))
+        return tear_down(self.give_up(["transfer"]))
 
     def register(self) -> None:
         """Make all groups of the world's own known to `torch.distributed`."""
@@ -142,7 +142,7 @@ def build_world(
     seconds: float,
     layout: Layout,
     ties: Sequence[tuple[int, ...]] = (),
-    fate: Fate | None = None,
+    status: GroupStatus | None = None,
     own: Mapping[str, tuple[int, ...]] = NOTHING,
     engine: int = 1,
     has_sequence: bool = False,
@@ -155,7 +155,7 @@ def build_world(
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
-    world = World(generation, tuple(members), rank, layout, tuple(ties), fate, engine, has_sequence)
+    world = World(generation, tuple(members), rank, layout, tuple(ties), status, engine, has_sequence)
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
         return _made(store, world, kind, ranks, place, seconds)
@@ -182,7 +182,7 @@ def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: 
     if len(ranks) == 1 and kind != "default":
         return make_fake_group(name, 0, 1)
     made = make_group(store, name, place, len(ranks), seconds)
-    return made if world.fate is None or kind == "transfer" else watched(made, world.fate)
+    return made if world.status is None or kind == "transfer" else watched(made, world.status)
 
 
 def _hold_own(
@@ -219,7 +219,7 @@ def install(world: World) -> None:
     c10d._update_default_pg(world.default)
     world.register()
     c10d._world.group_count = max(c10d._world.group_count, GROUP_COUNT)
-    parallel_state.speak_of(world, world.mpu)
+    parallel_state.point_at(world, world.mpu)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
 
 
@@ -235,15 +235,15 @@ def drop(world: World) -> threading.Thread:
     Join it before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
-    if world.fate is not None:
-        world.fate.is_closed = True
+    if world.status is not None:
+        world.status.is_closed = True
     gone = world.give_up(world.kinds)
-    if parallel_state.speaks_of(gone):
+    if parallel_state.points_at(gone):
         parallel_state.forget()
     for group in gone:
         unregister(group)
     del group
-    return bury(gone)
+    return tear_down(gone)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class LaunchWorld:
     def retire(self) -> threading.Thread:
         """Take down a group of `around`, in which nobody stands any more; see `drop`."""
         unregister(self.group)
-        return bury([self.group])
+        return tear_down([self.group])
 
     def install(self) -> None:
         """Speak of the launch group again: on a member that trains in no world."""

@@ -4,7 +4,7 @@
 |---|---|
 | `arrow` | Arrow IPC files, by pyarrow: tables, and data files but for their values |
 | `elements` | element types by name |
-| `stretches` `manifest` | what lies in one piece in a file; the table that says where |
+| `extents` `manifest` | what lies in one piece in a file; the table that says where |
 | `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
 | `files` | regular files only, and no more of them in memory than is allowed |
@@ -17,16 +17,17 @@
 Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/checkpoint.md has the format.
 """
 
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.folder import latest, newest, tags
 from ds_dynatrain.checkpoint.holding import HostMemory
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record, Saved
 from ds_dynatrain.checkpoint.shares import shares_of
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.checkpoint.writing import Share, write_shares
 
 __all__ = [
+    "Extent",
     "HostMemory",
     "Manifest",
     "Reader",
@@ -34,7 +35,6 @@ __all__ = [
     "Row",
     "Saved",
     "Share",
-    "Stretch",
     "latest",
     "newest",
     "shares_of",

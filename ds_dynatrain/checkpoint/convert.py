@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import (
     MASTER,
@@ -75,7 +75,7 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
     stored has the digest of its master's cast; in another type than its own it comes from the master's proven values.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
-    cast = [row.stretch for row in rows if not row.file]
+    cast = [row.extent for row in rows if not row.file]
     if dtype is not None and rows and len(cast) == len(rows) and dtype != named(rows[0].dtype):
         return proven(reader, tensor, MASTER).to(dtype)
     values = whole(reader, tensor, kind)
@@ -91,9 +91,9 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
     return found
 
 
-def _runs(values: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-    """A stretch of a whole tensor, a row for each run."""
-    return values.view(-1).as_strided((stretch.count, stretch.length), (stretch.step, 1), stretch.start)
+def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """An extent of a whole tensor, a row for each run."""
+    return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)
 
 
 def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:

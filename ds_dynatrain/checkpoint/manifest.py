@@ -1,4 +1,4 @@
-"""The manifest: one row for each stretch, saying of which tensor and kind it is, and in which file it lies where.
+"""The manifest: one row for each extent, saying of which tensor and kind it is, and in which file it lies where.
 
 A row without a file is of weights that are their masters' values in another type: nothing is stored of them, and the
 digest says what the cast gives. What a manifest says is checked against itself and the files before it is believed.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.stretches import Stretch, runs_of
+from ds_dynatrain.checkpoint.extents import Extent, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT
 from ds_dynatrain.space.tensor import Ints
@@ -46,13 +46,13 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Row:
-    """A stretch of a tensor's kind. offset: its first byte in the file; digest: its share in that of the tensor."""
+    """An extent of a tensor's kind. offset: its first byte in the file; digest: its share in that of the tensor."""
 
     tensor: str
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    stretch: Stretch
+    extent: Extent
     file: str
     offset: int
     digest: int
@@ -64,12 +64,12 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stretch."""
-        return self.stretch.numel * named(self.dtype).itemsize
+        """Bytes of the extent."""
+        return self.extent.numel * named(self.dtype).itemsize
 
     def __str__(self) -> str:
         where = f", in {self.file} at byte {self.offset}" if self.file else ""
-        return f"{self.kind} of {self.tensor!r}, {self.stretch}{where}"
+        return f"{self.kind} of {self.tensor!r}, {self.extent}{where}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class Manifest:
         found: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             found.setdefault((row.tensor, row.kind), []).append(row)
-        return Manifest({key: tuple(sorted(held, key=lambda row: row.stretch.start)) for key, held in found.items()})
+        return Manifest({key: tuple(sorted(held, key=lambda row: row.extent.start)) for key, held in found.items()})
 
     def __iter__(self) -> Iterator[Row]:
         for held in self.rows.values():
@@ -121,8 +121,8 @@ class Manifest:
                 what = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, folder, sizes))
                 if what:
                     raise CheckpointDamaged(f"the manifest is wrong: {row}: {what}")
-                runs += row.stretch.count
-                numel += row.stretch.numel
+                runs += row.extent.count
+                numel += row.extent.numel
             if numel != first.numel:
                 what = f"is there twice or not at all: {numel} of {first.numel} elements"
                 raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} {what}")
@@ -143,10 +143,10 @@ class Manifest:
         number = {name: index for index, name in enumerate(files)}
         columns: list[tuple[Ints, Ints, Ints, Ints]] = []
         for row in held:
-            start, place = runs_of(row.stretch)
+            start, place = runs_of(row.extent)
             file = np.full(len(start), number.get(row.file, -1), dtype=np.int64)
             position = row.offset + place * named(row.dtype).itemsize
-            columns.append((start, start + row.stretch.length, file, position))
+            columns.append((start, start + row.extent.length, file, position))
         start, stop, file, position = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.argsort(start, kind="stable")
         start, stop = start[order], stop[order]
@@ -165,7 +165,7 @@ class Manifest:
         plain = ("tensor", "kind", "dtype", "shape", "file", "offset", "digest")
         columns = {name: [getattr(row, name) for row in rows] for name in plain}
         for name in ("start", "length", "step", "count"):
-            columns[name] = [getattr(row.stretch, name) for row in rows]
+            columns[name] = [getattr(row.extent, name) for row in rows]
         return arrow.table_bytes(COLUMNS, columns)
 
     @staticmethod
@@ -174,9 +174,9 @@ class Manifest:
         from ds_dynatrain.checkpoint import arrow
 
         found = arrow.read_table(data, COLUMNS)
-        stretches = map(Stretch, *(found[name] for name in ("start", "length", "step", "count")))
+        extents = map(Extent, *(found[name] for name in ("start", "length", "step", "count")))
         before, behind = ("tensor", "kind", "dtype", "shape"), ("file", "offset", "digest")
-        columns = *(found[name] for name in before), stretches, *(found[name] for name in behind)
+        columns = *(found[name] for name in before), extents, *(found[name] for name in behind)
         return Manifest.of(map(Row, *columns))
 
 
@@ -191,16 +191,16 @@ def _check_apart(manifest: Manifest) -> None:
 
 def _wrong_row(row: Row, first: Row) -> str:
     """What of a row cannot be true whatever lies in the files; nothing if all can."""
-    stretch, numel = row.stretch, row.numel
+    extent, numel = row.extent, row.numel
     if (row.shape, row.dtype) != (first.shape, first.dtype):
         return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
     if any(dim < 0 for dim in row.shape) or not 0 < numel <= MOST_ELEMENTS:
         return f"of shape {row.shape}"
-    if not (0 <= stretch.start < numel and 0 < stretch.length <= numel and 0 < stretch.count <= numel):
+    if not (0 <= extent.start < numel and 0 < extent.length <= numel and 0 < extent.count <= numel):
         return f"it leaves a tensor of {numel} elements"
-    if stretch.count > 1 and stretch.step < stretch.length:
+    if extent.count > 1 and extent.step < extent.length:
         return "its runs overlap"
-    if stretch.start + (stretch.count - 1) * stretch.step + stretch.length > numel:
+    if extent.start + (extent.count - 1) * extent.step + extent.length > numel:
         return f"it leaves a tensor of {numel} elements"
     try:
         named(row.dtype)

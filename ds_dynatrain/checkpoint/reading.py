@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.extents import Extent, digest_of, placed
 from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.shares import Buffers, of_kind
-from ds_dynatrain.checkpoint.stretches import Stretch, digest_of, placed
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, interval
 from ds_dynatrain.space.pieces import split_by_tensor
@@ -186,7 +186,7 @@ class Reader:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def values(self, row: Row) -> torch.Tensor:
-        """The values of a stored stretch, flat, in new memory."""
+        """The values of a stored extent, flat, in new memory."""
         found = torch.empty(row.nbytes, dtype=torch.uint8)
         self._pread(row.file, row.offset, found)
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
@@ -198,18 +198,18 @@ class Reader:
     def digest(self, row: Row, dtype: torch.dtype | None = None) -> int:
         """That of what is stored, or of the same values in another type; read chunk by chunk."""
         stored, stage, total = named(row.dtype), self._stage, 0
-        length = row.stretch.length
+        length = row.extent.length
         most = max(1, len(stage) // stored.itemsize)
         height = most // length
         begin = 0
-        while begin < row.stretch.numel:
+        while begin < row.extent.numel:
             here = begin % length
-            count = min(height, row.stretch.count - begin // length) if height and not here else 1
+            count = min(height, row.extent.count - begin // length) if height and not here else 1
             numel = count * length if count > 1 else min(most, length - here)
             values = stage[: numel * stored.itemsize]
             self._pread(row.file, row.offset + begin * stored.itemsize, values)
-            at = Stretch(begin, length if count > 1 else numel, length, count)
-            total += digest_of(row.stretch, at, values.view(stored).to(dtype or stored), row.numel)
+            at = Extent(begin, length if count > 1 else numel, length, count)
+            total += digest_of(row.extent, at, values.view(stored).to(dtype or stored), row.numel)
             begin += numel
         return total & ((1 << 64) - 1)
 

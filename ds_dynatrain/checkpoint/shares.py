@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_dynatrain.checkpoint.stretches import Placed, placed
+from ds_dynatrain.checkpoint.extents import Placed, placed
 from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
 from ds_dynatrain.space.grouped import GroupedSharding
@@ -60,7 +60,7 @@ def _frozen(vps: VirtualParameterSpace, layout: Layout, rank: int) -> Pieces:
 
 def _share(vps: VirtualParameterSpace, kind: str, each: Placed, master: torch.Tensor | None) -> Share:
     tensor = vps.tensors[each.tensor]
-    return Share(tensor.name, kind, tensor.shape, each.stretch, each.matrix, master)
+    return Share(tensor.name, kind, tensor.shape, each.extent, each.matrix, master)
 
 
 def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, torch.Tensor]:

@@ -18,13 +18,13 @@ from ds_dynatrain.checkpoint import folder as folders
 from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.convert import Progress, silent, whole
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.checkpoint.writing import Share, cast_row, data_file
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
@@ -105,7 +105,7 @@ def _rows_of(
     """Write one kind of a tensor, and say what weights are cast of it; its values are gone afterwards."""
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
-    share = Share(tensor.name, kind, tensor.shape, Stretch(0, tensor.numel, 0, 1), values)
+    share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
     rows = [write(share)]
     if kind == MASTER and (tensor.name, WEIGHT) in there:
         rows.append(cast_row(share, named(there[tensor.name, WEIGHT][0].dtype)))

@@ -1,4 +1,4 @@
-"""One member's files: its stretches, each a record batch of a file for its element type.
+"""One member's files: its extents, each a record batch of a file for its element type.
 
 Values are written from where they lie in memory; what is not in one piece there, or not in host memory, goes through a
 small chunk. The digest of each is taken on the way.
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import Extent, chunks, digest_of
 from ds_dynatrain.checkpoint.manifest import Row
-from ds_dynatrain.checkpoint.stretches import Stretch, chunks, digest_of
 from ds_dynatrain.space import WEIGHT
 
 CHUNK_BYTES = 1 << 20
@@ -31,12 +31,12 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Share:
-    """A stretch that this member writes. matrix: its values, a run a row. master: those of a weight's master."""
+    """An extent that this member writes. matrix: its values, a run a row. master: those of a weight's master."""
 
     tensor: str
     kind: str
     shape: tuple[int, ...]
-    stretch: Stretch
+    extent: Extent
     matrix: torch.Tensor
     master: torch.Tensor | None = None
 
@@ -98,7 +98,7 @@ def data_file(
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> Row:
     """The row of weights of type `dtype` of which nothing is stored. share: their masters."""
     digest = _digest(share, dtype, chunk_bytes) & _WORD
-    return Row(share.tensor, WEIGHT, name_of(dtype), share.shape, share.stretch, "", 0, digest)
+    return Row(share.tensor, WEIGHT, name_of(dtype), share.shape, share.extent, "", 0, digest)
 
 
 class _Batches:
@@ -112,11 +112,11 @@ class _Batches:
 
     def write(self, share: Share) -> Row:
         """The next batch."""
-        begin, total, numel = self.outline.batch(share.stretch.numel, share.nbytes), 0, _numel(share)
+        begin, total, numel = self.outline.batch(share.extent.numel, share.nbytes), 0, _numel(share)
         self._put_outline()
         for place, values in chunks(share.matrix, self.most):
             _put(self.file, begin + place.start * self.dtype.itemsize, values.view(torch.uint8).numpy().data)
-            total += digest_of(share.stretch, place, values, numel)
+            total += digest_of(share.extent, place, values, numel)
         return _row(share, self.name, begin, total)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def _put(file: int, at: int, data: bytearray | memoryview) -> None:
 def _digest(share: Share, dtype: torch.dtype, chunk_bytes: int) -> int:
     """Of the values in a type."""
     most, numel = max(1, chunk_bytes // share.matrix.element_size()), _numel(share)
-    return sum(digest_of(share.stretch, at, values.to(dtype), numel) for at, values in chunks(share.matrix, most))
+    return sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in chunks(share.matrix, most))
 
 
 def _numel(share: Share) -> int:
@@ -186,4 +186,4 @@ def _numel(share: Share) -> int:
 
 def _row(share: Share, file: str, offset: int, digest: int) -> Row:
     dtype = name_of(share.matrix.dtype)
-    return Row(share.tensor, share.kind, dtype, share.shape, share.stretch, file, offset, digest & _WORD)
+    return Row(share.tensor, share.kind, dtype, share.shape, share.extent, file, offset, digest & _WORD)

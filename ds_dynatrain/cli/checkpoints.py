@@ -29,8 +29,8 @@ def summary(saved: Saved) -> dict[str, Any]:
     for row in saved.manifest:
         each = kinds.setdefault(row.kind, {"dtypes": [], "tensors": 0, "elements": 0, "bytes": 0, "pieces": 0})
         each["dtypes"] = sorted({*each["dtypes"], row.dtype})
-        each["tensors"] += row.stretch.start == 0
-        each["elements"] += row.stretch.numel
+        each["tensors"] += row.extent.start == 0
+        each["elements"] += row.extent.numel
         each["bytes"] += row.nbytes if row.file else 0
         each["pieces"] += 1
     files = sorted({row.file for row in saved.manifest if row.file})

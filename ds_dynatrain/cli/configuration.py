@@ -14,7 +14,7 @@ from typing import Any
 from ds_dynatrain.config import BLOCK, DynatrainConfig, read_config, split_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.support import Finding, Target, examine, practice, refuse_layout
+from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage
 
 STAGES = (0, 1, 2, 3)
 
@@ -59,7 +59,7 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     own, block = _split(whole, report)
     report.findings = examine(own)
     if "optimizer" not in own:
-        report.notes.append(f"no optimizer block: {practice('no optimizer').instead}")
+        report.notes.append(f"no optimizer block: {usage('no optimizer').instead}")
     if block is not None:
         _look_at_layouts(own, block, processes, has_deepspeed, report)
     if report.layout is not None and report.would_start and has_deepspeed:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
@@ -125,7 +125,7 @@ def _deepspeed() -> Iterator[Check]:
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
-    row = practice("accelerator")
+    row = usage("accelerator")
     if device != "cpu":
         yield Check("accelerator", device, False, f"{row.why}; {row.instead}")
     else:

@@ -192,7 +192,7 @@ class Pass(Iterator[Any]):
         """Whose pass it is."""
         return self._loader
 
-    def stand(self) -> None:
+    def reach_boundary(self) -> None:
         """Stand at the next global batch, which `next` does by itself for its first micro-batch.
 
         StopIteration if the pass is over. A pending change takes effect here.
@@ -219,7 +219,7 @@ class Pass(Iterator[Any]):
             return self._next()
 
     def _next(self) -> Any:
-        self.stand()
+        self.reach_boundary()
         loader = self._loader
         first, last = loader._micro == 0, loader._micro + 1 == len(self._window)
         batch = self._take(first, last)

@@ -296,11 +296,11 @@ class Member:
             return
         logger.info("%s: generation %d, %s: %s", self.id, world.generation, world.change, world.reason)
         self._newest = world
-        is_torn = self._on_world(world)
+        is_aborted = self._on_world(world)
         with self._reporting:
-            if self._has_breach and not is_torn:
+            if self._has_breach and not is_aborted:
                 self.broken(world)
-            self._has_breach = self._has_breach and not is_torn
+            self._has_breach = self._has_breach and not is_aborted
         with self._changed:
             self._changed.notify_all()
 

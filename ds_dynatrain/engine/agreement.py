@@ -1,6 +1,6 @@
 """How members come to one decision: to switch at all, and at which step.
 
-Every working member says what it wishes for; the first one judges that once for all, and a member that was late reads
+Every working member says what it asks for; the first one judges that once for all, and a member that was late reads
 what was decided.
 """
 
@@ -21,7 +21,7 @@ MOST_PLACES = 4
 
 
 class Board(Protocol):
-    """A notice board, to be read; see `Control`."""
+    """A board, to be read; see `Control`."""
 
     def read(self, key: str) -> Any | None: ...
     def all_posted(self, key: str, names: Iterable[int | str]) -> bool: ...
@@ -74,7 +74,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Wish:
+class SwitchRequest:
     """What one working member asks for, or why it cannot."""
 
     layout: dict[str, int]
@@ -83,15 +83,15 @@ class Wish:
     refusal: tuple[str, str] | None = None
 
 
-def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], proposal: Proposal) -> Proposal:
-    """`proposal` if every working member's wish is the same and none refuses; the same answer on all of them.
+def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
+    """`proposal` if every working member asks for the same and none refuses; the same answer on all of them.
 
-    place: where in the training it is asked. SwitchRefused: a member refuses, wishes differ, or a member did not
+    place: where in the training it is asked. SwitchRefused: a member refuses, requests differ, or a member did not
     ask within the time-out.
     """
-    session = Session(control, f"wish/{place}", working, f"switch to {proposal.layout}")
-    asked = {name: value for name, value in asdict(wish).items() if name != "refusal"}
-    request = Request({**asked, "destination": proposal.fingerprint()}, wish.refusal)
+    session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
+    asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}
+    request = Request({**asked, "destination": proposal.fingerprint()}, mine.refusal)
     generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
     agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members
@@ -100,16 +100,16 @@ def agree(control: Control, place: str, wish: Wish, working: tuple[int, ...], pr
 
 
 def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    wishes = [{name: value for name, value in asked[each].items() if name != "destination"} for each in (one, other)]
-    first, second = (_words(Wish(**wish)) for wish in wishes)
+    both = [{name: value for name, value in asked[each].items() if name != "destination"} for each in (one, other)]
+    first, second = (_words(SwitchRequest(**each)) for each in both)
     if first == second:
-        return f"members {one} and {other} wish for {first}, and do not give its ranks to the same members"
-    return f"members wish for different switches: member {one} for {first}, member {other} for {second}"
+        return f"members {one} and {other} ask for {first}, and do not give its ranks to the same members"
+    return f"members ask for different switches: member {one} for {first}, member {other} for {second}"
 
 
-def _words(wish: Wish) -> str:
-    when = "" if wish.at is None else f" at step {wish.at}"
-    return f"{Layout.from_dict(wish.layout)}{when} (asked at step {wish.step})"
+def _words(request: SwitchRequest) -> str:
+    when = "" if request.at is None else f" at step {request.at}"
+    return f"{Layout.from_dict(request.layout)}{when} (asked at step {request.step})"
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:

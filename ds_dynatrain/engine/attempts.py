@@ -1,6 +1,6 @@
 """Switches that are on their way on one member: prepared, carried out or given up, and told of.
 
-A number that was proposed is used up, whatever becomes of it: no key on the notice board is ever used again.
+A number that was proposed is used up, whatever becomes of it: no key on the board is ever used again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.context import Boards
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
-from ds_dynatrain.engine.surroundings import Boards
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -76,11 +76,11 @@ class Attempts:
     ) -> None:
         """Make ready, in the background, for what was proposed.
 
-        boards: where it is negotiated, if that is not the present generation's notice board. check: raises
+        boards: where it is negotiated, if that is not the present generation's board. check: raises
         SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
         are in the present generation.
         """
-        engine, around = self.engine, self.engine.surroundings
+        engine, around = self.engine, self.engine.context
         live = {} if engine.idle else engine.host.state_buffers()[0]
         self.settle_meshes(proposal)
         front, back = (around.control, around.background) if boards is None else boards

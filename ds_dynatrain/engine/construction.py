@@ -17,6 +17,7 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
@@ -26,7 +27,6 @@ from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.space import space_of
-from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.space import Layout, is_partitioned
 
 Ties = tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class Construction:
 
     job: Job
     entry: Entry
-    surroundings: Surroundings
+    context: Context
     layout: Layout
     arguments: dict[str, Any]
     incoming: Incoming
@@ -78,15 +78,15 @@ class Construction:
         settings = layout_config(config, layout, batch)
         if not whole:
             self.incoming.take_apart(settings[1])
-        given = {"settings": settings, "job": job, "surroundings": self.surroundings, "layout": layout}
+        given = {"settings": settings, "job": job, "context": self.context, "layout": layout}
         given |= {"members": self._members, "whole": whole, "shaper": self.shaper}
         return {**given, **self.arguments}, ties
 
     def _working(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
         job, entry, members = self.job, self.entry, self._members
         with entry.building():
-            fate = entry.membership.fate()
-            sides = members, members, job.settings.timeout_seconds, self.layout, ties, fate
+            status = entry.membership.new_status()
+            sides = members, members, job.settings.timeout_seconds, self.layout, ties, status
             store, number = entry.background.store, job.number
             world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
         install(world)
@@ -121,10 +121,10 @@ class Construction:
         entry = self.entry
         if entry.world is None or entry.alone is None or entry.joins:
             return
-        engine.surroundings = replace(engine.surroundings, launch=entry.alone)
+        engine.context = replace(engine.context, launch=entry.alone)
         if engine.idle:
             entry.alone.install()
-        engine.control.bury(entry.launch.retire())
+        engine.control.track_teardown(entry.launch.retire())
         entry.membership.begin(entry.world, engine.members)
 
 

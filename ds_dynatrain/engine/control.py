@@ -1,4 +1,4 @@
-"""The members' common notice board: small records in the launcher's key-value store.
+"""The members' board: small records in the launcher's key-value store.
 
 Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
 are written once and never used again.
@@ -34,7 +34,7 @@ AGAIN_SECONDS = 0.1
 
 
 class Control:
-    """One member's access to the notice board; a thread of its own needs a `clone`."""
+    """One member's access to the board; a thread of its own needs a `clone`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Control:
         self._base = store
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
-        self._burials: list[threading.Thread] = []
+        self._teardowns: list[threading.Thread] = []
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
@@ -180,16 +180,16 @@ class Control:
         values = self._store.multi_get(names)
         return {member: unpack(value) for member, value in zip(keys, values, strict=True)}
 
-    def bury(self, thread: threading.Thread) -> None:
+    def track_teardown(self, thread: threading.Thread) -> None:
         """Remember a thread that takes process groups down."""
-        self._burials = [each for each in self._burials if each.is_alive()]
-        self._burials.append(thread)
+        self._teardowns = [each for each in self._teardowns if each.is_alive()]
+        self._teardowns.append(thread)
 
     def succeed(self, former: Control) -> None:
         """Take over what another board's threads are still taking down."""
-        self._burials += former._burials
+        self._teardowns += former._teardowns
 
-    def see_buried(self) -> None:
+    def finish_teardowns(self) -> None:
         """Wait until no group is left half alive, at most the time-out each."""
-        while self._burials:
-            self._burials.pop().join(self.timeout_seconds)
+        while self._teardowns:
+            self._teardowns.pop().join(self.timeout_seconds)

@@ -21,13 +21,13 @@ from ds_dynatrain.adapters.worlds import LaunchWorld, World, install
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.context import Candidates, Context
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.streams import Held
-from ds_dynatrain.engine.surroundings import Candidates, Surroundings
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -73,7 +73,7 @@ class EngineCore:
 
     host: Host
     job: Job
-    surroundings: Surroundings
+    context: Context
     layout: Layout
     members: tuple[int, ...]
     world: World | None
@@ -96,7 +96,7 @@ class EngineCore:
     arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
     """States that were loaded for loaders and objects which are not there yet."""
     open_batch: OpenBatch = OpenBatch()
-    is_void: bool = False
+    is_discarded: bool = False
     """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     is_stepping: bool = False
@@ -106,7 +106,7 @@ class EngineCore:
     is_open: bool = False
     """From the last step of `initialize` to the end."""
     safe_at: tuple[str, int] = ("", 0)
-    """Era and step of the state that was saved or put together last."""
+    """Segment and step of the state that was saved or put together last."""
     safe_since: float = field(default_factory=time.monotonic)
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None
@@ -122,24 +122,24 @@ class EngineCore:
     @property
     def launch(self) -> LaunchWorld:
         """The group that this process stands in while it is idle."""
-        return self.surroundings.launch
+        return self.context.launch
 
     @property
     def candidates(self) -> Candidates:
         """Who could work at present."""
-        return self.surroundings.candidates
+        return self.context.candidates
 
     @property
     def control(self) -> Control:
-        """The notice board of the present generation."""
-        return self.surroundings.control
+        """The board of the present generation."""
+        return self.context.control
 
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's engine, which is what a user holds."""
         return self.host.engine
 
-    def speak(self) -> None:
+    def activate(self) -> None:
         """Let `torch.distributed` and DeepSpeed speak of this engine's world."""
         if self.world is None:
             self.launch.install()
@@ -169,7 +169,7 @@ class EngineCore:
         return self.world.generation if self.world is not None else self.attempt
 
     @property
-    def era(self) -> str:
+    def segment(self) -> str:
         """A stretch of training in which no step comes twice. Keys of what working members do together begin with it.
 
         It is the same on all of them, which `attempt` is not while a change of members is being prepared.
@@ -177,7 +177,7 @@ class EngineCore:
         generation, count = self._loads
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
-    def begin_era(self) -> None:
+    def begin_segment(self) -> None:
         """A load: steps may come again, in the same world."""
         self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
 
@@ -281,7 +281,7 @@ class EngineCore:
 
     def settle_fallback(self) -> None:
         """The state of this step is safe, or was put together just now: no save is due before the next step."""
-        self.safe_at, self.safe_since = (self.era, self.global_steps), time.monotonic()
+        self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 
     def close_preparation(self) -> None:
         """Let go of whatever is being prepared."""

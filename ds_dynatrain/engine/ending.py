@@ -52,7 +52,7 @@ def end_job(engine: EngineParts) -> bool:
         engine.saver.settle()
         PROCESS.membership.say_end(engine)
         engine.close_preparation()
-        engine.surroundings.background.see_buried()
+        engine.context.background.finish_teardowns()
         engine.close_loaders()
     except RuntimeError:  # the store is gone: there is nobody left to tell
         pass
@@ -60,5 +60,5 @@ def end_job(engine: EngineParts) -> bool:
     if engine.world is not None:
         engine.host.leave_shape()
     engine.leave_groups()
-    engine.control.see_buried()
+    engine.control.finish_teardowns()
     return True

@@ -99,9 +99,9 @@ class DynatrainEngine(OverridingEngine):
         return self._host.global_batch_size
 
     @property
-    def is_void(self) -> bool:
+    def is_discarded(self) -> bool:
         """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
-        return self._parts.is_void
+        return self._parts.is_discarded
 
     @property
     def slot_is_borrowed(self) -> bool:
@@ -181,9 +181,9 @@ class DynatrainEngine(OverridingEngine):
         On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
         parts = self._parts
-        parts.switcher.stand_at(BOUNDARY)
+        parts.switcher.at_boundary(BOUNDARY)
         if not PROCESS.membership.keeps_void(parts):
-            parts.is_void = False
+            parts.is_discarded = False
 
     @in_turn
     def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
@@ -240,7 +240,7 @@ class DynatrainEngine(OverridingEngine):
         if parts.world is not None:
             wanted = parts.own_groups.kinds(parts.layout, parts.members, parts.candidates.nodes, parts.control.member)
             with PROCESS.membership.building_more(parts.job.number):
-                store, seconds = parts.surroundings.background.store, parts.settings.timeout_seconds
+                store, seconds = parts.context.background.store, parts.settings.timeout_seconds
                 add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds)
         return OwnGroup(lambda: parts.world, kind)
 
@@ -304,8 +304,9 @@ class DynatrainEngine(OverridingEngine):
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
 
         With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
-        A collective of the working members. If the world is torn in it, or the global batch is void, or this member
-        came late and the others are elsewhere, it is the value of this rank alone. DataError if nobody has a sample.
+        A collective of the working members. If the world is aborted in it, or the global batch is discarded, or
+        this member came late and the others are elsewhere, it is the value of this rank alone. DataError if nobody has
+        a sample.
         """
         return self._parts.loaders.mean(value, samples)
 

@@ -25,7 +25,7 @@ WAY_OUT = (
 class Feed(Protocol):
     """Where samples come from."""
 
-    def stand(self, boundary: Callable[[], None]) -> None:
+    def reach_boundary(self, boundary: Callable[[], None]) -> None:
         """Stand at the next global batch: a pending change takes effect, and an idle member waits for work.
 
         boundary: the engine's, of a loop without our loaders.
@@ -55,15 +55,15 @@ class Passes:
     def _at(self) -> Pass:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
-    def stand(self, boundary: Callable[[], None]) -> None:
+    def reach_boundary(self, boundary: Callable[[], None]) -> None:
         """At the next batch of the pass; StopIteration, on all members, where it was the only one and is over."""
         try:
-            self._at.stand()
+            self._at.reach_boundary()
         except StopIteration:
             if isinstance(self.given, Pass):
                 raise
             self.given.data_iter = iter(self.given.loader)
-            self._at.stand()
+            self._at.reach_boundary()
 
     def samples(self, now: Places) -> Pass:
         """The pass."""
@@ -96,7 +96,7 @@ class Own:
     given: Iterator[Any]
     places: Places
 
-    def stand(self, boundary: Callable[[], None]) -> None:
+    def reach_boundary(self, boundary: Callable[[], None]) -> None:
         """As in a loop without our loaders."""
         boundary()
 
@@ -116,7 +116,7 @@ class Own:
     def refuse_again(self) -> None:
         """WorldChanged: nobody can go back in it."""
         raise WorldChanged(
-            "train_batch: the world was torn in this global batch and formed anew, and what was read of the "
+            "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
             f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
         )
 

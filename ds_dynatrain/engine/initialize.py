@@ -35,11 +35,11 @@ from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
 from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
 from ds_dynatrain.engine.members.early import Early, begin
-from ds_dynatrain.engine.members.entry import Entry, beside, stand_alone, with_launch, with_members
+from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
@@ -146,7 +146,7 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
     early: Early | None = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
-        stand_alone()
+        start_alone()
     with telling_of_locks():
         deepspeed.init_distributed(**start)
     with telling_of_locks(), PROCESS.joining():
@@ -158,7 +158,7 @@ def _refuse_beside(
 ) -> None:
     """UnsupportedError, ConfigError: the other engines of this process leave no room for one with these settings."""
     if others and place is not None and is_pipeline(model):
-        raise practice("a pipeline beside another engine where members come and go").error()
+        raise usage("a pipeline beside another engine where members come and go").error()
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
@@ -204,7 +204,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
         job = Job(*parts, entry.number)
-        around = entry.surroundings(records)
+        around = entry.context(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
     except BaseException:
         entry.membership.could_not_build()

@@ -1,4 +1,4 @@
-"""Is a member still there? Each one's thread counts up a number on the notice board; nobody compares clocks."""
+"""Is a member still there? Each one's thread counts up a number on the board; nobody compares clocks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
 from ds_dynatrain.engine.core import EngineCore, OpenBatch
-from ds_dynatrain.engine.members.voiding import Window
+from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
@@ -53,11 +53,11 @@ class Loaders:
 
     def begin_epoch(self, loader: TrainLoader) -> bool:
         """Called by a train loader where a pass over it begins."""
-        return PROCESS.course.begin_epoch(loader.name, loader.is_under_way)
+        return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """Called by an evaluation loader where a pass over it begins."""
-        return PROCESS.course.arrive(f"a pass over {loader.name!r}") is not None
+        return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
         """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
@@ -65,7 +65,7 @@ class Loaders:
 
     def before_batch(self, loader: TrainLoader) -> None:
         """Called by a train loader before a global batch is dealt."""
-        self._switcher.stand_at(loader.name)
+        self._switcher.at_boundary(loader.name)
         PROCESS.membership.open_window(self.engine)
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
@@ -124,7 +124,9 @@ class Loaders:
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-        if self.engine.is_void or not (self.engine.is_in_epoch or PROCESS.course.arrive("a mean") is not None):
+        if self.engine.is_discarded or not (
+            self.engine.is_in_epoch or PROCESS.sync_points.arrive("a mean") is not None
+        ):
             pair = alone
         else:
             pair = PROCESS.membership.surviving(self.engine, lambda: self._add_up(pair), lambda: alone)

@@ -1,4 +1,4 @@
-"""DeepSpeed's calls that do more than DeepSpeed's: in a world that may be torn inside of them, in the engine's turn."""
+"""DeepSpeed's calls that do more than DeepSpeed's: in a world that may be aborted meanwhile, in the engine's turn."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
+from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.engine.members.voiding import needs_peers, plain
+from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ class OverridingEngine(HostEngine):
         self,
         *,
         job: Job,
-        surroundings: Surroundings,
+        context: Context,
         layout: Layout,
         members: tuple[int, ...],
         world: World | None,
@@ -59,7 +59,7 @@ class OverridingEngine(HostEngine):
         constructor, which calls methods that ask the parts."""
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole)
-        self._parts = EngineParts(host, job, surroundings, layout, members, world)
+        self._parts = EngineParts(host, job, context, layout, members, world)
         super().__init__(**arguments)
 
     def turn(self) -> AbstractContextManager[None]:
@@ -70,20 +70,20 @@ class OverridingEngine(HostEngine):
         """
         return PROCESS.turn(self._parts)
 
-    # ---- DeepSpeed's forward, backward and step, in a world that may be torn inside of them --------------------------
+    # ---- DeepSpeed's forward, backward and step, in a world that may be aborted meanwhile ----------------------------
 
     @in_turn
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; a micro-batch without a sample of its own leaves no trace in the module's buffers.
 
-        Where members come and go: if the world is torn in it, it is formed anew, and what is returned trains nothing.
+        Where members come and go: if the world is aborted in it, it is formed anew; what is returned trains nothing.
         """
         parts, window = self._parts, self._parts.window
         parts.control.raise_if_lost()
-        if parts.is_void:
+        if parts.is_discarded:
             return window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
         needed_peers = needs_peers(parts.layout)
-        if needed_peers and not parts.is_in_epoch and PROCESS.course.arrive("a forward pass") is None:
+        if needed_peers and not parts.is_in_epoch and PROCESS.sync_points.arrive("a forward pass") is None:
             raise DataError(
                 f"member {parts.control.member} came late; in {parts.layout} a forward pass needs the others, who are "
                 "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
@@ -94,7 +94,7 @@ class OverridingEngine(HostEngine):
             lambda: self._forward(*inputs, **kwargs),
             lambda: window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
         )
-        return output if parts.is_void else PROCESS.membership.returned(parts, output)
+        return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
@@ -110,8 +110,8 @@ class OverridingEngine(HostEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
     ) -> torch.Tensor:
-        """DeepSpeed's; see `HostEngine.backward`. In a global batch that is void it does nothing."""
-        if self._parts.is_void:
+        """DeepSpeed's; see `HostEngine.backward`. In a global batch that is discarded it does nothing."""
+        if self._parts.is_discarded:
             return loss
         loss, run = plain(loss), super().backward
         backward = partial(run, loss, retain_graph, scale_wrt_gas, tokens)
@@ -128,16 +128,16 @@ class OverridingEngine(HostEngine):
 
         UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or without
         `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
-        of samples. In a global batch that is void it does nothing.
+        of samples. In a global batch that is discarded it does nothing.
         """
-        if not self._parts.is_void:
+        if not self._parts.is_discarded:
             PROCESS.membership.surviving(self._parts, lambda: self._step(lr_kwargs), lambda: None)
 
     def _step(self, lr_kwargs: Any) -> None:
         parts, steps, samples = self._parts, self._parts.accumulation, int(self.global_samples)
         by_hand = self._host.ends_window_by_hand
         if by_hand and parts.open_batch.is_dealt and not parts.open_batch.is_last:
-            raise practice("set_gradient_accumulation_boundary").error(
+            raise usage("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
         super().step(lr_kwargs)
@@ -173,9 +173,9 @@ class OverridingEngine(HostEngine):
         UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
         if schedule is not None:
-            raise practice("DeepCompile").error("engine.compile(schedule=...)")
+            raise usage("DeepCompile").error("engine.compile(schedule=...)")
         if compiled_autograd_enabled:
-            raise practice("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
+            raise usage("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
         given = {} if backend is None else {"backend": backend}
         super().compile(compile_kwargs=compile_kwargs or {}, **given)
 
@@ -183,11 +183,11 @@ class OverridingEngine(HostEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
-        raise practice("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
+        raise usage("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """UnsupportedError: the micro-batch follows from the global batch and the world."""
-        raise practice("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
+        raise usage("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
         """DeepSpeed's; call it on every process before the first batch, or the ConfigError says that it is too late."""
@@ -208,7 +208,7 @@ class OverridingEngine(HostEngine):
     def save_checkpoint(
         self, save_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **named: Any
     ) -> bool:
-        """DeepSpeed's; False, with a warning, if the world is torn in it, or was in this global batch.
+        """DeepSpeed's; False, with a warning, if the world is aborted in it, or was in this global batch.
 
         On a member that came late it saves under the folder and tag that the others have said.
         """

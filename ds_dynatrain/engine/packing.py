@@ -1,4 +1,4 @@
-"""Records on the notice board: plain JSON, in which arrays of numbers lie as they do in memory."""
+"""Records on the board: plain JSON, in which arrays of numbers lie as they do in memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
-from ds_dynatrain.engine.members.voiding import Window
+from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
@@ -51,13 +51,13 @@ class EngineParts(EngineCore):
         """In it, what is there once in a process is this engine's."""
         return PROCESS.turn(self)
 
-    # ---- when a world is torn ----------------------------------------------------------------------------------------
+    # ---- when a world is aborted -------------------------------------------------------------------------------------
 
-    def void_window(self) -> None:
+    def discard_window(self) -> None:
         """Drop the gradients of the open global batch, and go back to where it began."""
         dealt = self.open_batch.is_dealt
         self.host.break_off()
-        self.window.void(dealt)
+        self.window.discard(dealt)
         self.deepspeed.micro_steps -= self.micro_steps % self.accumulation
         self.forget_batch()
         self.host.window_tokens = None
@@ -75,7 +75,7 @@ class EngineParts(EngineCore):
         if not PROCESS.is_joining:
             self.launch.install()
         if self.world is not None:
-            self.control.bury(drop(self.world))
+            self.control.track_teardown(drop(self.world))
             self.world = None
 
 

@@ -37,7 +37,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return PROCESS.membership.surviving(self._parts, self._train_batch, self._train_again)
 
     def _train_batch(self) -> torch.Tensor:
-        samples = self._stand()
+        samples = self._reach_boundary()
         self._read = self._feed
         before = int(self.global_samples)
         super().set_dataiterator(samples)
@@ -49,21 +49,21 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _train_again(self) -> torch.Tensor:
-        """The world was torn, and has been formed anew; a function of `on_switch` may have given another feed."""
+        """The world was aborted, and has been formed anew; a function of `on_switch` may have given another feed."""
         if self._read is not None and self._read is self._feed:
             self._read.refuse_again()
         return self.train_batch()
 
-    def _stand(self) -> Iterator[Any]:
+    def _reach_boundary(self) -> Iterator[Any]:
         """What the next global batch is read from, in the world that trains it."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
             self._feed = feed_of(self._parts, next(iter(self._parts.train_loaders.values())))
         feed = self._feed
-        feed.stand(self.boundary)
+        feed.reach_boundary(self.boundary)
         if self._feed is not feed:  # a function of `on_switch` may have given another one
-            return self._stand()
+            return self._reach_boundary()
         return feed.samples(places_of(self._parts))
 
     @in_turn

@@ -16,7 +16,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import World, build_world, drop
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
@@ -88,7 +88,7 @@ class Preparation:
     building: Callable[[], AbstractContextManager[None]] = nullcontext
     stop: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
-    fate: Fate | None = None
+    status: GroupStatus | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
     made: Made | None = None
@@ -178,7 +178,7 @@ class Preparation:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
         self.end_neighbors()
         if self.world is not None:
-            self.control.bury(drop(self.world))
+            self.control.track_teardown(drop(self.world))
             self.world = None
         self.buffers, self.mine, self.made = {}, {}, None
 
@@ -198,7 +198,7 @@ class Preparation:
                 self.neighbors = self._meet_neighbors()
             if self._stop.is_set():
                 self.end_neighbors()
-                self.control.bury(drop(self.world))
+                self.control.track_teardown(drop(self.world))
                 self.world = None
         except Exception as error:
             self.error = error
@@ -230,7 +230,7 @@ class Preparation:
             board.timeout_seconds,
             proposal.layout,
             self.vps.ties(proposal.layout),
-            self.fate,
+            self.status,
             own,
             self.number,
             self.has_sequence,

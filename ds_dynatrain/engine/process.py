@@ -22,18 +22,18 @@ import torch.distributed as td
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.process_wide import put_plain
 from ds_dynatrain.engine.core import EngineCore, Own
-from ds_dynatrain.engine.course import Course
 from ds_dynatrain.engine.members.membership import Membership
+from ds_dynatrain.engine.sync_points import SyncPoints
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 
 class Process:
     """One of these, `PROCESS`, is all that this package keeps for a process.
 
-    The engines that are open, in the order in which they were made, and whose turn it is; the `course` of the script;
-    who trains together with this process (`membership`); and what `init_distributed` has left for `initialize`
+    The engines that are open, in the order in which they were made, and whose turn it is; the `sync_points` of the
+    script; who trains together with this process (`membership`); and what `init_distributed` has left for `initialize`
     (`early`, a `members.early.Early`, which stands above this file).
     """
 
@@ -46,7 +46,7 @@ class Process:
     def _forget(self) -> None:
         """No engine is open."""
         self._engines: list[weakref.ref[EngineCore]] = []
-        self.course = Course(lambda: next(iter(self.engines), None), lambda: self.membership)
+        self.sync_points = SyncPoints(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
 
@@ -117,7 +117,7 @@ class Process:
             self._is_joining = False
             self._settle()
             if self.is_shared:
-                self._speak_between()
+                self._activate_between()
 
     def add(self, engine: EngineCore) -> None:
         """One more is open."""
@@ -131,7 +131,7 @@ class Process:
             self._forget()
         self._settle()
         if self.is_shared and self._now is None and not self._is_joining:
-            self._speak_between()
+            self._activate_between()
 
     def _settle(self) -> None:
         """Not in the middle of anything: an engine that was dropped ends when it is collected, wherever that is."""
@@ -140,17 +140,17 @@ class Process:
         engines = self.engines
         if len(engines) == 1 and engines[0].own is not None:
             own, engines[0].own = engines[0].own, None
-            engines[0].speak()
+            engines[0].activate()
             own.put()
         for engine in engines:
             if self.is_shared and engine.own is None:
                 engine.own = Own.now()
                 put_plain()
-                self._speak_between()
+                self._activate_between()
 
-    def _speak_between(self) -> None:
+    def _activate_between(self) -> None:
         """Nobody has the process."""
-        self.membership.speak_between(self.engines[0])
+        self.membership.activate_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
@@ -163,16 +163,16 @@ class Process:
             return
         before, outside = self._now, Own.now()
         self._now = engine
-        engine.speak()
+        engine.activate()
         engine.own.put()
         try:
             yield
         finally:
             engine.own, self._now = Own.now(), before
             if before is None:
-                self._speak_between()
+                self._activate_between()
             else:
-                before.speak()
+                before.activate()
             outside.put()
             self._settle()
 
@@ -187,7 +187,7 @@ class Process:
             yield
             return
         if self._now is not None:
-            raise practice("one backward pass through two engines").error()
+            raise usage("one backward pass through two engines").error()
         turn = self.turn(engine)
         turn.__enter__()
         try:
@@ -215,13 +215,13 @@ PROCESS = Process()
 def refuse_idle(layout: Layout, processes: int) -> None:
     """UnsupportedError for a layout of one of several engines that leaves processes without work."""
     if layout.world_size < processes:
-        raise practice("idle processes beside another engine").error(_idle_in(layout, processes))
+        raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
 
 
 def refuse_idle_target(layout: Layout, processes: int) -> None:
     """SwitchRefused in place of `refuse_idle`, where there are several engines."""
     if PROCESS.is_shared and layout.world_size < processes:
-        raise practice("idle processes beside another engine").refused(_idle_in(layout, processes))
+        raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
 
 
 def _idle_in(layout: Layout, processes: int) -> str:

@@ -1,7 +1,7 @@
 """One member's part in switching: what is asked for, what is pending, and what happens at a boundary.
 
 A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle
-member stays here, polling the notice board, until it works again or the job has ended.
+member stays here, polling the board, until it works again or the job has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.engine import agreement, feasible, registration
-from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
@@ -45,11 +45,13 @@ class Switcher:
         if self.engine.pending is not None and self._is_pending(layout, at, changes):
             return self.engine.pending
         PROCESS.membership.reopen(self.engine)
-        wish, proposal = self._wish(layout, at, changes)
+        request, proposal = self._request(layout, at, changes)
         try:
-            agreed = agreement.agree(self.engine.control, self.place_in_training(), wish, self.engine.members, proposal)
+            agreed = agreement.agree(
+                self.engine.control, self.place_in_training(), request, self.engine.members, proposal
+            )
         except (td.DistError, WorldChanged) as error:
-            raise SwitchRefused(f"the notice board is gone: {error}", "ask again later") from error
+            raise SwitchRefused(f"the board is gone: {error}", "ask again later") from error
         self._attempts.prepare(agreed)
         self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
         return self.engine.pending
@@ -63,8 +65,8 @@ class Switcher:
         return self.engine.pending is not None and (self.engine.pending.layout, self.engine.pending.at) == (target, at)
 
     def place_in_training(self) -> str:
-        """Key of a wish: the same on all members that ask at the same place, another one at any other place."""
-        now = (self.engine.era, self.engine.micro_steps)
+        """Key of a request: the same on all members that ask at the same place, another one at any other place."""
+        now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
 
@@ -82,7 +84,9 @@ class Switcher:
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
         return SwitchEstimate(target, members, *figures)
 
-    def _wish(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]) -> tuple[Wish, Proposal]:
+    def _request(
+        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]
+    ) -> tuple[SwitchRequest, Proposal]:
         """This member's record, with its refusal if it has one, and the proposal that follows from it."""
         engine, refusal = self.engine, None
         try:
@@ -99,8 +103,8 @@ class Switcher:
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
-        wish = Wish(target.to_dict(), at, engine.global_steps, refusal)
-        return wish, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at)
+        request = SwitchRequest(target.to_dict(), at, engine.global_steps, refusal)
+        return request, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at)
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
@@ -119,13 +123,13 @@ class Switcher:
 
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
-    def stand_at(self, place: str) -> None:
+    def at_boundary(self, place: str) -> None:
         """A boundary: take part in a switch that is due. An idle member returns only when it works."""
         self.engine.has_stood = True
         self.engine.control.raise_if_lost()
         self._saver.look()
-        PROCESS.membership.stand(self.engine, place)
-        PROCESS.course.note()
+        PROCESS.membership.at_boundary(self.engine, place)
+        PROCESS.sync_points.note()
 
     def is_due(self, ahead: int = 1) -> bool:
         """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""

@@ -7,14 +7,14 @@ that changes its verdict changes its row. `docs/support.md` is made from them.
 |---|---|
 | `general` | batches, reports, checkpoints, what DeepSpeed has removed |
 | `optimizers`, `precision`, `zero`, `features` | their sections of the configuration |
-| `practices` | what users do around the configuration |
+| `usage` | what users do around the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |
 | `axes` | rules on the combinations of axes and stages, of `docs/feasibility.md` |
 | `row`, `tables`, `walk` | a row; all of them; a configuration against them |
 """
 
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
-from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES, practice
+from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES, usage
 from ds_dynatrain.support.walk import Finding, examine, refuse_config, refuse_layout, row_of
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "Target",
     "Verdict",
     "examine",
-    "practice",
     "refuse_config",
     "refuse_layout",
     "row_of",
+    "usage",
 ]

@@ -21,7 +21,7 @@ BATCHES = (
         "managed_gradient_accumulation",
         "false: call step() once, after the last micro-batch of a global batch; how many these are depends on the "
         "world (`gradient_accumulation_steps()`), and in the middle step() raises",
-        "tests/engine/test_practices.py",
+        "tests/engine/test_usage.py",
         off=(None, True),
         at_layout=unmanaged_overlap,
     ),

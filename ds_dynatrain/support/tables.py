@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from ds_dynatrain.support.features import FEATURES, PARALLELISM
 from ds_dynatrain.support.general import BATCHES, CHECKPOINTS, REMOVED, REPORTS
 from ds_dynatrain.support.optimizers import OPTIMIZERS, SCHEDULERS
-from ds_dynatrain.support.practices import PRACTICES
 from ds_dynatrain.support.precision import PRECISION
 from ds_dynatrain.support.row import Row
+from ds_dynatrain.support.usage import USAGE
 from ds_dynatrain.support.zero import OFFLOAD, ZERO
 
 CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
@@ -26,7 +26,7 @@ CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
     "removed": REMOVED,
 }
 """Keys of DeepSpeed's configuration."""
-TABLES: Mapping[str, tuple[Row, ...]] = {**CONFIG_TABLES, "practices": PRACTICES}
+TABLES: Mapping[str, tuple[Row, ...]] = {**CONFIG_TABLES, "usage": USAGE}
 """Every row, under the name that the docs use for its table."""
 
 
@@ -40,9 +40,9 @@ def _by_key(tables: Mapping[str, tuple[Row, ...]]) -> dict[str, tuple[Row, ...]]
 
 CONFIG_ROWS: Mapping[str, tuple[Row, ...]] = _by_key(CONFIG_TABLES)
 """The rows of each key of the configuration."""
-_PRACTICES = {row.key: row for row in PRACTICES}
+_USAGE = {row.key: row for row in USAGE}
 
 
-def practice(name: str) -> Row:
+def usage(name: str) -> Row:
     """The row of what users do around DeepSpeed's configuration; KeyError if there is none."""
-    return _PRACTICES[name]
+    return _USAGE[name]

@@ -52,7 +52,7 @@ def main() -> None:
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
-        if engine.global_steps == step:  # a micro-batch in between, or a death has made this step void
+        if engine.global_steps == step:  # a micro-batch in between, or a death has discarded this step
             continue
         note(engine, args.out, step, engine.mean(loss, loader.samples))
         if engine.mean(float((args.out / "stop").exists()), 1) > 0:  # all members see it in the same step

@@ -133,8 +133,8 @@ def test_a_proof_is_there(row: Row) -> None:
     assert not test or f"def {test}(" in (ROOT / path).read_text()
 
 
-def test_practices_have_proofs() -> None:
-    assert [row.name for row in TABLES["practices"] if "::" not in row.proof] == []
+def test_usages_have_proofs() -> None:
+    assert [row.name for row in TABLES["usage"] if "::" not in row.proof] == []
 
 
 @pytest.mark.parametrize("row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START], ids=lambda r: r.name)

@@ -31,8 +31,8 @@ def test_other_text_stays() -> None:
     page = filled(marks)
     assert page.count("prose") == len(TABLES) and "\nold\n" not in page
     assert filled(page) == page
-    with pytest.raises(ConfigError, match="practices"):
-        filled(marks.replace("<!-- table: practices -->", ""))
+    with pytest.raises(ConfigError, match="usage"):
+        filled(marks.replace("<!-- table: usage -->", ""))
     with pytest.raises(ConfigError, match="no such"):
         filled(marks + "\n<!-- table: no such -->\n<!-- end -->")
     with pytest.raises(ConfigError, match="zero"):

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
-from ds_dynatrain.adapters.watched import COLLECTIVES, QUESTIONS, WAITS, Fate, WatchedGroup, watched
+from ds_dynatrain.adapters.watched import COLLECTIVES, QUESTIONS, WAITS, GroupStatus, WatchedGroup, watched
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -68,21 +68,21 @@ NO_COLLECTIVE_FUNCTIONS = {
 
 
 @pytest.fixture
-def fate() -> Fate:
-    return Fate()
+def status() -> GroupStatus:
+    return GroupStatus()
 
 
 @pytest.fixture
-def group(fate: Fate) -> Iterator[td.ProcessGroup]:
+def group(status: GroupStatus) -> Iterator[td.ProcessGroup]:
     """Of this process alone."""
-    yield watched(make_group(HashStore(), "alone", 0, 1, 5.0), fate)[0]
+    yield watched(make_group(HashStore(), "alone", 0, 1, 5.0), status)[0]
 
 
 @pytest.fixture
-def pair(fate: Fate) -> Iterator[td.ProcessGroup]:
+def pair(status: GroupStatus) -> Iterator[td.ProcessGroup]:
     """Of two ranks, of which this process is the first, known to torch.distributed; there is no second."""
     td.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    made = watched(make_fake_group("pair", 0, 2), fate)
+    made = watched(make_fake_group("pair", 0, 2), status)
     register(*made, (0, 1))
     yield made[0]
     unregister(made[0])
@@ -93,18 +93,18 @@ def failing(text: str) -> None:
     raise RuntimeError(text)
 
 
-def test_a_lost_peer_is_a_change_of_the_world(fate: Fate) -> None:
+def test_a_lost_peer_is_a_change_of_the_world(status: GroupStatus) -> None:
     with pytest.raises(WorldChanged, match="Connection closed") as caught:
-        fate.call(failing, GONE)
+        status.call(failing, GONE)
     assert isinstance(caught.value, RuntimeError) and GONE in str(caught.value.__cause__)
-    assert type(fate.failure) is RuntimeError and GONE in str(fate.failure)
-    assert fate.failure.__traceback__ is None, "its frames hold the groups"
+    assert type(status.failure) is RuntimeError and GONE in str(status.failure)
+    assert status.failure.__traceback__ is None, "its frames hold the groups"
 
 
-def test_wrong_arguments_stay_what_they_are(fate: Fate) -> None:
+def test_wrong_arguments_stay_what_they_are(status: GroupStatus) -> None:
     with pytest.raises(RuntimeError, match="invalid tensor size") as caught:
-        fate.call(failing, WRONG)
-    assert not isinstance(caught.value, WorldChanged) and fate.failure is None
+        status.call(failing, WRONG)
+    assert not isinstance(caught.value, WorldChanged) and status.failure is None
 
 
 def test_its_collectives_do_what_those_of_the_group_do(group: td.ProcessGroup) -> None:
@@ -116,11 +116,11 @@ def test_its_collectives_do_what_those_of_the_group_do(group: td.ProcessGroup) -
     assert (group.rank(), group.size(), group.name(), group.group_name) == (0, 1, "gloo", "alone")
 
 
-def test_a_closed_world_takes_no_collective(group: td.ProcessGroup, fate: Fate) -> None:
-    fate.is_closed = True
-    with pytest.raises(WorldChanged, match="void"):
+def test_a_closed_world_takes_no_collective(group: td.ProcessGroup, status: GroupStatus) -> None:
+    status.is_closed = True
+    with pytest.raises(WorldChanged, match="discarded"):
         group.allreduce([torch.ones(1)])
-    fate.is_closed = False
+    status.is_closed = False
     group.allreduce([torch.ones(1)]).wait()
 
 
@@ -133,10 +133,10 @@ def test_every_function_of_torch_is_called_here_or_known_to_be_no_collective() -
 @pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
 @pytest.mark.parametrize("name", [name for name in CALLS if hasattr(td, name)])
 def test_each_collective_function_of_torch_sees_that_the_world_is_closed(
-    pair: td.ProcessGroup, fate: Fate, name: str
+    pair: td.ProcessGroup, status: GroupStatus, name: str
 ) -> None:
-    fate.is_closed = True
-    with pytest.raises(WorldChanged, match="void"):
+    status.is_closed = True
+    with pytest.raises(WorldChanged, match="discarded"):
         CALLS[name](pair)
 
 

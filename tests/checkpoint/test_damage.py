@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Manifest, Reader, Record, Row, Saved, Stretch, folder, record
+from ds_dynatrain.checkpoint import Extent, Manifest, Reader, Record, Row, Saved, folder, record
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
@@ -137,10 +137,10 @@ LIES: dict[str, Callable[[Row], Row]] = {
     "far offset": lambda row: replace(row, offset=1 << 40),
     "negative offset": lambda row: replace(row, offset=-64),
     "crooked offset": lambda row: replace(row, offset=row.offset + 1),
-    "long": lambda row: replace(row, stretch=replace(row.stretch, length=1 << 62)),
-    "many": lambda row: replace(row, stretch=replace(row.stretch, count=1 << 62, step=1)),
-    "backwards": lambda row: replace(row, stretch=replace(row.stretch, count=3, length=1, step=-1)),
-    "negative": lambda row: replace(row, stretch=replace(row.stretch, start=-5)),
+    "long": lambda row: replace(row, extent=replace(row.extent, length=1 << 62)),
+    "many": lambda row: replace(row, extent=replace(row.extent, count=1 << 62, step=1)),
+    "backwards": lambda row: replace(row, extent=replace(row.extent, count=3, length=1, step=-1)),
+    "negative": lambda row: replace(row, extent=replace(row.extent, start=-5)),
     "huge shape": lambda row: replace(row, shape=(1 << 40, 1 << 40)),
     "negative shape": lambda row: replace(row, shape=(-30, -50)),
     "another shape": lambda row: replace(row, shape=(50, 30)),
@@ -150,7 +150,7 @@ LIES: dict[str, Callable[[Row], Row]] = {
     "an absolute path": lambda row: replace(row, file="/etc/passwd"),
     "no file": lambda row: replace(row, file=""),
     "no such file": lambda row: replace(row, file="00007.float32.arrow"),
-    "a part": lambda row: replace(row, stretch=Stretch(row.stretch.start, 1, 0, 1)),
+    "a part": lambda row: replace(row, extent=Extent(row.extent.start, 1, 0, 1)),
     "another kind": lambda row: replace(row, kind="exp_avg"),
     "another tensor": lambda row: replace(row, tensor="c"),
     "another digest": lambda row: replace(row, digest=row.digest ^ 1),

@@ -52,7 +52,7 @@ def check_written_once(vps: VirtualParameterSpace, layout: Layout, manifest: Man
             if tensor.numel and (tensor.trainable or kind == WEIGHT):
                 manifest.runs(tensor.name, kind)
                 expected += tensor.numel if kind != WEIGHT or not tensor.trainable else 0
-    assert sum(row.stretch.numel for row in stored) == expected
+    assert sum(row.extent.numel for row in stored) == expected
 
 
 def check_digests(vps: VirtualParameterSpace, manifest: Manifest, state: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.checkpoint import Row, Saved, record
-from ds_dynatrain.checkpoint.stretches import Stretch
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import CheckpointDamaged
 from tests.checkpoint.strangers import FORMATS, checkpoint, rewritten, with_rows
 from tests.checkpoint.test_damage import whole
@@ -61,7 +61,7 @@ def test_a_huge_shape_of_which_nothing_is_stored(tmp_path: Path) -> None:
         if found or row.kind != "weight":
             return None
         found.append(row)
-        return replace(row, shape=(1 << 50,), stretch=Stretch(0, 1 << 50, 0, 1))
+        return replace(row, shape=(1 << 50,), extent=Extent(0, 1 << 50, 0, 1))
 
     with_rows(path, one_row)
     rewritten(path, lambda said: said["tensors"][0].__setitem__(1, [1 << 50]))

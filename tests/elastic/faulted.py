@@ -116,7 +116,7 @@ def _in_step(told: Path, act: str) -> None:
             self._parts.is_stepping = True
             kill()
         elastic = getattr(PROCESS.membership, "elastic", None)
-        while elastic is not None and not elastic.is_torn:
+        while elastic is not None and not elastic.is_aborted:
             time.sleep(0.01)
         self._parts.is_stepping = act == "inside"
         raise RuntimeError("gloo: what stands here is what a collective says whose peer has died")

@@ -113,7 +113,7 @@ class Several(Script):
         return made
 
     def until(self, name: str, other: Any) -> None:
-        """Go on until a step is made, which no void batch makes. Nearly all the time is spent here."""
+        """Go on until a step is made, which no discarded batch makes. Nearly all the time is spent here."""
         wanted = int(other.global_steps) + 1
         time.sleep(STEP_SECONDS)
         while other.global_steps < wanted:
@@ -130,7 +130,7 @@ class Several(Script):
         engine.backward(loss)
         engine.step()
         self.stood[name] = int(engine.micro_steps)
-        if engine.micro_steps != micro_steps + 1:  # the global batch is void
+        if engine.micro_steps != micro_steps + 1:  # the global batch is discarded
             parts.clear()
         if engine.micro_steps != micro_steps + 1 or engine.global_steps == step:
             return False

@@ -36,7 +36,7 @@ class Styled(Script):
             step = int(self.engine.global_steps)
             try:
                 loss = self.one(*batch)
-                if self.engine.is_void:
+                if self.engine.is_discarded:
                     parts = []
                     continue
                 parts.append((loss, [] if self.engine.slot_is_borrowed else batch[2].tolist()))
@@ -136,7 +136,7 @@ class Boundary(Styled):
                 engine.backward(loss)
                 engine.step()
                 parts.append((float(loss.item()), numbers))
-            if engine.is_void or engine.global_steps == step:
+            if engine.is_discarded or engine.global_steps == step:
                 continue
             self.say(event="step", step=step, parts=parts, rank=engine.rank, size=dist.get_world_size())
             time.sleep(STEP_SECONDS)

@@ -38,8 +38,8 @@ def test_a_node_joins_while_the_word_is_on_its_way(train: Callable[..., Job]) ->
         planned = job.wait(lambda: later(job, first), "a generation with the newcomer")
         assert planned.changes[-1].change == "planned"
         wire.release()
-        torn = job.wait(lambda: later(job, planned), "a generation that says what has failed")
-        assert torn.changes[-1].change == "failure" and "a collective failed" in torn.changes[-1].reason
+        aborted = job.wait(lambda: later(job, planned), "a generation that says what has failed")
+        assert aborted.changes[-1].change == "failure" and "a collective failed" in aborted.changes[-1].reason
         newcomer.close()
         steps_on(job)
         finish(job)
@@ -61,8 +61,8 @@ def test_a_newcomer_dies_at_the_same_moment(train: Callable[..., Job]) -> None:
         break_a_collective(job)
         job.wait(lambda: wire.count(BROKEN) == 1, "the word of one of them")
         newcomer.close()
-        torn = job.wait(lambda: later(job, planned), "a generation after both")
-        assert " lost (" in torn.changes[-1].reason and "a collective failed" in torn.changes[-1].reason
+        aborted = job.wait(lambda: later(job, planned), "a generation after both")
+        assert " lost (" in aborted.changes[-1].reason and "a collective failed" in aborted.changes[-1].reason
         steps_on(job)
         finish(job)
 

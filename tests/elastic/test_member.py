@@ -102,10 +102,10 @@ def test_a_failed_collective_is_told_until_it_was_heard(script: Script) -> None:
         assert a.is_newest(world), "it has not heard of that yet"
         a.breach()
         is_held.set()
-        torn = told(b)
-        assert torn == told(c)
-        assert (torn.generation, torn.change, torn.broken) == (3, "failure", 2)
-        assert a.wait_for_world(2, SECONDS) == torn
+        aborted = told(b)
+        assert aborted == told(c)
+        assert (aborted.generation, aborted.change, aborted.broken) == (3, "failure", 2)
+        assert a.wait_for_world(2, SECONDS) == aborted
 
 
 def test_a_new_coordinator_learns_from_the_members(script: Script) -> None:

@@ -140,7 +140,7 @@ class Members(RuleBasedStateMachine):
             driver.wait()
         self.every_new_world_follows_from_the_one_before()
         for member in self.driver.breaches.keys() & set(driver.membership.roster.members):
-            assert not self._works(member), f"{member} waits for ever for a word that its world is torn"
+            assert not self._works(member), f"{member} waits for ever for a word that its world is aborted"
         present = {entry.member for entry in driver.membership.roster if entry.is_waiting}
         complete = {node for node in nodes_of(present) if self._is_whole(node, present)}
         world = driver.membership.world

@@ -136,7 +136,7 @@ class Script:
             parts.append((loss.item(), numbers.tolist() if self.counts else []))
             engine.backward(loss)
             engine.step()
-            if engine.micro_steps != micro_steps + 1:  # the global batch is void
+            if engine.micro_steps != micro_steps + 1:  # the global batch is discarded
                 parts = []
             if engine.micro_steps != micro_steps + 1 or engine.global_steps == step:
                 continue

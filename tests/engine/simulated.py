@@ -23,7 +23,7 @@ from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.policy import choose, rule_of
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import DynatrainError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.elastic.driver import Driver
@@ -155,7 +155,7 @@ class Member:
             self._wait()
         else:
             self._train()
-            self._stand()
+            self._reach_boundary()
         if not self.end:
             self.say()
 
@@ -175,7 +175,7 @@ class Member:
             )
             for one in self.engines
         )
-        return do.Own(self.id, self.elastic.world, self.elastic.roll, self.elastic.is_torn, held)
+        return do.Own(self.id, self.elastic.world, self.elastic.registry, self.elastic.is_aborted, held)
 
     def _begin(self) -> None:
         """With all that start the job; or by the record of one that runs."""
@@ -188,7 +188,7 @@ class Member:
             return
         record = self.job.board(world).read("job")
         if world.survivors and record is not None:
-            number = Roll.from_json(record["roll"]).numbers[self.id]
+            number = Registry.from_json(record["registry"]).numbers[self.id]
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
             self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
         elif not world.survivors and all(self._starts_with(one, world) for one in world.members):
@@ -201,10 +201,10 @@ class Member:
 
     def start(self, world: World) -> None:
         """All members of a world start the job together."""
-        roll, layout = Roll().extended(world.members), self.job.first_layout(len(world.members))
-        number, members = roll.numbers[self.id], tuple(range(layout.world_size))
+        registry, layout = Registry().extended(world.members), self.job.first_layout(len(world.members))
+        number, members = registry.numbers[self.id], tuple(range(layout.world_size))
         self.engines = [Engine(layout, members, number, number in members) for _ in range(self.job.engines)]
-        self.elastic.enter(world, roll, roll.ids_of(members))
+        self.elastic.enter(world, registry, registry.ids_of(members))
         self.say()
 
     def _train(self) -> None:
@@ -214,13 +214,13 @@ class Member:
         mine = begun.get((key, first.number), 0)
         if not first.works or mine <= first.step:
             return
-        if self.elastic.is_torn:
+        if self.elastic.is_aborted:
             begun[key, first.number] = first.step
         elif all(begun.get((key, one), 0) >= mine for one in first.members):
             for engine in self.engines:
                 engine.step = mine
 
-    def _stand(self) -> None:
+    def _reach_boundary(self) -> None:
         first = self.engines[0]
         if first.works and self.job.begun.get((first.generation, first.number), 0) > first.step:
             return  # in the middle of a step
@@ -233,7 +233,7 @@ class Member:
         else:
             raise AssertionError(f"{self.id} finds no end: {actions}")
         world = self.elastic.world
-        is_ready = first.works and not self.end and self.waits_in is None and not self.elastic.is_torn
+        is_ready = first.works and not self.end and self.waits_in is None and not self.elastic.is_aborted
         if is_ready and world is not None and not world.paused:
             self.job.begun[first.generation, first.number] = first.step + 1
 
@@ -271,8 +271,8 @@ class Member:
             case do.Spend(proposals):
                 for engine, proposal in zip(self.engines, proposals, strict=True):
                     engine.prepared, engine.attempt = None, proposal.generation
-            case do.Enter(world, roll, proposals):
-                self._enter(world, roll, proposals)
+            case do.Enter(world, registry, proposals):
+                self._enter(world, registry, proposals)
             case do.Learn(records):
                 for engine, record in zip(self.engines, records, strict=True):
                     engine.attempt, engine.members = int(record["attempt"]), tuple(record["members"])
@@ -281,18 +281,18 @@ class Member:
                 assert newest is not None
                 board = self.job.board(newest)
                 match action:
-                    case do.Know(roll):
+                    case do.Know(registry):
                         for engine in self.engines:
                             has_one = self.elastic.world is not None
-                            assert not has_one or engine.number == roll.numbers[self.id], "a number never changes"
-                            engine.number = roll.numbers[self.id]
+                            assert not has_one or engine.number == registry.numbers[self.id], "a number never changes"
+                            engine.number = registry.numbers[self.id]
                     case do.Post(key, value, engine_):
                         assert (engine_, key) not in board.values or not key.startswith("change/"), "said once"
                         board.values[engine_, key] = value
                     case do.Decide(key, value):
                         board.decide(key, value)
-                    case do.PostJob(roll):
-                        self._post_job(board, roll)
+                    case do.PostJob(registry):
+                        self._post_job(board, registry)
                     case do.Prepare(proposals):
                         self._prepare(board, proposals)
                     case do.Transact():
@@ -316,10 +316,10 @@ class Member:
         if engine.prepared is not None:
             engine.attempt, engine.prepared = engine.prepared.generation, None
 
-    def _post_job(self, board: Board, roll: Roll) -> None:
+    def _post_job(self, board: Board, registry: Registry) -> None:
         for place, engine in enumerate(self.engines):
             record = {"engines": len(self.engines), "attempt": engine.attempt, "layout": engine.layout.to_dict()}
-            board.values[place, "job"] = {**record, "members": engine.members, "roll": roll.to_json()}
+            board.values[place, "job"] = {**record, "members": engine.members, "registry": registry.to_json()}
 
     def _prepare(self, board: Board, proposals: do.Proposals) -> None:
         if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
@@ -335,13 +335,13 @@ class Member:
                 if not proposal.moves_nothing:
                     engine.prepared, engine.attempt = proposal, proposal.generation
 
-    def _enter(self, world: World, roll: Roll, proposals: do.Proposals) -> None:
+    def _enter(self, world: World, registry: Registry, proposals: do.Proposals) -> None:
         assert self.job.entered.setdefault(world.generation, proposals) == proposals, "all enter by one proposal"
         for engine, proposal in zip(self.engines, proposals, strict=True):
             self._drop(engine)
             engine.attempt, engine.layout, engine.members = proposal.generation, proposal.layout, proposal.members
         self.world = None
-        self.elastic.enter(world, roll, roll.ids_of(proposals[0].members))
+        self.elastic.enter(world, registry, registry.ids_of(proposals[0].members))
 
     def _wait(self) -> None:
         """In a transaction, or restoring."""

@@ -66,7 +66,7 @@ REFUSALS: dict[str, tuple[Asking, str]] = {
         _another_layout,
         "different switches: member 0 for .*data=3.*member 1 for .*data=4",
     ),
-    "another step on each": (_another_step, "wish for different switches: .* at step 3 .* at step 4"),
+    "another step on each": (_another_step, "ask for different switches: .* at step 3 .* at step 4"),
     "one does not ask": (_not_everyone, "every working member has to ask for it: no answer from member 1"),
     "a second one": (_second_while_pending, "a switch to .*data=4.* is pending; wait until it is done"),
     "no memory": (_no_memory, r"member 1: the members on node .* need \d+ bytes .* and 1000 are available"),

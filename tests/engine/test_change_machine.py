@@ -112,7 +112,7 @@ class Processes(RuleBasedStateMachine):
         standing = [one for one in job.alive if newest is not None and one.id in newest.members]
         for member in job.alive:
             assert member.waits_in is None, f"{member.id} waits for ever in {member.waits_in}"
-            assert not member.elastic.is_torn, f"{member.id} has no world"
+            assert not member.elastic.is_aborted, f"{member.id} has no world"
         for member in standing:
             assert member.elastic.world == newest, f"{member.id} is not where the others are: {member.machine.stage}"
         for place in range(job.engines):

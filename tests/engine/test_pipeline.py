@@ -329,7 +329,7 @@ def many_changes(count: int) -> list[tuple[int, int, int]]:
             engine.train_batch()
             assert engine.last_switch.outcome == "committed"
             if (number + 1) % len(path) == 0:
-                engine._parts.control.see_buried()
+                engine._parts.control.finish_teardowns()
                 gc.collect()
                 groups_held = len(c10d._world.pg_map) - before
                 found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), groups_held))

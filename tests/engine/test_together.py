@@ -27,15 +27,15 @@ def ahead_case(folder: str) -> tuple[str, ...]:
     return tuple(saved)
 
 
-def void_case(folder: str) -> tuple[float, list[str]]:
-    """One member is in a global batch that is void: it asks nobody for anything."""
+def discarded_case(folder: str) -> tuple[float, list[str]]:
+    """One member is in a global batch that is discarded: it asks nobody for anything."""
     said = []
     with jobs.job(jobs.config("fp32", (2, 1))) as made:
         engine: Any = made.engine
         jobs.train(made, 1, {}, jobs.Record())
         if engine.rank != 1:
             return 0.0, []
-        engine._parts.is_void = True
+        engine._parts.is_discarded = True
         mean = float(engine.mean(3.0, 2))
         asked = (
             (engine.switch, {"data": 1}),
@@ -46,7 +46,7 @@ def void_case(folder: str) -> tuple[float, list[str]]:
             with pytest.raises((SwitchRefused, CheckpointError)) as refusal:
                 ask(**arguments)
             said.append(str(refusal.value))
-        engine._parts.is_void = False
+        engine._parts.is_discarded = False
         return mean, said
     return 0.0, []
 
@@ -57,6 +57,6 @@ def test_a_checkpoint_while_a_change_is_being_prepared(pool: RankPool, tmp_path:
 
 
 def test_a_void_batch_has_no_collective(pool: RankPool, tmp_path: Path) -> None:
-    mean, said = pool.run(void_case, folder=str(tmp_path))[1]
+    mean, said = pool.run(discarded_case, folder=str(tmp_path))[1]
     assert mean == 3.0
     assert len(said) == 4 and all("formed anew in this global batch" in words for words in said), said

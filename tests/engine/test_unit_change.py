@@ -26,7 +26,7 @@ from ds_dynatrain.engine.members.actions import (
 )
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.space import Layout
 from tests.engine.simulated import Board
@@ -41,11 +41,11 @@ def stay(asked: Question) -> list[Destination]:
     return list(asked.present)
 
 
-def own(member: str = "a/0", *, is_idle: bool = False, is_torn: bool = False, engines: int = 1, **held: Any) -> Own:
+def own(member: str = "a/0", *, is_idle: bool = False, is_aborted: bool = False, engines: int = 1, **held: Any) -> Own:
     """A member of a job in which a/0 and b/0 train."""
     number = MEMBERS.index(member)
     one = Held(number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20)
-    return Own(member, NOW, Roll().extended(NOW.members), is_torn, (replace(one, **held),) * engines)
+    return Own(member, NOW, Registry().extended(NOW.members), is_aborted, (replace(one, **held),) * engines)
 
 
 def world(*members: str, **given: Any) -> World:
@@ -74,11 +74,11 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
 class TestLeftOut:
     """After a failure, a member of which nobody knows that it holds anything."""
 
-    @pytest.mark.parametrize("is_torn", [False, True])
-    def test_a_newcomer_that_is_left_alone_is_told_so(self, is_torn: bool) -> None:
+    @pytest.mark.parametrize("is_aborted", [False, True])
+    def test_a_newcomer_that_is_left_alone_is_told_so(self, is_aborted: bool) -> None:
         """All who held the state have died: it would wait for ever."""
         found = steps(
-            ChangeMachine(stay), own("c/0", is_idle=True, is_torn=is_torn), failure("c/0", survivors=0), BLANK
+            ChangeMachine(stay), own("c/0", is_idle=True, is_aborted=is_aborted), failure("c/0", survivors=0), BLANK
         )
         assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
         assert str(found[-1].error).startswith("generation 6: b/0 lost; nobody is known to hold the state")
@@ -91,10 +91,10 @@ class TestLeftOut:
 
     def test_what_nobody_knows_of_is_given_up(self) -> None:
         newest = failure("a/0", "c/0", survivors=1)
-        assert LetGo() in steps(ChangeMachine(stay), own("c/0", rank=1, is_torn=True), newest, BLANK)
+        assert LetGo() in steps(ChangeMachine(stay), own("c/0", rank=1, is_aborted=True), newest, BLANK)
         assert LetGo() not in steps(ChangeMachine(stay), own("c/0", rank=1), newest, Board({}))
         alone = failure("c/0", survivors=0, leaving=("a/0",))
-        assert isinstance(steps(ChangeMachine(stay), own("c/0", rank=1, is_torn=True), alone, BLANK)[-1], Fail)
+        assert isinstance(steps(ChangeMachine(stay), own("c/0", rank=1, is_aborted=True), alone, BLANK)[-1], Fail)
 
 
 BLANK = Board({})
@@ -137,7 +137,7 @@ class TestLeading:
 
 
 def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:
-    board = Board({(0, "job"): {"engines": 2, "roll": Roll().extended(MEMBERS).to_json()}})
+    board = Board({(0, "job"): {"engines": 2, "registry": Registry().extended(MEMBERS).to_json()}})
     found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), board)
     assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ConfigError)
     assert "it has made 1 engines, and the job's processes 2" in str(found[-1].error)

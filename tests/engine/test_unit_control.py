@@ -1,4 +1,4 @@
-"""The notice board, agreement on it, and who is still there: threads in the place of members, one store."""
+"""The board, agreement on it, and who is still there: threads in the place of members, one store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine import agreement, liveness
-from ds_dynatrain.engine.agreement import Proposal, Wish
+from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
 from ds_dynatrain.engine.transaction.session import Session
@@ -86,27 +86,29 @@ def proposal(target: Layout = FOUR, at: int | None = None) -> Proposal:
     return Proposal(2, TWO, (0, 1), target, (0, 1, 2, 3), at)
 
 
-def wish(target: Layout = FOUR, at: int | None = None, step: int = 5, refusal: tuple[str, str] | None = None) -> Wish:
-    return Wish(target.to_dict(), at, step, refusal)
+def request(
+    target: Layout = FOUR, at: int | None = None, step: int = 5, refusal: tuple[str, str] | None = None
+) -> SwitchRequest:
+    return SwitchRequest(target.to_dict(), at, step, refusal)
 
 
-def all_ask(boards: Any, wishes: dict[int, Wish], seconds: float = 2.0) -> list[Any]:
-    """What `agree` returns or raises on members 0 and 1; those without a wish do not call it."""
+def all_ask(boards: Any, requests: dict[int, SwitchRequest], seconds: float = 2.0) -> list[Any]:
+    """What `agree` returns or raises on members 0 and 1; those without a request do not call it."""
 
     def ask(member: int) -> Any:
         try:
-            mine = wishes[member]
+            mine = requests[member]
             meant = proposal(Layout.from_dict(mine.layout), mine.at)
             return agreement.agree(boards(member, seconds), "step 5", mine, (0, 1), meant)
         except SwitchRefused as refusal:
             return refusal
 
     with ThreadPoolExecutor(4) as threads:
-        return list(threads.map(ask, wishes))
+        return list(threads.map(ask, requests))
 
 
-def test_equal_wishes_are_a_proposal(boards: Any) -> None:
-    found = all_ask(boards, {0: wish(at=7), 1: wish(at=7)})
+def test_equal_requests_are_a_proposal(boards: Any) -> None:
+    found = all_ask(boards, {0: request(at=7), 1: request(at=7)})
     assert found == [proposal(at=7)] * 2 and found[0].union == (0, 1, 2, 3)
     assert Proposal.from_json(boards(3).read("proposal/2")) == proposal(at=7)
 
@@ -114,14 +116,14 @@ def test_equal_wishes_are_a_proposal(boards: Any) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (wish(TWO), "wish for different switches: member 0 for .*data=4.*member 1 for .*data=2"),
-        (wish(at=9), "at step 9"),
-        (wish(step=6), "asked at step 6"),
-        (wish(refusal=("no memory", "buy some")), "member 1: no memory; buy some"),
+        (request(TWO), "ask for different switches: member 0 for .*data=4.*member 1 for .*data=2"),
+        (request(at=9), "at step 9"),
+        (request(step=6), "asked at step 6"),
+        (request(refusal=("no memory", "buy some")), "member 1: no memory; buy some"),
     ],
 )
-def test_a_different_wish_is_refused_on_all(boards: Any, other: Wish, words: str) -> None:
-    first, second = all_ask(boards, {0: wish(), 1: other})
+def test_a_different_request_is_refused_on_all(boards: Any, other: SwitchRequest, words: str) -> None:
+    first, second = all_ask(boards, {0: request(), 1: other})
     assert isinstance(first, SwitchRefused) and str(first) == str(second)
     with pytest.raises(SwitchRefused, match=words):
         raise first
@@ -132,7 +134,7 @@ def test_other_ranks_for_the_same_members_are_refused(boards: Any) -> None:
     def ask(member: int) -> str:
         mine = replace(proposal(), members=(0, 1, 2, 3) if member == 0 else (0, 1, 3, 2))
         with pytest.raises(SwitchRefused) as refused:
-            agreement.agree(boards(member, 2.0), "step 5", wish(), (0, 1), mine)
+            agreement.agree(boards(member, 2.0), "step 5", request(), (0, 1), mine)
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as threads:
@@ -143,16 +145,16 @@ def test_other_ranks_for_the_same_members_are_refused(boards: Any) -> None:
 def test_a_number_that_one_has_used_up_is_that_of_the_first(boards: Any) -> None:
     def ask(member: int) -> Proposal:
         mine = replace(proposal(), generation=2 + member)
-        return agreement.agree(boards(member, 2.0), "step 5", wish(), (0, 1), mine)
+        return agreement.agree(boards(member, 2.0), "step 5", request(), (0, 1), mine)
 
     with ThreadPoolExecutor(2) as threads:
         assert [each.generation for each in threads.map(ask, (0, 1))] == [2, 2]
 
 
 def test_a_member_that_does_not_ask_is_named(boards: Any) -> None:
-    (refusal,) = all_ask(boards, {0: wish()}, 0.3)
+    (refusal,) = all_ask(boards, {0: request()}, 0.3)
     assert "member 1" in refusal.reason and "every working member has to ask" in refusal.reason
-    (late,) = all_ask(boards, {1: wish()}, 0.3)
+    (late,) = all_ask(boards, {1: request()}, 0.3)
     assert str(late) == str(refusal), "one that asks late reads what was decided"
 
 

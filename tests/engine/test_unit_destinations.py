@@ -8,7 +8,7 @@ from typing import Any
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
 from ds_dynatrain.engine.members.policy import Rule, choose, rule_of
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 
@@ -33,7 +33,7 @@ def targets(
     present = [(Layout(data=data, zero_stage=1), tuple(range(data)))] + ([] if beside is None else [beside])
     engines = [rules(present[0][0], rule or rule_of("data"), check)]
     engines += [rules(layout, rule_of("data"), check) for layout, _ in present[1:]]
-    asked = Question(world, Roll().extended(IDS), tuple(present), tries, restores)
+    asked = Question(world, Registry().extended(IDS), tuple(present), tries, restores)
     return destinations(asked, engines, lambda what: None)
 
 

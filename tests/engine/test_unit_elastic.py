@@ -1,4 +1,4 @@
-"""What a member makes of a generation at once, on the thread that hears of it: is the world that trains torn by it?"""
+"""What a member makes of a generation at once, on the thread that hears of it: does it abort the world that trains?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import WorldChanged
 
 MEMBERS = ("a/0", "b/0", "c/0")
@@ -25,7 +25,7 @@ def elastic() -> Elastic:
     """Member a/0 of three that train in generation 2; nothing is connected."""
     place = WorkerPlace("a", 0, 1, Address("127.0.0.1", 1))
     made = Elastic(place, timeout_seconds=5.0, wait_seconds=5.0)
-    made.enter(world(2, *MEMBERS), Roll().extended(MEMBERS), frozenset(MEMBERS))
+    made.enter(world(2, *MEMBERS), Registry().extended(MEMBERS), frozenset(MEMBERS))
     return made
 
 
@@ -36,13 +36,13 @@ def hear(elastic: Elastic, said: World) -> None:
 
 def test_a_planned_change_tears_nothing(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "b/0", leaving=("c/0",)))
-    assert not elastic.is_torn and not elastic.is_over(2)
+    assert not elastic.is_aborted and not elastic.is_over(2)
 
 
 def test_the_death_of_a_newcomer_tears_nothing(elastic: Elastic) -> None:
     hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
-    assert not elastic.is_torn
+    assert not elastic.is_aborted
     assert elastic.is_over(3), "what is being built for generation 3 will not come about"
     with pytest.raises(WorldChanged):
         elastic.stop_if_over(3)
@@ -50,34 +50,34 @@ def test_the_death_of_a_newcomer_tears_nothing(elastic: Elastic) -> None:
 
 def test_the_death_of_a_member_tears_the_world(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "c/0", change="failure", survivors=2, lost=("b/0",)))
-    assert elastic.is_torn
-    elastic.enter(world(3, "a/0", "c/0"), elastic.roll, frozenset(["a/0", "c/0"]))
-    assert not elastic.is_torn and elastic.roll.numbers == {"a/0": 0, "c/0": 2}
+    assert elastic.is_aborted
+    elastic.enter(world(3, "a/0", "c/0"), elastic.registry, frozenset(["a/0", "c/0"]))
+    assert not elastic.is_aborted and elastic.registry.numbers == {"a/0": 0, "c/0": 2}
 
 
 def test_a_failed_collective_tears_the_world_though_all_are_alive(elastic: Elastic) -> None:
     hear(elastic, world(3, *MEMBERS, change="failure", survivors=3, broken=2))
-    assert elastic.is_torn
+    assert elastic.is_aborted
 
 
 def test_a_failed_collective_tears_the_world_whatever_else_has_happened(elastic: Elastic) -> None:
     """A newcomer dies within the same moment, which by itself would be no reason to stop."""
     hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=3))
-    assert elastic.is_torn
+    assert elastic.is_aborted
 
 
 def test_what_failed_in_an_earlier_world_tears_nothing(elastic: Elastic) -> None:
-    elastic.enter(world(3, *MEMBERS, broken=2), elastic.roll, frozenset(MEMBERS))
+    elastic.enter(world(3, *MEMBERS, broken=2), elastic.registry, frozenset(MEMBERS))
     hear(elastic, world(4, *MEMBERS, "d/0", survivors=3, broken=2))
     hear(elastic, world(5, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=2))
-    assert not elastic.is_torn
+    assert not elastic.is_aborted
 
 
 def test_it_stays_torn_whatever_follows(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "c/0", "d/0", change="failure", survivors=2, lost=("b/0",)))
     hear(elastic, world(4, "a/0", "c/0", change="failure", survivors=2, lost=("d/0",)))
-    assert elastic.is_torn
+    assert elastic.is_aborted
 
 
 def test_a_death_during_the_commit_is_seen_on_entering(elastic: Elastic) -> None:
@@ -85,17 +85,17 @@ def test_a_death_during_the_commit_is_seen_on_entering(elastic: Elastic) -> None
     after = world(3, *MEMBERS, "d/0", survivors=3)
     hear(elastic, after)
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
-    assert not elastic.is_torn
-    elastic.enter(after, elastic.roll.extended(after.members), frozenset(after.members))
-    assert elastic.is_torn
+    assert not elastic.is_aborted
+    elastic.enter(after, elastic.registry.extended(after.members), frozenset(after.members))
+    assert elastic.is_aborted
 
 
 def test_an_idle_member_that_dies_tears_nothing(elastic: Elastic) -> None:
     elastic.retrain(frozenset(["a/0", "b/0"]))
     hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, lost=("c/0",)))
-    assert not elastic.is_torn
+    assert not elastic.is_aborted
 
 
 def test_who_is_told_to_go_still_holds_state(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, leaving=("c/0",), lost=("x/0",)))
-    assert not elastic.is_torn
+    assert not elastic.is_aborted

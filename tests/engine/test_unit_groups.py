@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ds_dynatrain.engine.groups import OwnGroups
+from ds_dynatrain.engine.members.discarded import Loss, guarded, plain
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
-from ds_dynatrain.engine.members.voiding import Loss, guarded, plain
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
@@ -44,7 +44,7 @@ def test_ranks_that_cannot_be(ranks: list[list[int]]) -> None:
 @pytest.fixture
 def engine() -> Any:
     """What a loss asks of one; in a job of fixed size nothing is survived."""
-    return SimpleNamespace(is_void=False)
+    return SimpleNamespace(is_discarded=False)
 
 
 def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:
@@ -61,7 +61,7 @@ def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:
 def test_in_a_void_batch_it_trains_nothing(engine: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
     loss = guarded(weight.sum(), engine, FixedLaunch())
-    engine.is_void = True
+    engine.is_discarded = True
     loss.backward()
     assert weight.grad is None
 

@@ -9,7 +9,7 @@ import pytest
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter, plain_part
 from ds_dynatrain.engine.members.policy import choose, rule_of
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 
@@ -29,21 +29,23 @@ def by_hand(members: int, present: Layout) -> Any:
     return {1: None, 2: {"data": 1, "tensor": 2}, 3: present, 4: {"date": 4}}.get(members)
 
 
-class TestRoll:
+class TestRegistry:
     def test_numbers_are_never_given_twice(self) -> None:
-        first = Roll().extended(["a/0", "a/1"])
+        first = Registry().extended(["a/0", "a/1"])
         grown = first.extended(["a/1", "b/0"])
         assert grown.numbers == {"a/0": 0, "a/1": 1, "b/0": 2}
         left = grown.only(["a/1"])
         assert left.extended(["c/0"]).numbers == {"a/1": 1, "c/0": 3}
 
     def test_all_give_the_same_numbers(self) -> None:
-        roll = Roll().extended(["a/0"])
-        assert roll.extended(["a/0", "b/0", "c/0"]) == Roll.from_json(roll.to_json()).extended(["b/0", "c/0"])
+        registry = Registry().extended(["a/0"])
+        assert registry.extended(["a/0", "b/0", "c/0"]) == Registry.from_json(registry.to_json()).extended(
+            ["b/0", "c/0"]
+        )
 
     def test_ids(self) -> None:
-        roll = Roll().extended(["a/0", "b/0", "c/0"])
-        assert roll.ids_of([0, 2, 7]) == {"a/0", "c/0"}
+        registry = Registry().extended(["a/0", "b/0", "c/0"])
+        assert registry.ids_of([0, 2, 7]) == {"a/0", "c/0"}
 
 
 class TestPolicy:

@@ -55,11 +55,11 @@ def test_membership_is_asked_for_once_there_is_a_job(process: Process) -> None:
 def test_a_course_is_that_of_the_engines_that_are_open(process: Process, launch: td.ProcessGroup) -> None:
     engine: Any = Engine(launch)
     process.add(engine)
-    course = process.course
+    sync_points = process.sync_points
     process.begin()
-    assert process.course is course and process.engines == [engine], "one more engine beside it"
+    assert process.sync_points is sync_points and process.engines == [engine], "one more engine beside it"
     process.leave(engine)
-    assert process.course is not course
+    assert process.sync_points is not sync_points
 
 
 def test_engines_without_their_groups_are_not_counted(process: Process, launch: td.ProcessGroup) -> None:

@@ -61,7 +61,7 @@ def loading_case(find: Find, dtype: str, target: Layout, folder: Path) -> Any:
 
 @contextmanager
 def record_that_breaks(board: Control) -> Iterator[None]:
-    """A notice board whose store dies before the decision is there."""
+    """A board whose store dies before the decision is there."""
     decide, wait = board.decide, board.wait
 
     def dies(key: str, value: Any) -> Any:
@@ -102,13 +102,13 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
                 with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
                     restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
-                engine._parts.control.bury(drop(world))
+                engine._parts.control.track_teardown(drop(world))
             world = build_world(engine._parts.control.store, 9, mine, members, members, seconds, target, ties)
             found = restore(engine._parts, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"
         if old is not None:
-            engine._parts.control.bury(drop(old))
+            engine._parts.control.track_teardown(drop(old))
         if mine not in members:
             engine._parts.launch.install()
             engine._parts.world = None

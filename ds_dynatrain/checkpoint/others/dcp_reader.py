@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of
 from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle, check_tree
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import FROZEN, WEIGHT, Box, LogicalTensor, runs_of_box
 
@@ -222,11 +222,11 @@ def _rows_of(tensor: LogicalTensor, kind: str, held: Stored, starts: Any, stops:
         return []
     steps, length = np.diff(starts), int(stops[0] - starts[0])
     if (steps == steps[:1]).all() and (stops - starts == length).all():
-        stretch = Stretch(int(starts[0]), length, int(steps[0]) if len(steps) else 0, len(starts))
-        return [Row(*said, stretch, held.file, held.offset, 0)]
+        extent = Extent(int(starts[0]), length, int(steps[0]) if len(steps) else 0, len(starts))
+        return [Row(*said, extent, held.file, held.offset, 0)]
     rows, at = [], held.offset
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        rows.append(Row(*said, Stretch(start, stop - start, 0, 1), held.file, at, 0))
+        rows.append(Row(*said, Extent(start, stop - start, 0, 1), held.file, at, 0))
         at += (stop - start) * held.dtype.itemsize
     return rows
 

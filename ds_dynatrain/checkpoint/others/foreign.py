@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, value_of
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import LogicalTensor
 
@@ -55,8 +55,8 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
         raise CheckpointError(
             f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by row"
         )
-    stretch = Stretch(0, tensor.numel, 0, 1)
-    return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, stretch, stored.file, stored.offset, 0)
+    extent = Extent(0, tensor.numel, 0, 1)
+    return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, stored.offset, 0)
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:

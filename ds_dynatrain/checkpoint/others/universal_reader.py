@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of, whole_row
@@ -32,7 +33,6 @@ from ds_dynatrain.checkpoint.others.zero_files import (
     model_files,
     read_table,
 )
-from ds_dynatrain.checkpoint.stretches import Stretch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, LogicalTensor
 
@@ -154,7 +154,7 @@ class _Folder:
                 )
             rows.append(whole_row(tensor, kind, stored))
         dtype = self._weight_type(name)
-        rows.append(Row(name, WEIGHT, name_of(dtype), shape, Stretch(0, tensor.numel, 0, 1), "", 0, 0))
+        rows.append(Row(name, WEIGHT, name_of(dtype), shape, Extent(0, tensor.numel, 0, 1), "", 0, 0))
         return tensor, rows, step
 
     def _values(self, file: Path, held: Any) -> Stored:
@@ -205,8 +205,8 @@ class _Folder:
                 )
             numel = min(held.numel, tensor.numel - at)
             if numel > 0:
-                stretch = Stretch(at, numel, 0, 1)
+                extent = Extent(at, numel, 0, 1)
                 place = held.file, held.offset, 0
-                rows.append(Row(tensor.name, WEIGHT, name_of(held.dtype), tensor.shape, stretch, *place))
+                rows.append(Row(tensor.name, WEIGHT, name_of(held.dtype), tensor.shape, extent, *place))
                 at += numel
         return rows

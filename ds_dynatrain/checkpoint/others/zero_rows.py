@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import Extent, placed
 from ds_dynatrain.checkpoint.manifest import Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, ZeroFolder
-from ds_dynatrain.checkpoint.stretches import Stretch, placed
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import (
     HOST_GRAD,
@@ -51,7 +51,7 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
     """
     layout = vps.layout
     rows = [
-        Row(each.name, WEIGHT, name_of(weight), each.shape, Stretch(0, each.numel, 0, 1), "", 0, 0)
+        Row(each.name, WEIGHT, name_of(weight), each.shape, Extent(0, each.numel, 0, 1), "", 0, 0)
         for each in vps.tensors
         if each.trainable and each.numel
     ]
@@ -228,23 +228,23 @@ def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> 
         if of == kind
     }
     for (each,) in placed(vps.line, (pieces,), (memory,)):
-        buffer = _buffer_at(vps, pieces, each.tensor, each.stretch.start)
+        buffer = _buffer_at(vps, pieces, each.tensor, each.extent.start)
         stored = held[kind, buffer]
-        yield from _dense(vps, kind, each.tensor, each.stretch, each.matrix, stored)
+        yield from _dense(vps, kind, each.tensor, each.extent, each.matrix, stored)
 
 
 def _dense(
-    vps: VirtualParameterSpace, kind: str, number: int, stretch: Stretch, matrix: torch.Tensor, stored: Stored
+    vps: VirtualParameterSpace, kind: str, number: int, extent: Extent, matrix: torch.Tensor, stored: Stored
 ) -> Iterator[Row]:
-    """A row for a stretch whose runs follow one another in the file, else one for each of its runs."""
+    """A row for an extent whose runs follow one another in the file, else one for each of its runs."""
     tensor, size = vps.tensors[number], stored.dtype.itemsize
     first, stride = int(matrix.storage_offset()), int(matrix.stride(0))
     dtype = name_of(stored.dtype)
-    if stretch.count == 1 or stride == stretch.length:
-        yield Row(tensor.name, kind, dtype, tensor.shape, stretch, stored.file, stored.offset + first * size, 0)
+    if extent.count == 1 or stride == extent.length:
+        yield Row(tensor.name, kind, dtype, tensor.shape, extent, stored.file, stored.offset + first * size, 0)
         return
-    for run in range(stretch.count):
-        alone = Stretch(stretch.start + run * stretch.step, stretch.length, 0, 1)
+    for run in range(extent.count):
+        alone = Extent(extent.start + run * extent.step, extent.length, 0, 1)
         at = stored.offset + (first + run * stride) * size
         yield Row(tensor.name, kind, dtype, tensor.shape, alone, stored.file, at, 0)
 

@@ -11,7 +11,7 @@ from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.voiding import Window
+from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import CheckpointError
@@ -49,15 +49,15 @@ class Checkpoints:
         folder, name = agreed
         engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
         engine.attempt += 1
-        engine.begin_era()
+        engine.begin_segment()
         found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle)
         engine.settle_fallback()
         return found
 
     def save_stock(self, save: Stock, folder: Any, tag: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's."""
-        if not self.engine.is_void:
-            agreed = PROCESS.course.arrive("save_checkpoint", os.fspath(folder), tag)
+        if not self.engine.is_discarded:
+            agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
             if agreed is None:
                 _not_saved("save_checkpoint", folder, tag)
                 return False
@@ -75,7 +75,7 @@ class Checkpoints:
         if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
             return known
-        agreed = PROCESS.course.arrive("load_checkpoint", os.fspath(folder), tag)
+        agreed = PROCESS.sync_points.arrive("load_checkpoint", os.fspath(folder), tag)
         if agreed is None:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here", folder, tag, ELSEWHERE)
             return None, {}
@@ -100,7 +100,7 @@ class Checkpoints:
         if self.engine.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
-        return PROCESS.course.arrive(call, os.fspath(path), tag)
+        return PROCESS.sync_points.arrive(call, os.fspath(path), tag)
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.checkpoint import Reader, Saved, Share, Stretch
+from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.encoding import announced, decode, encode
@@ -34,7 +34,7 @@ def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
 def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
     flat = tensor.detach().reshape(1, -1)
     shape = tuple(tensor.shape) or (1,)
-    return Share(f"{rank}/{number}", REST, shape, Stretch(0, flat.shape[1], 0, 1), flat)
+    return Share(f"{rank}/{number}", REST, shape, Extent(0, flat.shape[1], 0, 1), flat)
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
@@ -82,7 +82,7 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
-    if len(rows) != 1 or rows[0].dtype != name_of(dtype) or rows[0].stretch.numel != math.prod(shape):
+    if len(rows) != 1 or rows[0].dtype != name_of(dtype) or rows[0].extent.numel != math.prod(shape):
         raise CheckpointDamaged(f"{rows[0]} is not the {name_of(dtype)} {shape} that is announced")
     values = reader.values(rows[0])
     if digest(values) != rows[0].digest:

@@ -48,7 +48,7 @@ class Fallback:
         if self._termination is not None:
             self._termination.stop()
 
-    def stand_at(self) -> None:
+    def at_boundary(self) -> None:
         """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on.
 
         SystemExit after the save that SIGTERM asks for.
@@ -59,7 +59,7 @@ class Fallback:
             for other in self._others():
                 other.save_before_the_end()
             raise SystemExit(TERMINATED)
-        if settings is None or engine.safe_at == (engine.era, engine.global_steps):
+        if settings is None or engine.safe_at == (engine.segment, engine.global_steps):
             return
         by_time = self._is_due_by_time(settings)  # asked at each boundary, or what was posted for it would be left over
         if not (by_time or self._is_due_by_steps(settings)):
@@ -81,8 +81,8 @@ class Fallback:
 
     def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
         engine = self.engine
-        key = f"fallback/{engine.era}/{engine.global_steps}{more}"
-        others = self._others() if PROCESS.membership.saves_together else []
+        key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
+        others = self._others() if PROCESS.membership.saves_jointly else []
         try:
             if not others:
                 how(settings.path, None, key, "", settings.keep)
@@ -109,14 +109,14 @@ class Fallback:
         """Whether a member was told to end, and this is the step at which all do."""
         if self._termination is None:
             return False
-        engine, key = self.engine, f"fallback/{self.engine.era}/end"
+        engine, key = self.engine, f"fallback/{self.engine.segment}/end"
         if self._termination.read() and not self._is_told:
             self._is_told = True
             logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
         if self._is_told:
-            engine.control.decide(f"{key}/wish", True)
+            engine.control.decide(f"{key}/request", True)
         due, now = engine.control.read(key), engine.global_steps
-        if due is None and engine.rank == 0 and engine.control.read(f"{key}/wish"):
+        if due is None and engine.rank == 0 and engine.control.read(f"{key}/request"):
             engine.control.post(key, now + 1)
         if due is None or now < due:
             return False
@@ -130,9 +130,9 @@ class Fallback:
         engine = self.engine
         if settings.every_seconds is None:
             return False
-        if self._world != engine.era:
-            self._world, self._posted = engine.era, 0
-        key, now = f"fallback/{engine.era}/due/{self._posted + 1}", engine.global_steps
+        if self._world != engine.segment:
+            self._world, self._posted = engine.segment, 0
+        key, now = f"fallback/{engine.segment}/due/{self._posted + 1}", engine.global_steps
         due = engine.control.read(key)
         if due is not None and now >= due:
             self._posted += 1

@@ -64,7 +64,7 @@ def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
     """The tag of the next joint checkpoint, free in the folders of all; chosen by rank 0 of the first engine.
 
     keep: so many joint checkpoints stay, and what is older than these goes. key: of nothing else on the first engine's
-    notice board. CheckpointError, on all members alike, if the folders cannot be read or written.
+    board. CheckpointError, on all members alike, if the folders cannot be read or written.
     """
     engine = engines[0]
 

@@ -55,7 +55,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Goal:
-    """Where to restore to, and where on the notice board that is spoken of.
+    """Where to restore to, and where on the board that is spoken of.
 
     record: the key of the outcome. enter: how an engine without state becomes part of the world, if not as after a
     failure.
@@ -272,7 +272,7 @@ class Restoration:
             engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
             engine.begin_anew(goal.world.generation)
         else:
-            self.control.bury(release(self.old.buffers))
+            self.control.track_teardown(release(self.old.buffers))
         engine.host.forget_steps()
         if engine.host.compilations.count:
             engine.host.compilations.forget()

@@ -106,7 +106,7 @@ def take_back(
 ) -> Restored:
     """Restore everything from this very checkpoint, on members that have let go of what they held.
 
-    As `restore`, but the outcome is written to `record` on the notice board, `enter` makes the engine part of its
+    As `restore`, but the outcome is written to `record` on the board, `enter` makes the engine part of its
     world, and a damaged checkpoint is the end. CheckpointError, on all members alike, if it cannot be: the engine is
     then as empty as before.
     """

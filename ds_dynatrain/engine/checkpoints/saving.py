@@ -66,7 +66,7 @@ class Saver:
         self._running: tuple[PendingSave, threading.Thread] | None = None
 
     def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
-        """Save, and come back when it is on the disk. key: of nothing else on the notice board.
+        """Save, and come back when it is on the disk. key: of nothing else on the board.
 
         is_open: what stands in the way on this member, in words. keep: only so many of the newest stay, None for all.
         """
@@ -89,7 +89,7 @@ class Saver:
         return pending
 
     def _own_board(self) -> Control:
-        """The notice board over a connection for the thread; the engine's may be another one after a change."""
+        """The board over a connection for the thread; the engine's may be another one after a change."""
         if self._boards is None or self._boards[0] is not self.engine.control:
             self.engine.control.read("save/board")  # fails at once if it is away; a new connection would wait for it
             self._boards = self.engine.control, self.engine.control.clone()

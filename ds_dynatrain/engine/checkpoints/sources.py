@@ -233,7 +233,7 @@ class Stock:
 
 
 def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:
-    """Which stored stretches of these tensors are not what was saved; this member's share of the reading."""
+    """Which stored extents of these tensors are not what was saved; this member's share of the reading."""
     if not isinstance(source, Universal):
         return []
     stored = [row for key in keys for row in source.manifest.rows[key] if row.file]

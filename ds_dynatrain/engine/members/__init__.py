@@ -4,9 +4,9 @@
 |---|---|
 | `membership` | what engines ask of it, whichever it is: `fixed_launch`, or `elastic_membership` |
 | `early`, `entry`, `description` | how a process comes into a job, with an engine or before; what is alike on all |
-| `elastic`, `roll` | what a member hears of the others; their numbers |
-| `boundaries`, `losses`, `voiding` | at a boundary; in a call that loses its world; in a void global batch |
+| `elastic`, `registry` | what a member hears of the others; their numbers |
+| `boundaries`, `losses`, `discarded` | at a boundary; in a call that loses its world; in a discarded global batch |
 | `change`, `actions` | what is decided about a generation, without engines or boards: what goes in, what comes out |
 | `destinations`, `policy`, `survival` | who goes where; which layout for so many; what is left of the state |
-| `executor`, `boards`, `together`, `restoring` | what was decided is done; boards; several engines; a checkpoint |
+| `executor`, `boards`, `joint_switch`, `restoring` | what was decided is done; boards; several engines; a checkpoint |
 """

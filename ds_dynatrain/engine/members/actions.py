@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.survival import Source
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import Layout
@@ -39,16 +39,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Own:
-    """What a process knows of itself. world: the generation that it has entered; roll: the numbers of its members.
+    """What a process knows of itself. world: the generation that it has entered; registry: the numbers of its members.
 
-    is_torn: nothing of the world that trains can be used any more. engines: in the order in which they were made; the
-    first one speaks for all.
+    is_aborted: nothing of the world that trains can be used any more. engines: in the order in which they were made;
+    the first one speaks for all.
     """
 
     member: str
     world: World | None
-    roll: Roll
-    is_torn: bool
+    registry: Registry
+    is_aborted: bool
     engines: tuple[Held, ...]
 
     @property
@@ -76,7 +76,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Open:
-    """Connect to the notice boards of a generation, or connect again."""
+    """Connect to the boards of a generation, or connect again."""
 
     world: World
 
@@ -85,7 +85,7 @@ class Open:
 class Know:
     """The numbers of all members, this one's own among them."""
 
-    roll: Roll
+    registry: Registry
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Decide:
 class PostJob:
     """Say what newcomers build their engines by, on the board of each."""
 
-    roll: Roll
+    registry: Registry
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Enter:
     """Be in the generation from here on, each engine where its proposal says."""
 
     world: World
-    roll: Roll
+    registry: Registry
     proposals: Proposals
 
 

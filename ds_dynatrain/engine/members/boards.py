@@ -1,4 +1,4 @@
-"""The notice boards of a later generation. They are opened in a thread: the store may be slow, or away."""
+"""The boards of a later generation. They are opened in a thread: the store may be slow, or away."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch.distributed as td
 
 from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.context import Boards, Candidates, Context
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Boards, Candidates, Surroundings
+from ds_dynatrain.engine.members.registry import Registry
 
 REOPEN_SECONDS = 0.5
 
@@ -41,21 +41,21 @@ class GenerationBoards:
     def of(self, engine: int = 0) -> Boards:
         """Those of an engine, by its place among those of the process; RuntimeError while they are not open."""
         if not self._opened:
-            raise RuntimeError(f"the notice board of generation {self.world.generation} is not open")
+            raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]
 
-    def know(self, roll: Roll) -> None:
+    def know(self, registry: Registry) -> None:
         """Speak by these numbers."""
         for boards in self._opened:
             for board in boards:
-                board.member = roll.numbers[self._elastic.member.id]
+                board.member = registry.numbers[self._elastic.member.id]
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
         """They are the engine's from here on. place: among those of the process."""
         boards = self.of(place)
         if boards[0] is not engine.control:
             boards[0].succeed(engine.control)
-        engine.surroundings = Surroundings(engine.launch, candidates, *boards)
+        engine.context = Context(engine.launch, candidates, *boards)
 
     def _open(self) -> None:
         opened: list[Boards] = []

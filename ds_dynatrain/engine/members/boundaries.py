@@ -13,15 +13,15 @@ from functools import partial
 import torch.distributed as td
 
 from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import EndedWatch
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.executor import Executor
+from ds_dynatrain.engine.members.joint_switch import Rounds
 from ds_dynatrain.engine.members.losses import Losses
 from ds_dynatrain.engine.members.restoring import POLL_SECONDS
-from ds_dynatrain.engine.members.together import Rounds
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.engine.surroundings import Surroundings
 from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger
 
@@ -56,32 +56,32 @@ class Boundaries:
 
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
-    def stand(self, engine: EngineParts, place: str) -> None:
+    def at_boundary(self, engine: EngineParts, place: str) -> None:
         """A boundary of an engine. SystemExit(0) on a member that leaves, or has waited when the job ended."""
         if engine is not self.first:
-            self._stand_beside(engine, place)
+            self._at_boundary_of_another(engine, place)
             return
         self._place = place
         self._rounds.begin()
         self.losses.close_worlds(False)
         self.see_failure()
-        self._form_anew_if_torn()
+        self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_void:  # what it has dealt since the world was torn is dealt again
+            if other.is_discarded:  # what it has dealt since the world was aborted is dealt again
                 with other.turn():
-                    other.void_window()
-                other.is_void = False
+                    other.discard_window()
+                other.is_discarded = False
         if not self.first.idle and not self.first.has_open_window and not self._others_are_busy():
             self._work()
         if self.first.idle:
             self._wait_for_work()
             self.first.settle_fallback()
-            self._form_anew_if_torn()  # somebody died just when this member got its share
+            self._form_anew_if_aborted()  # somebody died just when this member got its share
         last = self.first.last_switch
         pause_ms = 0.0 if last is None else last.pause_ms
         self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms)
 
-    def _stand_beside(self, engine: EngineParts, place: str) -> None:
+    def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """A boundary of another engine than the first: switches that the user asked of it take place here.
 
         ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
@@ -94,9 +94,9 @@ class Boundaries:
                 "ask that one first"
             )
         self.see_failure()
-        self._form_anew_if_torn()
-        self._rounds.stay(engine.job.number, self.first.is_void)
-        if self.first.is_void or engine.idle or engine.has_open_window or self.executor.machine.proposals:
+        self._form_anew_if_aborted()
+        self._rounds.stay(engine.job.number, self.first.is_discarded)
+        if self.first.is_discarded or engine.idle or engine.has_open_window or self.executor.machine.proposals:
             return  # what is prepared for a change of members begins where the first engine stands
         if self.executor.on_board(engine.switcher.is_due):
             engine.attempts.transact(place)
@@ -116,9 +116,9 @@ class Boundaries:
         """On a working member; below MIN it holds the state and makes no step, until others come or it is too long."""
         begin, seconds = time.monotonic(), self.elastic.wait_seconds
         while not self.first.idle:
-            self._save(self.first.fallback.stand_at)
+            self._save(self.first.fallback.at_boundary)
             self._advance()
-            self._form_anew_if_torn()
+            self._form_anew_if_aborted()
             if self.first.idle or not self._is_paused:
                 return
             self.executor.say_once(
@@ -155,7 +155,7 @@ class Boundaries:
         executor, machine = self.executor, self.executor.machine
         executor.advance(self._place)
         if not self.first.idle:
-            ahead = 0 if self._is_paused or self.elastic.is_torn else 1
+            ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.attempts.transact(self._place)
         elif machine.world is None:
@@ -176,27 +176,27 @@ class Boundaries:
         if failure is not None and self.losses.explains(failure):
             self.form_anew()
 
-    def _form_anew_if_torn(self) -> None:
-        if self.elastic.is_torn and not self.first.idle:
+    def _form_anew_if_aborted(self) -> None:
+        if self.elastic.is_aborted and not self.first.idle:
             self.form_anew()
 
     def form_anew(self) -> None:
-        """Stay here until there is a world again; open global batches are void, and are dealt again.
+        """Stay here until there is a world again; open global batches are discarded, and are dealt again.
 
         ElasticError if state was lost that nobody has any more.
         """
         for engine in self.engines:
             if not engine.idle:
                 with engine.turn():
-                    engine.void_window()
-        while self.elastic.is_torn:
+                    engine.discard_window()
+        while self.elastic.is_aborted:
             self._advance()
-            if self.elastic.is_torn and self.first.idle:
+            if self.elastic.is_aborted and self.first.idle:
                 self._wait_for_work()
                 break
             time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # void batches may still come, and where it stood before may count no more
+            if not engine.idle:  # discarded batches may still come, and where it stood before may count no more
                 with engine.turn():
                     engine.window.note()
 
@@ -206,8 +206,8 @@ class Boundaries:
         """The fallback checkpoint; without a coordinator it is put off."""
         try:
             how()
-        except WorldChanged as torn:
-            logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, torn)
+        except WorldChanged as aborted:
+            logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, aborted)
         except td.DistError as lost:
             self.first.settle_fallback()
             try:
@@ -240,14 +240,14 @@ class Boundaries:
         """
         world = self.elastic.world
         try:
-            for board in (engine.control, engine.surroundings.background):
+            for board in (engine.control, engine.context.background):
                 board.read("alive")
         except td.DistError as lost:
             if world is None:
-                raise SwitchRefused(f"the notice board is gone: {lost}", "ask again later") from lost
+                raise SwitchRefused(f"the board is gone: {lost}", "ask again later") from lost
             try:
                 boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
             except (td.DistError, OSError) as error:
                 raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
             boards[0].succeed(engine.control)
-            engine.surroundings = Surroundings(engine.launch, engine.candidates, *boards)
+            engine.context = Context(engine.launch, engine.candidates, *boards)

@@ -1,6 +1,6 @@
 """What one process does about a later generation, decided without sockets, threads or engines.
 
-The coordinator publishes a generation; it has notice boards of its own, one for each engine of a process. What is on
+The coordinator publishes a generation; it has boards of its own, one for each engine of a process. What is on
 them and what this process holds goes in, what is to be done comes out (`actions`). Every member decides alike:
 
 | stage | what it waits for | keys |
@@ -48,7 +48,7 @@ from ds_dynatrain.engine.members.actions import (
     Transact,
 )
 from ds_dynatrain.engine.members.destinations import Destination, Question
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
 from ds_dynatrain.errors import ConfigError, ElasticError
 
@@ -74,7 +74,7 @@ class ChangeMachine:
         self.world: World | None = None
         self.proposals: Proposals = ()
         self.stage = Stage.LEARN
-        self.roll = Roll()
+        self.registry = Registry()
         self.tries = 0
         self.restores = False
         self._said: set[str] = set()
@@ -121,7 +121,7 @@ class ChangeMachine:
     def forget(self) -> None:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
-        self.roll, self.tries, self.restores, self._said = Roll(), 0, False, set()
+        self.registry, self.tries, self.restores, self._said = Registry(), 0, False, set()
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class ChangeMachine:
             return []
         holders = {one: [Survivor(**each) for each in said["holds"]] for one, said in found.items() if said["holds"]}
         self.stage = Stage.LEARN
-        if not own.is_torn and not any(records[0].is_torn for records in holders.values()):
+        if not own.is_aborted and not any(records[0].is_aborted for records in holders.values()):
             return []
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
         return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
@@ -196,7 +196,7 @@ class ChangeMachine:
 
         The others go on without that; if none of them holds anything, nobody would tell it what to do.
         """
-        if not own.is_all_idle and not own.is_torn:
+        if not own.is_all_idle and not own.is_aborted:
             return []
         if not world.survivors and not (own.is_all_idle and world.leaving):
             what = "nobody is known to hold the state of the job: start it again, from a checkpoint"
@@ -227,8 +227,8 @@ class ChangeMachine:
 
     def _learn(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         if not own.is_idle or self._leads(own, world):
-            self.roll, self.stage = own.roll.extended(world.members), Stage.FOLLOW
-            return [Know(self.roll)]
+            self.registry, self.stage = own.registry.extended(world.members), Stage.FOLLOW
+            return [Know(self.registry)]
         found = [boards[engine].read("job") for engine in range(len(own.engines))]
         records = tuple(record for record in found if record is not None)
         if len(records) < len(found):
@@ -239,10 +239,10 @@ class ChangeMachine:
                 f"{records[0]['engines']}; make all of them before the first batch"
             )
             return [Fail(ConfigError(why))]
-        self.roll, self.stage = Roll.from_json(records[0]["roll"]), Stage.FOLLOW
-        if own.member not in self.roll.numbers:  # it has left, as far as the others know
+        self.registry, self.stage = Registry.from_json(records[0]["registry"]), Stage.FOLLOW
+        if own.member not in self.registry.numbers:  # it has left, as far as the others know
             return [Leave()]
-        return [Know(self.roll), Learn(records), Post(f"built/{self.roll.numbers[own.member]}", True)]
+        return [Know(self.registry), Learn(records), Post(f"built/{self.registry.numbers[own.member]}", True)]
 
     def _follow(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         records = boards[0].read(f"change/{self.tries + 1}")
@@ -263,12 +263,12 @@ class ChangeMachine:
         """
         if "job" not in self._said:
             self._said.add("job")
-            return [PostJob(self.roll)]
-        newcomers = [self.roll.numbers[one] for one in world.members if one not in own.roll.numbers]
+            return [PostJob(self.registry)]
+        newcomers = [self.registry.numbers[one] for one in world.members if one not in own.registry.numbers]
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
-        targets = self._destinations(Question(world, self.roll, present, self.tries, self.restores))
+        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores))
         if targets is None:
             return []
         proposals = [
@@ -278,7 +278,7 @@ class ChangeMachine:
                 () if self.restores else engine.members,
                 *target,
                 None,
-                forms_anew=own.is_torn,
+                forms_anew=own.is_aborted,
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
@@ -293,7 +293,7 @@ class ChangeMachine:
             return self.restored(own, is_whole=True)
         meet = boards[0].read(f"meet/{first.generation}")
         if meet is None:
-            makes_steps = not own.is_torn and own.world is not None and not own.world.paused
+            makes_steps = not own.is_aborted and own.world is not None and not own.world.paused
             is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
             return [Decide(f"meet/{first.generation}", step + int(makes_steps))] if is_next else []
         if step < meet:
@@ -310,7 +310,7 @@ class ChangeMachine:
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """On a member without work: take part in what begins, or see how that without it has ended."""
         first = self.proposals[0]
-        if not first.source_members and self.roll.numbers[own.member] in first.members:
+        if not first.source_members and self.registry.numbers[own.member] in first.members:
             return [Restore(self.proposals)]
         if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
             return [Transact()]
@@ -330,7 +330,7 @@ class ChangeMachine:
         return [Spend(proposals, self.tries, reason)]
 
     def _enter(self, own: Own, world: World) -> list[Action]:
-        entered = Enter(world, self.roll, self.proposals)
+        entered = Enter(world, self.registry, self.proposals)
         self.forget()
         if world.members and own.member not in world.members:
             return [Leave()]
@@ -344,6 +344,6 @@ def _survivor(own: Own, held: Held) -> Survivor:
         generation=held.generation,
         step=held.step,
         clean=held.is_clean,
-        is_torn=own.is_torn,
+        is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.policy import Choice
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.space import Layout
 
 Destination = tuple[Layout, tuple[int, ...]]
@@ -19,11 +19,11 @@ WITH_NEWCOMERS = 2
 
 @dataclass(frozen=True)
 class Question:
-    """What a leader has to answer. roll: all members' numbers; present: where each engine is; tries: attempts that
+    """What a leader has to answer. registry: all members' numbers; present: where each engine is; tries: attempts that
     failed; restores: nobody has the whole state any more, and it comes from a checkpoint."""
 
     world: World
-    roll: Roll
+    registry: Registry
     present: tuple[Destination, ...]
     tries: int = 0
     restores: bool = False
@@ -31,7 +31,7 @@ class Question:
     @property
     def members(self) -> tuple[int, ...]:
         """The numbers of the generation's members, in its order."""
-        return tuple(self.roll.numbers[member] for member in self.world.members)
+        return tuple(self.registry.numbers[member] for member in self.world.members)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import atexit
 from dataclasses import dataclass
 
 from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.watched import Fate, watched
+from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
@@ -14,7 +14,7 @@ from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
-from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, stand_alone, with_members
+from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, start_alone, with_members
 from ds_dynatrain.errors import JobFinished
 from ds_dynatrain.report import logger
 
@@ -72,7 +72,7 @@ def begin(place: WorkerPlace) -> Early:
     settings = DynatrainConfig()
     membership = made_by(place, settings)
     elastic = membership.elastic
-    stand_alone()
+    start_alone()
     alone = LaunchWorld.current()
     try:
         elastic.member.start()
@@ -120,4 +120,4 @@ def _node_of(elastic: Elastic) -> LaunchWorld:
     place = elastic.member.place
     store = elastic.member.node_store(START_SECONDS)
     made = make_group(store, "node", place.local_rank, place.local_size, START_SECONDS)
-    return LaunchWorld.around(watched(made, Fate()), place.local_rank, place.local_size)
+    return LaunchWorld.around(watched(made, GroupStatus()), place.local_rank, place.local_size)

@@ -17,9 +17,9 @@ from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.world import World, node_of
+from ds_dynatrain.engine.context import Boards, Candidates
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Boards, Candidates
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import WorldChanged
 
 CONNECT_SECONDS = 2.0
@@ -30,8 +30,8 @@ NOBODY = -1
 class Elastic:
     """Membership as the engine sees it.
 
-    world: the generation that this member has entered, None before the first. roll: the numbers of its members.
-    is_torn: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
+    world: the generation that this member has entered, None before the first. registry: the numbers of its members.
+    is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
     more. loaded: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
     is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then.
     """
@@ -41,12 +41,12 @@ class Elastic:
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
         self.world: World | None = None
-        self.roll = Roll()
-        self.is_torn = False
+        self.registry = Registry()
+        self.is_aborted = False
         self.loaded: dict[int, Any] = {}
         self.is_newcomer, self.engine_count = False, 1
         self._training: frozenset[str] = frozenset()
-        self._torn_at = 0
+        self._aborted_at = 0
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._lock = threading.Lock()
@@ -81,17 +81,17 @@ class Elastic:
             raise WorldChanged("a failure came in between" if newest is None else newest.reason)
 
     def _stop_if_torn_after(self, generation: int) -> None:
-        if self._torn_at > generation:
+        if self._aborted_at > generation:
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
-    def enter(self, world: World, roll: Roll, training: frozenset[str]) -> None:
+    def enter(self, world: World, registry: Registry, training: frozenset[str]) -> None:
         """Be in a generation. training: the ids of those that hold the state now."""
         with self._lock:
-            self.world, self.roll, self._training = world, roll.only(world.members), training
+            self.world, self.registry, self._training = world, registry.only(world.members), training
             newest = self.member.newest
-            self.is_torn = False
+            self.is_aborted = False
             if newest is not None and newest.generation > world.generation and not self.is_harmless(newest):
-                self.is_torn, self._torn_at = True, newest.generation
+                self.is_aborted, self._aborted_at = True, newest.generation
                 _abort(self._present, self.member.descriptors())
         if self.member.id in world.members:
             self.member.enter(world)
@@ -104,14 +104,14 @@ class Elastic:
     def tear(self) -> None:
         """What the others hold is not known any more: all have to say it, in a new generation."""
         with self._lock:
-            self.is_torn = True
+            self.is_aborted = True
             _abort(self._present, self.member.descriptors())
             self.member.breach()
 
     def breach(self) -> None:
         """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
         with self._lock:
-            if not self.is_torn:
+            if not self.is_aborted:
                 self.member.breach()
 
     def _hear(self, world: World) -> bool:
@@ -122,7 +122,7 @@ class Elastic:
         with self._lock:
             if self.is_harmless(world):
                 return False
-            self.is_torn, self._torn_at = True, world.generation
+            self.is_aborted, self._aborted_at = True, world.generation
             _abort(self._present, spare)
             return True
 
@@ -137,7 +137,7 @@ class Elastic:
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[None]:
         """Around the building of further groups of the world that trains."""
-        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_torn):
+        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted):
             yield
 
     def settle(self, engine: int = 1) -> None:
@@ -151,10 +151,10 @@ class Elastic:
         if engine in self._coming:
             self._coming[engine].forget()
 
-    # ---- notice boards -------------------------------------------------------------------------------------------
+    # ---- boards -------------------------------------------------------------------------------------------
 
     def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None, engine: int = 1) -> Boards:
-        """An engine's notice board of a generation, twice.
+        """An engine's board of a generation, twice.
 
         torch's DistError if the coordinator's store cannot be reached.
         """
@@ -166,10 +166,10 @@ class Elastic:
             boards.append(Control(store, prefix, number, self.timeout_seconds, watch))
         return boards[0], boards[1]
 
-    def candidates(self, world: World, roll: Roll) -> Candidates:
+    def candidates(self, world: World, registry: Registry) -> Candidates:
         """The members of a generation as those that could work."""
-        mine = roll.numbers.get(self.member.id, NOBODY)
-        return Candidates(mine, {roll.numbers[member]: node_of(member) for member in world.members})
+        mine = registry.numbers.get(self.member.id, NOBODY)
+        return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
 
 def _abort(worlds: dict[int, WorldSockets], spare: frozenset[int]) -> None:

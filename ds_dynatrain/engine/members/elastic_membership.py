@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ds_dynatrain.adapters.incoming import refuse_cut
-from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -20,15 +20,15 @@ from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
 from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.discarded import guarded
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.membership import EndWatch
-from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.members.voiding import guarded
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.meeting import Outcome
-from ds_dynatrain.support import practice
+from ds_dynatrain.support import usage
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class ElasticMembership:
     """See `membership.Membership`. elastic: this process as a member."""
 
-    takes_sigterm = saves_together = True
+    takes_sigterm = saves_jointly = True
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -54,9 +54,9 @@ class ElasticMembership:
         return self.elastic.is_newcomer
 
     @property
-    def is_torn(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether a member is dead, or a collective has failed."""
-        return self.elastic.is_torn
+        return self.elastic.is_aborted
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
@@ -64,11 +64,11 @@ class ElasticMembership:
         """UnsupportedError for a model that is cut already, and for lean switches."""
         refuse_cut(model)
         if settings.safety == "lean":
-            raise practice("lean switches where members come and go").error()
+            raise usage("lean switches where members come and go").error()
 
-    def fate(self) -> Fate | None:
+    def new_status(self) -> GroupStatus | None:
         """One that makes WorldChanged of a lost peer."""
-        return Fate()
+        return GroupStatus()
 
     @contextmanager
     def building(self, generation: int, engine: int) -> Iterator[None]:
@@ -96,11 +96,11 @@ class ElasticMembership:
     def begin(self, world: World, members: tuple[int, ...]) -> None:
         """All have a number from here on."""
         if self.elastic.world is None:
-            roll = Roll().extended(world.members)
-            self.elastic.enter(world, roll, roll.ids_of(members))
+            registry = Registry().extended(world.members)
+            self.elastic.enter(world, registry, registry.ids_of(members))
 
     def say_end(self, engine: EngineCore) -> None:
-        """On the notice board, unless this process leaves and the job goes on."""
+        """On the board, unless this process leaves and the job goes on."""
         if not self.elastic.member.is_leaving:
             post_end(engine.control)
 
@@ -123,24 +123,24 @@ class ElasticMembership:
         """The coordinator sees to the dead."""
         return EndedWatch(board)
 
-    def speak_between(self, engine: EngineCore) -> None:
+    def activate_between(self, engine: EngineCore) -> None:
         """The first engine's world."""
-        engine.speak()
+        engine.activate()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def stand(self, engine: EngineCore, place: str) -> None:
+    def at_boundary(self, engine: EngineCore, place: str) -> None:
         """See `Boundaries.stand`."""
-        self._boundaries.stand(parts_of(engine), place)
+        self._boundaries.at_boundary(parts_of(engine), place)
 
     def open_window(self, engine: EngineCore) -> None:
-        """Remember where it begins, in case that it is void."""
-        parts_of(engine).window.open(stays_void=self.keeps_void(engine))
+        """Remember where it begins, in case that it is discarded."""
+        parts_of(engine).window.open(stays_discarded=self.keeps_void(engine))
 
     def keeps_void(self, engine: EngineCore) -> bool:
-        """The first engine's batch, in which the world was torn, is not over."""
+        """The first engine's batch, in which the world was aborted, is not over."""
         first = self._boundaries.first
-        return engine is not first and first.is_void
+        return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
         """Form a new world if a collective of the script's own has failed."""
@@ -180,7 +180,7 @@ class ElasticMembership:
         generation = 0 if world is None else world.generation
         preparation.building = lambda: elastic.building(generation, preparation.number)
         preparation.stop = lambda: elastic.stop_if_over(generation)
-        preparation.fate = Fate()
+        preparation.status = GroupStatus()
         preparation.committed = lambda: self._say_committed(preparation)
 
     def _say_committed(self, preparation: Preparation) -> None:
@@ -202,7 +202,7 @@ class ElasticMembership:
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Their deaths tear the world."""
-        self.elastic.retrain(self.elastic.roll.ids_of(members))
+        self.elastic.retrain(self.elastic.registry.ids_of(members))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -12,18 +12,18 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.watched import Fate, watched
+from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.context import Boards, Candidates, Context
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.engine.members.membership import Membership
-from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.surroundings import Boards, Candidates, Surroundings
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
 from ds_dynatrain.report import logger
 
@@ -66,10 +66,10 @@ class Entry:
         what = "initialize on every process of the launch"
         return self.control.gather(key, range(self.size), what, deadline, self._stop)
 
-    def surroundings(self, records: Mapping[int, Mapping[str, Any]]) -> Surroundings:
+    def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
         """Those of the start. records: what all have posted of themselves."""
         nodes = {member: str(record["node"]) for member, record in records.items()}
-        return Surroundings(self.launch, Candidates(self.mine, nodes), self.control, self.background)
+        return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
     def building(self) -> AbstractContextManager[None]:
         """Around the building of the first world."""
@@ -160,23 +160,23 @@ def into(
     if elastic.member.id not in world.members:
         _hold_nothing(elastic, world)
         raise JobFinished(f"{elastic.member.id} was told to leave")
-    roll = Roll().extended(world.members)
+    registry = Registry().extended(world.members)
     try:
         if world.survivors:
             boards = elastic.open_boards(world, seconds=seconds, engine=engine)
             record = _job_record(elastic, world, boards)
             if record is None:
                 return None
-            number = Roll.from_json(record["roll"]).numbers[elastic.member.id]
+            number = Registry.from_json(record["registry"]).numbers[elastic.member.id]
             for board in boards:
                 board.member = number
             elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
             elastic.loaded[engine] = record["loaded"]
             return Entry(alone, *boards, number, 1, membership, engine, world, alone, record)
-        mine, size = roll.numbers[elastic.member.id], len(world.members)
+        mine, size = registry.numbers[elastic.member.id], len(world.members)
         boards = elastic.open_boards(world, mine, seconds, engine)
         with elastic.building(world.generation, engine):
-            made = watched(make_group(boards[1].store, "start", mine, size, seconds), Fate())
+            made = watched(make_group(boards[1].store, "start", mine, size, seconds), GroupStatus())
         elastic.settle(engine)
         return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, membership, engine, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
@@ -204,7 +204,7 @@ def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any
     return None
 
 
-def stand_alone() -> None:
+def start_alone() -> None:
     """Be a world of one, in place of the node's own world, if the script has made that one.
 
     Whatever groups the script has are gone.

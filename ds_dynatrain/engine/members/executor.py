@@ -1,4 +1,4 @@
-"""Carries out what `ChangeMachine` decides, on the engines and notice boards of this process."""
+"""Carries out what `ChangeMachine` decides, on the engines and boards of this process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
 from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.members.policy import Choice, choose
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.restoring import let_go, restore
-from ds_dynatrain.engine.members.roll import Roll
-from ds_dynatrain.engine.members.together import Room, Together
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.plan import assign_slots
@@ -90,8 +90,8 @@ class Executor:
         try:
             return read()
         except td.DistError as error:
-            logger.warning("the notice board is gone (%s); training goes on", error)
-            self._carry_out(self.machine.board_is_lost(f"the notice board is gone: {error}"))
+            logger.warning("the board is gone (%s); training goes on", error)
+            self._carry_out(self.machine.board_is_lost(f"the board is gone: {error}"))
             return None
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ class Executor:
     def _own(self) -> Own:
         elastic = self.elastic
         held = tuple(_held(engine) for engine in self.engines)
-        return Own(elastic.member.id, elastic.world, elastic.roll, elastic.is_torn, held)
+        return Own(elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted, held)
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
-        nodes = self.elastic.candidates(asked.world, asked.roll).nodes
+        nodes = self.elastic.candidates(asked.world, asked.registry).nodes
         return destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
 
     # ---- what comes out ----------------------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ class Executor:
             case Open(world):
                 self._close_boards()
                 self._boards = GenerationBoards(world, self.elastic, [engine.job.number for engine in self.engines])
-            case Know(roll):
-                self._open_boards.know(roll)
+            case Know(registry):
+                self._open_boards.know(registry)
             case Post(key, value, engine):
                 self._open_boards.of(engine)[0].post(key, value)
             case Decide(key, value):
                 self._open_boards.of()[0].decide(key, value)
-            case PostJob(roll):
-                self._post_job(roll)
+            case PostJob(registry):
+                self._post_job(registry)
             case Learn(records):
                 self._learn(records)
             case LetGo():
@@ -145,7 +145,7 @@ class Executor:
             case Transact():
                 self._transact()
             case Restore(proposals):
-                is_whole = restore(self.engines, proposals, self._open_boards, self.machine.roll, self.elastic)
+                is_whole = restore(self.engines, proposals, self._open_boards, self.machine.registry, self.elastic)
                 self._carry_out(self.machine.restored(self._own(), is_whole))
             case Spend(proposals, tries, reason):
                 self._spend(proposals, tries, reason)
@@ -159,7 +159,7 @@ class Executor:
     @property
     def _open_boards(self) -> GenerationBoards:
         if self._boards is None:
-            raise RuntimeError("no later generation's notice board is there")
+            raise RuntimeError("no later generation's board is there")
         return self._boards
 
     def _close_boards(self) -> None:
@@ -173,7 +173,7 @@ class Executor:
                 with engine.turn():
                     engine.attempts.give_up(reason)
 
-    def _post_job(self, roll: Roll) -> None:
+    def _post_job(self, registry: Registry) -> None:
         """All that a newcomer has to know to make each of the engines; plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
@@ -182,7 +182,7 @@ class Executor:
                 "attempt": engine.attempt,
                 "layout": engine.layout.to_dict(),
                 "members": engine.members,
-                "roll": roll.to_json(),
+                "registry": registry.to_json(),
                 "described": job.described,
                 "rows": job.rows,
                 "batch_sizes": asdict(job.batch_sizes),
@@ -204,7 +204,7 @@ class Executor:
     def _prepare(self, proposals: Proposals) -> None:
         boards = self._open_boards
         mine = boards.of()[0].member
-        nodes = self.elastic.candidates(boards.world, self.machine.roll).nodes
+        nodes = self.elastic.candidates(boards.world, self.machine.registry).nodes
         parts = [
             (engine, proposal, boards.of(place))
             for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True))
@@ -217,25 +217,25 @@ class Executor:
                 if engine.idle:
                     engine.attempts.rehearse(proposal.layout, proposal.members.index(mine))
         wanted = [partial(needs, engine, proposal.layout, proposal.members) for engine, proposal in moving]
-        room = Room(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
+        memory = NodeMemory(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
         for engine, proposal, its in parts:
             with engine.turn():
                 if proposal.moves_nothing:
                     agreement.say_prepared(its[0], proposal)
                 else:
-                    engine.attempts.prepare(proposal, its, room.check, nodes)
+                    engine.attempts.prepare(proposal, its, memory.check, nodes)
 
     def _transact(self) -> None:
         record = self._open_boards.of()[0], f"record/{self.machine.proposals[0].generation}"
         with without_collection():
-            together = Together(self.engines, self._place, record)
-            outcome = together.run()
+            joint = JointSwitch(self.engines, self._place, record)
+            outcome = joint.run()
         if outcome.is_uncertain:
             self.elastic.tear()
-        for engine in together.engines:
+        for engine in joint.engines:
             (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
         self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
-        together.end()
+        joint.end()
 
     def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
         for engine, proposal in zip(self.engines, proposals, strict=True):
@@ -249,7 +249,7 @@ class Executor:
             )
 
     def _enter(self, entered: Enter) -> None:
-        boards, candidates = self._open_boards, self.elastic.candidates(entered.world, entered.roll)
+        boards, candidates = self._open_boards, self.elastic.candidates(entered.world, entered.registry)
         for place, (engine, proposal) in enumerate(zip(self.engines, entered.proposals, strict=True)):
             with engine.turn():
                 engine.close_preparation()
@@ -257,7 +257,7 @@ class Executor:
             engine.layout, engine.members = proposal.layout, proposal.members
             boards.adopt(engine, place, candidates)
         self._boards = None
-        self.elastic.enter(entered.world, entered.roll, entered.roll.ids_of(entered.proposals[0].members))
+        self.elastic.enter(entered.world, entered.registry, entered.registry.ids_of(entered.proposals[0].members))
 
 
 def _held(engine: EngineCore) -> Held:

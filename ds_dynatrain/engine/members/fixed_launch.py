@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class FixedLaunch:
     """See `membership.Membership`."""
 
-    is_newcomer = is_torn = takes_sigterm = saves_together = False
+    is_newcomer = is_aborted = takes_sigterm = saves_jointly = False
 
     @property
     def node(self) -> str:
@@ -44,7 +44,7 @@ class FixedLaunch:
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
         """Nothing."""
 
-    def fate(self) -> Fate | None:
+    def new_status(self) -> GroupStatus | None:
         """A lost peer is the end of the job."""
         return None
 
@@ -71,7 +71,7 @@ class FixedLaunch:
         """There are no generations of members."""
 
     def say_end(self, engine: EngineCore) -> None:
-        """On the notice board."""
+        """On the board."""
         post_end(engine.control)
         beating = parts_of(engine).heartbeat
         if beating is not None:
@@ -86,7 +86,7 @@ class FixedLaunch:
         if board.member != 0:
             return
         waiting = [f"left/{member}" for member in engine.candidates.members if member not in engine.members]
-        waiting += [f"ended/{member}" for member in PROCESS.course.late]
+        waiting += [f"ended/{member}" for member in PROCESS.sync_points.late]
         deadline = time.monotonic() + SEE_OFF_SECONDS
         while waiting and time.monotonic() < deadline:
             waiting = [key for key in waiting if board.read(key) is None]
@@ -96,19 +96,19 @@ class FixedLaunch:
         """By heartbeats."""
         return Watch(board)
 
-    def speak_between(self, engine: EngineCore) -> None:
+    def activate_between(self, engine: EngineCore) -> None:
         """Of the processes of the launch."""
         engine.launch.install()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def stand(self, engine: EngineCore, place: str) -> None:
+    def at_boundary(self, engine: EngineCore, place: str) -> None:
         """Take part in a switch that is due."""
         parts = parts_of(engine)
         if not parts.idle:
             if parts.has_open_window:
                 return
-            parts.fallback.stand_at()
+            parts.fallback.at_boundary()
             if not parts.switcher.is_due():
                 return
             parts.attempts.transact(place)
@@ -117,7 +117,7 @@ class FixedLaunch:
             parts.settle_fallback()
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Poll the notice board until this member works; SystemExit(0) when the working members' scripts have ended."""
+        """Poll the board until this member works; SystemExit(0) when the working members' scripts have ended."""
         switcher, watch = engine.switcher, self.watch(engine.control)
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
         while engine.idle:
@@ -134,7 +134,7 @@ class FixedLaunch:
         """It will not be dealt again."""
 
     def keeps_void(self, engine: EngineCore) -> bool:
-        """No batch is void."""
+        """No batch is discarded."""
         return False
 
     def before_micro_batch(self, engine: EngineCore) -> None:

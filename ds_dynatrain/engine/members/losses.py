@@ -26,7 +26,7 @@ class Losses:
     def failure(self) -> RuntimeError | None:
         """How a collective of the present worlds has failed, if one has: of the library's, or of the script's own."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
-        failures = [world.fate.failure for world in worlds if world.fate is not None]
+        failures = [world.status.failure for world in worlds if world.status is not None]
         return next((failure for failure in failures if failure is not None), None)
 
     def check(self) -> None:
@@ -38,8 +38,8 @@ class Losses:
     def close_worlds(self, is_closed: bool) -> None:
         """Until the boundary there are no collectives: where the others are in their scripts, nobody knows."""
         for engine in PROCESS.engines:
-            if engine.world is not None and engine.world.fate is not None:
-                engine.world.fate.is_closed = is_closed
+            if engine.world is not None and engine.world.status is not None:
+                engine.world.status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
         """Whether an error came of the world's loss; then all know of that by now. Other errors are the user's.
@@ -49,18 +49,18 @@ class Losses:
         elastic = self._elastic
         if elastic.world is None or not PROCESS.engines or PROCESS.engines[0].idle:
             return False
-        if not elastic.is_torn:
+        if not elastic.is_aborted:
             if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
                 return False
             self._await_failure()
         self._count(elastic.world.members, error)
-        logger.warning("the world is torn (%s)", str(error).partition("\n")[0])
+        logger.warning("the world is aborted (%s)", str(error).partition("\n")[0])
         return True
 
     def _await_failure(self) -> None:
         """Until a failure is published; if the coordinator knows of none, it is told of one."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
-        while not self._elastic.is_torn:
+        while not self._elastic.is_aborted:
             if time.monotonic() > end and not has_told:
                 has_told = True
                 self._elastic.breach()

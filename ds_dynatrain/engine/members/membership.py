@@ -7,7 +7,7 @@ Every process has one (`PROCESS.membership`) for all its engines; no caller asks
 | who is there | the processes of the launch, to the end | who the coordinator says is there |
 | a boundary | a switch that the user asked for, or waiting for one | also every change of members |
 | a call that loses its world | raises | returns in the next world |
-| who is dead | heartbeats on the notice board tell | the coordinator tells |
+| who is dead | heartbeats on the board tell | the coordinator tells |
 | SIGTERM | is the script's affair | this member is to leave |
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -50,7 +50,7 @@ class Membership(Protocol):
         """Whether this process has joined a job that ran."""
 
     @property
-    def is_torn(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether the world that trains cannot be used any more."""
 
     @property
@@ -58,7 +58,7 @@ class Membership(Protocol):
         """Whether SIGTERM asks this member to leave the job."""
 
     @property
-    def saves_together(self) -> bool:
+    def saves_jointly(self) -> bool:
         """Whether all engines of the process save their fallback checkpoints when one does."""
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Membership(Protocol):
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
         """UnsupportedError for what this kind of job cannot have."""
 
-    def fate(self) -> Fate | None:
+    def new_status(self) -> GroupStatus | None:
         """For the groups of an engine's first world: what tells of their failures, if that is of use."""
 
     def building(self, generation: int, engine: int) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Membership(Protocol):
         """The job has started, in that generation. members: those that train."""
 
     def say_end(self, engine: EngineCore) -> None:
-        """Tell the others that this engine's script is through; torch's DistError if the notice board is gone."""
+        """Tell the others that this engine's script is through; torch's DistError if the board is gone."""
 
     def remove(self, engine: EngineCore) -> None:
         """An engine has ended, on all members at the same place of their scripts."""
@@ -99,12 +99,12 @@ class Membership(Protocol):
     def watch(self, board: Control) -> EndWatch:
         """To look for the end of others' scripts."""
 
-    def speak_between(self, engine: EngineCore) -> None:
+    def activate_between(self, engine: EngineCore) -> None:
         """Of several engines of a process nobody has the turn: what `torch.distributed` is then. engine: the first."""
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def stand(self, engine: EngineCore, place: str) -> None:
+    def at_boundary(self, engine: EngineCore, place: str) -> None:
         """A boundary of an engine: whatever is due takes place, and an idle member returns only when it works.
 
         SystemExit where this process has nothing more to do.
@@ -128,7 +128,7 @@ class Membership(Protocol):
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """The user asks for a switch: SwitchRefused if there is no notice board."""
+        """The user asks for a switch: SwitchRefused if there is no board."""
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """The members that a switch of the user's may give a rank to."""

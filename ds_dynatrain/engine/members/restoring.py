@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from ds_dynatrain.adapters.watched import Fate
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
@@ -13,7 +13,7 @@ from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.roll import Roll
+from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
@@ -27,7 +27,7 @@ def restore(
     engines: Sequence[EngineParts],
     proposals: Sequence[Proposal],
     boards: GenerationBoards,
-    roll: Roll,
+    registry: Registry,
     elastic: Elastic,
 ) -> bool:
     """Take all state from the newest fallback checkpoint, with all members of the target.
@@ -39,7 +39,7 @@ def restore(
     try:
         for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
             with engine.turn():
-                boards.adopt(engine, place, elastic.candidates(boards.world, roll))
+                boards.adopt(engine, place, elastic.candidates(boards.world, registry))
                 worlds[engine.job.number] = _world_of(engine, proposal, boards.world, elastic)
         found = restore_all(engines, proposals, worlds)
     except (RuntimeError, CheckpointError) as error:
@@ -71,8 +71,8 @@ def _world_of(engine: EngineParts, proposal: Proposal, world: World, elastic: El
         own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
         sides = mine, members, members, seconds, layout, engine.vps.ties(layout)
         of_engine = own, number, engine.job.has_sequence
-        store = engine.surroundings.background.store
-        return build_world(store, proposal.generation, *sides, Fate(), *of_engine)
+        store = engine.context.background.store
+        return build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine)
 
 
 def _is_overtaken(world: World, elastic: Elastic) -> bool:
@@ -91,5 +91,5 @@ def _give_up(engines: Sequence[EngineParts], worlds: Mapping[int, GroupsOfWorld]
         elif number in worlds:
             with engine.turn():
                 engine.launch.install()
-                engine.control.bury(drop(worlds[number]))
+                engine.control.track_teardown(drop(worlds[number]))
         elastic.let_go(number)

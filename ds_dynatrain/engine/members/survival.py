@@ -1,7 +1,7 @@
 """After a death: is the whole state still there, at one step? Arithmetic on what the survivors say of themselves.
 
-Without ZeRO every data index holds everything, in a *column* of ranks (one for each place on the other axes; experts
-ask for as many columns side by side as their axis is long). One complete, clean column has the whole state. With ZeRO
+Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
+ask for as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
 each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then.
 """
 
@@ -18,8 +18,8 @@ from ds_dynatrain.space import Layout
 class Survivor:
     """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
-    generation: of the engine's world that it was in. clean: no optimizer step was under way. is_torn: somebody of that
-    world is dead, or a collective of it has failed.
+    generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
+    that world is dead, or a collective of it has failed.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Survivor:
     generation: int
     step: int
     clean: bool
-    is_torn: bool
+    is_aborted: bool
     layout: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,18 +54,18 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
     layout = Layout.from_dict(holders[0].layout)
     for step in sorted({one.step for one in holders}, reverse=True):
         alive = {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
-        columns = _columns(layout, alive)
-        if columns:
-            smaller = layout.replace(data=len(columns))
+        replicas = _replicas(layout, alive)
+        if replicas:
+            smaller = layout.replace(data=len(replicas))
             return Source(
                 smaller,
-                tuple(alive[_old_rank(layout, smaller, columns, rank)] for rank in range(smaller.world_size)),
+                tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in range(smaller.world_size)),
                 step,
             )
     return None
 
 
-def _columns(layout: Layout, alive: Mapping[int, int]) -> list[int]:
+def _replicas(layout: Layout, alive: Mapping[int, int]) -> list[int]:
     """The data indices of which nothing is missing, in whole blocks of the expert axis."""
     if len(alive) == layout.world_size:
         return list(range(layout.data))
@@ -85,6 +85,6 @@ def _columns(layout: Layout, alive: Mapping[int, int]) -> list[int]:
     ]
 
 
-def _old_rank(layout: Layout, smaller: Layout, columns: list[int], rank: int) -> int:
+def _old_rank(layout: Layout, smaller: Layout, replicas: list[int], rank: int) -> int:
     place = smaller.coordinate(rank)
-    return layout.rank(**{**place, "data": columns[place["data"]]})
+    return layout.rank(**{**place, "data": replicas[place["data"]]})

@@ -142,11 +142,11 @@ class LeanTransaction(Meeting):
             except BaseException as error:
                 self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
                 over["failed"] = str(error) or type(error).__name__
-                self.control.bury(drop(world))
+                self.control.track_teardown(drop(world))
             else:
                 over |= {"digest": found.digest, "kinds": list(found.kinds)}
                 self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))
-                self.control.bury(world.retire_transfer())
+                self.control.track_teardown(world.retire_transfer())
             if self.control.member == first:
                 self.session.say("over", over)
         over = self.session.said_by(first, "over", "restoring the state")
@@ -173,9 +173,9 @@ class LeanTransaction(Meeting):
             engine.enter(self.proposal, None)
             engine.launch.install()
             if self.preparation.world is not None:
-                self.control.bury(drop(self.preparation.world))
+                self.control.track_teardown(drop(self.preparation.world))
         if self.old_world is not None:
-            self.control.bury(drop(self.old_world))
+            self.control.track_teardown(drop(self.old_world))
         self.acknowledge(self.session)
 
 

@@ -32,7 +32,7 @@ class Outcome:
     committed: bool = False
     is_rebuilt: bool = False
     is_uncertain: bool = False
-    """The notice board was lost: this member rolled back, and others may have committed."""
+    """The board was lost: this member rolled back, and others may have committed."""
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()

@@ -228,8 +228,8 @@ class Session:
 
     def decide(self, mine: Decision) -> Decision:
         """The decision that counts: the first one that any member has written; torch's DistError if it is not read."""
-        wish = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
-        return replace(_read(self.board.decide(self.record, wish)), interrupt=mine.interrupt)
+        vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
+        return replace(_read(self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
     def _against(self, error: BaseException) -> Decision:
         interrupt = None if isinstance(error, Exception) else error

@@ -83,12 +83,12 @@ def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...],
     """A member's part in the sums over all ranks of a layout."""
     whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
     for kind, digests in own.of.items():
-        speaks, by_copy, by_place = _weights(vps, layout, kind, rank)
-        whole[kind] = np.where(speaks, digests, np.uint64(0))
+        is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
+        whole[kind] = np.where(is_counted, digests, np.uint64(0))
         for sums, weights in ((copies, by_copy), (places, by_place)):
             if weights.any():
                 sums[kind] = weights * digests
-        if not speaks.any():
+        if not is_counted.any():
             del whole[kind]
     return Shares([(members[rank], sorted(own.of))], whole, copies, places)
 
@@ -219,22 +219,22 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
         ((ranks, rows),) = _groups(vps, layout)
         return *_in_group(vps, layout, kind, rank, ranks, rows), np.zeros(count, np.uint64)
     tensors, groups, firsts = mesh.holders
-    speaks, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
+    is_counted, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
     weights = _odd(np.arange(len(mesh.shard_groups)) + _PLACES)
     for index, (ranks, rows) in enumerate(_groups(vps, layout)):
         if rank not in ranks:
             continue
-        voices, by_copy = _in_group(vps, layout, kind, rank, ranks, rows)
+        counts, by_copy = _in_group(vps, layout, kind, rank, ranks, rows)
         mine, first, of_first = groups == index, np.zeros(count, bool), np.zeros(count, np.uint64)
         first[tensors[mine & (firsts == groups)]] = True
         others = (firsts == index) & (groups != index)
         np.subtract.at(of_first, tensors[others], weights[groups[others]])
         later = np.zeros(count, bool)
         later[tensors[mine & (firsts != groups)]] = True
-        speaks |= voices & first
+        is_counted |= counts & first
         copies += by_copy
-        places += np.where(voices, np.where(later, weights[index], of_first), np.uint64(0))
-    return speaks, copies, places
+        places += np.where(counts, np.where(later, weights[index], of_first), np.uint64(0))
+    return is_counted, copies, places
 
 
 def _in_group(
@@ -247,10 +247,10 @@ def _in_group(
         for place, other in enumerate(ranks.tolist()):
             holds[place, np.unique(vps.local(layout, other).rows(kind)[0])] = True
         holds &= rows
-        voices = holds[mine] & ~holds[:mine].any(axis=0)
+        counts = holds[mine] & ~holds[:mine].any(axis=0)
         weighed = np.where(holds, _odd(ranks)[:, None], np.uint64(0))
         others = np.uint64(0) - (weighed.sum(axis=0, dtype=np.uint64) - weighed[mine])
-        return voices, np.where(voices, others, weighed[mine])
+        return counts, np.where(counts, others, weighed[mine])
     if not vps.is_replicated(layout, kind):
         return rows, nothing
     weights = _odd(ranks)

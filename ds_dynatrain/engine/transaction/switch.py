@@ -402,23 +402,23 @@ class Transaction(Meeting):
         self.swap.keep()
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         if PROCESS.is_shared and self.target_rank is not None:
-            engine.speak()  # since the vote it was another engine's turn
+            engine.activate()  # since the vote it was another engine's turn
         self.preparation.committed()
         self.acknowledge(self.session)
         if self.target_rank is not None:
             engine.host.forget_steps()
         self.preparation.end_neighbors()
         self.target, self.preparation.buffers = {}, {}
-        self.control.bury(release(self.source))
+        self.control.track_teardown(release(self.source))
         if self.old_world is not None:
-            self.control.bury(drop(self.old_world))
+            self.control.track_teardown(drop(self.old_world))
         if self.target_rank is None:
             engine.host.leave_world()
             engine.launch.install()
             if self.preparation.world is not None:
-                self.control.bury(drop(self.preparation.world))
+                self.control.track_teardown(drop(self.preparation.world))
         elif self.preparation.world is not None:
-            self.control.bury(self.preparation.world.retire_transfer())
+            self.control.track_teardown(self.preparation.world.retire_transfer())
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""

@@ -1,8 +1,8 @@
-"""What becomes of DeepSpeed's calls when the world is torn inside of one of them.
+"""What becomes of DeepSpeed's calls when the world is aborted inside of one of them.
 
-The world is formed anew there and then. The global batch that was open is void: its gradients are dropped, `backward`
-and `step` do nothing until the loader deals again, and it deals the same batch again. Until then nothing is sent or
-received: some of the others may be in another line of the script, and newcomers in none.
+The world is formed anew there and then. The global batch that was open is discarded: its gradients are dropped,
+`backward` and `step` do nothing until the loader deals again, and it deals the same batch again. Until then nothing is
+sent or received: some of the others may be in another line of the script, and newcomers in none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
 
-VOID = (
-    "the world was torn and formed anew in this global batch, which members that have just come do not go through",
+DISCARDED = (
+    "the world was aborted and formed anew in this global batch, which members that have just come do not go through",
     "ask again after the next step",
 )
 
@@ -34,15 +34,15 @@ class Window:
         self._streams: streams.Streams | None = None
         self._output: Any = None
 
-    def open(self, stays_void: bool = False) -> None:
+    def open(self, stays_discarded: bool = False) -> None:
         """A loader is about to deal the first micro-batch of a global batch.
 
-        stays_void: whether it will be dealt again, if this one is void: the first engine of the process is not through
-        with the global batch in which the world was torn.
+        stays_discarded: whether it will be dealt again, if this one is discarded: the first engine of the process is
+        not through with the global batch in which the world was aborted.
         """
-        if self._engine.is_void and stays_void:
+        if self._engine.is_discarded and stays_discarded:
             return
-        self._engine.is_void = False
+        self._engine.is_discarded = False
         self.note()
 
     def note(self) -> None:
@@ -50,9 +50,9 @@ class Window:
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
-    def void(self, has_dealt: bool) -> None:
+    def discard(self, has_dealt: bool) -> None:
         """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
-        self._engine.is_void = True
+        self._engine.is_discarded = True
         if not has_dealt:
             self.note()
         else:
@@ -62,14 +62,14 @@ class Window:
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """SwitchRefused if it is void: members that have just come do not go through it, and would not answer."""
-        if self._engine.is_void:
-            raise SwitchRefused(*VOID)
+        """SwitchRefused if it is discarded: members that have just come do not go through it, and would not answer."""
+        if self._engine.is_discarded:
+            raise SwitchRefused(*DISCARDED)
 
     def refuse_checkpoint(self) -> None:
         """The same, as CheckpointError."""
-        if self._engine.is_void:
-            raise CheckpointError(": ".join(VOID))
+        if self._engine.is_discarded:
+            raise CheckpointError(": ".join(DISCARDED))
 
     def remember(self, output: Any) -> Any:
         """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""
@@ -90,7 +90,9 @@ class Window:
         finally:
             streams.restore(before)
         if self._output is None:
-            raise WorldChanged("the world was formed anew, and this global batch is void: go on with the loader's next")
+            raise WorldChanged(
+                "the world was formed anew, and this global batch is discarded: go on with the loader's next"
+            )
         return pytree.tree_map(_leaf if self._engine.host.module.training else _unknown, self._output)
 
 
@@ -124,9 +126,9 @@ class Loss(torch.Tensor):
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """torch's; in a global batch that is void it does nothing."""
+        """torch's; in a global batch that is discarded it does nothing."""
         engine = self._engine
-        if engine.is_void:
+        if engine.is_discarded:
             return
         given: Any = (gradient, retain_graph, create_graph, inputs)
         self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]

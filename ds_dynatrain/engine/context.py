@@ -1,4 +1,4 @@
-"""What a member has around it in the present generation: who could work, the notice board, the group it idles in."""
+"""What a member has around it in the present generation: who could work, the board, the group it idles in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.engine.control import Control
 
 Boards = tuple[Control, Control]
-"""The notice board of a generation, and the same over another connection."""
+"""The board of a generation, and the same over another connection."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Context:
     """Replaced as a whole when members come and go; in a job of fixed size it is that of the launch to the end.
 
-    launch: the group that this process stands in while it is idle. control: the notice board; background: the same over
+    launch: the group that this process stands in while it is idle. control: the board; background: the same over
     a connection of its own, for what is made ready beside training.
     """
 

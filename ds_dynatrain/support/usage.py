@@ -11,7 +11,7 @@ _NO_BLOCK = "remove the dynatrain block"
 _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
-_PRACTICES = "tests/engine/test_practices.py"
+_USAGE = "tests/engine/test_usage.py"
 
 
 def _start(name: str, why: str, instead: str, test: str) -> Row:
@@ -26,7 +26,7 @@ def _works(name: str, why: str, test: str) -> Row:
     return Row(name, Verdict.NOTE if why else Verdict.WORKS, why, proof=test)
 
 
-PRACTICES = (
+USAGE = (
     _start(
         "accelerator",
         "a live switch is tested on CPU members only",
@@ -247,7 +247,7 @@ PRACTICES = (
     _works(
         "no_sync around micro-batches",
         "DeepSpeed has it in stages 0 and 1 alone, and raises in the others",
-        f"{_PRACTICES}::test_no_sync",
+        f"{_USAGE}::test_no_sync",
     ),
     _works(
         "groups and collectives of your own",
@@ -270,5 +270,5 @@ PRACTICES = (
         "all of them in one transaction, at the boundaries of the first; see [several engines](engines.md)",
         "tests/elastic/test_together.py::test_nodes_join_and_leave",
     ),
-    _works("an optimizer or scheduler of your own", "", f"{_PRACTICES}::test_an_optimizer_of_the_users"),
+    _works("an optimizer or scheduler of your own", "", f"{_USAGE}::test_an_optimizer_of_the_users"),
 )

@@ -8,26 +8,26 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Roll:
+class Registry:
     """The number of each member of a job by its id; `following` is the next one to be given.
 
-    Every member that has entered a generation has its roll, so whoever leads the next one gives the same numbers.
+    Every member that has entered a generation has its registry, so whoever leads the next one gives the same numbers.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     following: int = 0
 
-    def extended(self, members: Iterable[str]) -> Roll:
+    def extended(self, members: Iterable[str]) -> Registry:
         """With a number for each of these members, new ones in their order."""
         numbers, following = dict(self.numbers), self.following
         for member in members:
             if member not in numbers:
                 numbers[member], following = following, following + 1
-        return Roll(numbers, following)
+        return Registry(numbers, following)
 
-    def only(self, members: Iterable[str]) -> Roll:
+    def only(self, members: Iterable[str]) -> Registry:
         """Without those that have gone, whose numbers are not given again. KeyError for a member without one."""
-        return Roll({member: self.numbers[member] for member in members}, self.following)
+        return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
         """The ids of several members."""
@@ -39,6 +39,6 @@ class Roll:
         return {"numbers": dict(self.numbers), "following": self.following}
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Roll:
+    def from_json(record: Mapping[str, Any]) -> Registry:
         """The inverse of `to_json`."""
-        return Roll(dict(record["numbers"]), int(record["following"]))
+        return Registry(dict(record["numbers"]), int(record["following"]))

@@ -20,7 +20,7 @@ from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.space import Layout
 
 SPARE = 1000
-"""Void batches that no earlier round accounts for: there may have been none."""
+"""Discarded batches that no earlier round accounts for: there may have been none."""
 
 Needs = Mapping[int, int]
 """Bytes that each member allocates for one engine."""
@@ -35,10 +35,10 @@ class _Part:
     was: tuple[Layout, tuple[int, ...]]
 
 
-class Together:
+class JointSwitch:
     """The transactions of all engines that something is prepared for, under one record: none commits unless each could.
 
-    Each in its turn does all that comes before the record; then it is written, on the first engine's notice board; then
+    Each in its turn does all that comes before the record; then it is written, on the first engine's board; then
     each in its turn does what it says. All members take the engines in the same order. record: the board and the key.
     """
 
@@ -87,7 +87,7 @@ class Together:
             found = self._board.decide(self._record, {"commit": decision.commit, "reason": decision.reason})
         except td.DistError as lost:  # others may have read a commit
             self._parts[0].transaction.outcome.is_uncertain = True
-            return Decision(False, f"{decision.reason or 'the notice board is gone'} ({lost})")
+            return Decision(False, f"{decision.reason or 'the board is gone'} ({lost})")
         return Decision(found["commit"], found["reason"])
 
     def _conclude(self, part: _Part, decision: Decision) -> None:
@@ -96,7 +96,7 @@ class Together:
         part.engine.attempts.note(transaction.preparation, outcome, part.was, self._begin)
 
 
-class Room:
+class NodeMemory:
     """Whether this node's memory has room for what all engines of its processes take in a change of members.
 
     Looked at once, by the first engine's thread to ask: what one of them has taken by then is not counted twice.
@@ -131,9 +131,9 @@ class Room:
 class Rounds:
     """How long a loop stays with the other engines between two global batches of the first one.
 
-    After a death all of them are void until the first one begins its next batch. A loop that counts batches comes
-    there; one that goes on until another engine has made its steps never does, since a void batch makes none. It is
-    told so. Engines are known by their numbers.
+    After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
+    there; one that goes on until another engine has made its steps never does, since a discarded batch makes none. It
+    is told so. Engines are known by their numbers.
     """
 
     def __init__(self) -> None:
@@ -145,16 +145,16 @@ class Rounds:
         self._most |= self._now
         self._now.clear()
 
-    def stay(self, engine: int, is_void: bool) -> None:
-        """Another one does. is_void: whether nothing is trained before the first engine's next batch.
+    def stay(self, engine: int, is_discarded: bool) -> None:
+        """Another one does. is_discarded: whether nothing is trained before the first engine's next batch.
 
         WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
         """
         self._now[engine] += 1
-        if is_void and self._now[engine] > 2 * self._most[engine] + SPARE:
+        if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:
             raise WorldChanged(
-                f"the world was torn and formed anew; since then the script has asked engine {engine} for "
-                f"{self._now[engine]} batches, which are void, and never came to the next batch of the engine that was "
-                f"made first (before, it did after {self._most[engine]} at most): a loop over another engine has to "
-                "end after a number of batches, not of steps"
+                f"the world was aborted and formed anew; since then the script has asked engine {engine} for "
+                f"{self._now[engine]} batches, which are discarded, and never came to the next batch of the engine "
+                f"that was made first (before, it did after {self._most[engine]} at most): a loop over another engine "
+                "has to end after a number of batches, not of steps"
             )

@@ -1,6 +1,6 @@
-"""Stretches: what lies in one piece in a file. `count` runs of `length` elements, `step` apart in a logical tensor.
+"""Extents: what lies in one piece in a file. `count` runs of `length` elements, `step` apart in a logical tensor.
 
-A run that ZeRO cuts is a stretch of one run; a block of rows and columns that the tensor axis cuts is one with a run a
+A run that ZeRO cuts is an extent of one run; a block of rows and columns that the tensor axis cuts is one with a run a
 row. In the file the runs follow one another without a gap.
 """
 
@@ -22,7 +22,7 @@ _CHUNK = BufferId("tensor", 0)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Extent:
     """Elements of one logical tensor, by row-major index."""
 
     start: int
@@ -44,17 +44,17 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Placed:
-    """A stretch and where it lies in local memory: `matrix` has a row for each run."""
+    """An extent and where it lies in local memory: `matrix` has a row for each run."""
 
     tensor: int
-    stretch: Stretch
+    extent: Extent
     matrix: torch.Tensor
 
 
 def placed(
     line: Line, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
 ) -> Iterator[tuple[Placed, ...]]:
-    """The fewest stretches of pieces, in order; for each side (equal runs in other buffers) where they lie there."""
+    """The fewest extents of pieces, in order; for each side (equal runs in other buffers) where they lie there."""
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
     parts = [part for _, part in split]
@@ -70,28 +70,28 @@ def placed(
     rows, counts = series(same, start, *(part.offset for part in parts))
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         step = int(start[row + 1] - start[row]) if count > 1 else 0
-        stretch = Stretch(int(start[row]), int(length[row]), step, count)
+        extent = Extent(int(start[row]), int(length[row]), step, count)
         found = []
         for part, held in zip(parts, buffers, strict=True):
             buffer = held[part.buffers[int(part.buffer[row])]]
             offset = int(part.offset[row])
-            stride = int(part.offset[row + 1]) - offset if count > 1 else stretch.length
-            found.append(Placed(int(numbers[row]), stretch, _matrix(buffer, offset, stride, stretch)))
+            stride = int(part.offset[row + 1]) - offset if count > 1 else extent.length
+            found.append(Placed(int(numbers[row]), extent, _matrix(buffer, offset, stride, extent)))
         yield tuple(found)
 
 
-def _matrix(buffer: torch.Tensor, offset: int, stride: int, stretch: Stretch) -> torch.Tensor:
+def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> torch.Tensor:
     held = buffer.detach()
-    last = offset + (stretch.count - 1) * stride + stretch.length
+    last = offset + (extent.count - 1) * stride + extent.length
     return held.narrow(0, offset, last - offset).as_strided(
-        (stretch.count, stretch.length), (stride, 1), held.storage_offset() + offset
+        (extent.count, extent.length), (stride, 1), held.storage_offset() + offset
     )
 
 
-def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Stretch, torch.Tensor]]:
+def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tensor]]:
     """The values of a matrix in order, flat, in host memory, at most `most` at once, and which they are.
 
-    The stretch counts in elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host
+    The extent counts in elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host
     memory already.
     """
     count, length = matrix.shape
@@ -99,27 +99,27 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Stretch, torch.Ten
         for row in range(count):
             for begin in range(0, length, most):
                 part = matrix[row, begin : begin + most].cpu()
-                yield Stretch(row * length + begin, len(part), 0, 1), part
+                yield Extent(row * length + begin, len(part), 0, 1), part
         return
     height = max(1, most // length)
     for row in range(0, count, height):
         part = matrix[row : row + height].to("cpu").contiguous()
-        yield Stretch(row * length, length, length, len(part)), part.view(-1)
+        yield Extent(row * length, length, length, len(part)), part.view(-1)
 
 
-def digest_of(stretch: Stretch, at: Stretch, values: torch.Tensor, numel: int) -> int:
-    """The share of a chunk of a stretch's elements in the digest of a tensor of `numel`; `at` as `chunks` gives it."""
-    row, column = divmod(at.start, stretch.length)
-    first = stretch.start + row * stretch.step + column
+def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:
+    """The share of a chunk of an extent's elements in the digest of a tensor of `numel`; `at` as `chunks` gives it."""
+    row, column = divmod(at.start, extent.length)
+    first = extent.start + row * extent.step + column
     if at.count == 1:
         return digest(values, first)
-    starts = first + stretch.step * np.arange(at.count, dtype=np.int64)
+    starts = first + extent.step * np.arange(at.count, dtype=np.int64)
     ends, offsets = starts + at.length, at.length * np.arange(at.count, dtype=np.int64)
     pieces = Pieces(starts, ends, np.zeros(at.count, np.int64), offsets, (_CHUNK,))
     return int(digest_pieces(pieces, {_CHUNK: values}, np.array([0, numel], np.int64))[0])
 
 
-def runs_of(stretch: Stretch) -> tuple[Ints, Ints]:
-    """(first element, place in the stretch) of its runs."""
-    steps = np.arange(stretch.count, dtype=np.int64)
-    return stretch.start + stretch.step * steps, stretch.length * steps
+def runs_of(extent: Extent) -> tuple[Ints, Ints]:
+    """(first element, place in the extent) of its runs."""
+    steps = np.arange(extent.count, dtype=np.int64)
+    return extent.start + extent.step * steps, extent.length * steps

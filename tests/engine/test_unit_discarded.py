@@ -1,11 +1,11 @@
-"""A global batch in which the world was torn: where it begins when it is dealt again."""
+"""A global batch in which the world was aborted: where it begins when it is dealt again."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from ds_dynatrain.engine.members.voiding import Window
+from ds_dynatrain.engine.members.discarded import Window
 
 
 class Loader:
@@ -24,12 +24,12 @@ class Loader:
 def test_a_void_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     """Torn between two batches, taken back, asked once more before the first engine's next batch."""
     loader = Loader()
-    window = Window(SimpleNamespace(train_loaders={"train": loader}, is_void=False))  # type: ignore[arg-type]
+    window = Window(SimpleNamespace(train_loaders={"train": loader}, is_discarded=False))  # type: ignore[arg-type]
     loader.at = 16
-    window.void(has_dealt=False)
+    window.discard(has_dealt=False)
     loader.at = 15  # what was restored
     window.note()
-    window.open(stays_void=True)
+    window.open(stays_discarded=True)
     loader.at += 1
-    window.void(has_dealt=True)
+    window.discard(has_dealt=True)
     assert loader.at == 15

@@ -2,8 +2,8 @@
 
 All members run one script. Who came late, or was idle for some epochs, has gone through fewer of them: it still asks
 for an epoch when the others have left their loops. No time-out can tell that from a long evaluation; facts can. Those
-that have gone through the most epochs, the *leaders*, post at which *station* they arrive: an epoch begins, an
-evaluation does, something is saved, their script has ended. At each station of its own a late member waits until it
+that have gone through the most epochs, the *leaders*, post at which *sync point* they arrive: an epoch begins, an
+evaluation does, something is saved, their script has ended. At each sync point of its own a late member waits until it
 knows which one its leader came to next:
 
 - the same one: it takes part, with the leader's arguments;
@@ -11,7 +11,7 @@ knows which one its leader came to next:
   until it is where the others are;
 - none, for the leader's script has ended: it ends too, as an idle member does.
 
-Nothing is posted where nobody is late. Without a notice board all go on, each by its own script.
+Nothing is posted where nobody is late. Without a board all go on, each by its own script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROWTH = 1.1
 SAID_AFTER_SECONDS = 60.0
 
 
-class Course:
+class SyncPoints:
     """That of this process; where it has several engines, the first one speaks for all."""
 
     def __init__(self, first: Callable[[], EngineCore | None], membership: Callable[[], Membership]) -> None:
@@ -40,7 +40,7 @@ class Course:
         self._epochs = 0
         self._mark: tuple[object, str] | None = None
         self._begun: dict[int, int] | None = None
-        self._stretch = ("", -1)
+        self._place = ("", -1)
         self._count = 0
 
     # ---- how far the members are -------------------------------------------------------------------------------------
@@ -50,12 +50,12 @@ class Course:
         engine = self._first()
         if engine is None or engine.idle or engine.generation == 1:  # nobody can have come late to the first world
             return
-        mark = engine.surroundings, engine.era
+        mark = engine.context, engine.segment
         if mark == self._mark:
             return
         self._mark, self._begun = mark, None
         try:
-            engine.control.post(f"epochs/{engine.era}/{engine.control.member}", self._epochs)
+            engine.control.post(f"epochs/{engine.segment}/{engine.control.member}", self._epochs)
         except td.DistError:
             pass  # the others take it for one of them
 
@@ -72,39 +72,39 @@ class Course:
             return {}
         if self._begun is not None:
             return self._begun
-        said = {one: engine.control.read(f"epochs/{engine.era}/{one}") for one in engine.members}
+        said = {one: engine.control.read(f"epochs/{engine.segment}/{one}") for one in engine.members}
         begun = {one: int(count) for one, count in said.items() if count is not None}
         if len(begun) == len(said):
             self._begun = begun
         return begun
 
-    # ---- stations ----------------------------------------------------------------------------------------------------
+    # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool) -> bool:
         """A pass over a loader begins; False if it has no batches here, since the others are elsewhere.
 
-        is_under_way: the others are in this very pass, which is no station then: another engine's loader, of which a
+        is_under_way: the others are in this very pass, which is no sync point then: another engine's loader, of which a
         member that came in the middle asks first in the middle of a step.
         """
         takes_part = is_under_way or self.arrive(f"an epoch of {loader!r}") is not None
         self._epochs += 1
         return takes_part
 
-    def arrive(self, station: str, *arguments: Any) -> list[Any] | None:
-        """Be at a station: the arguments (plain JSON) to take part with, None where the others are elsewhere.
+    def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
+        """Be at a sync point: the arguments (plain JSON) to take part with, None where the others are elsewhere.
 
         SystemExit(0) if they have ended, SystemExit(1) if with an error. MemberMissing for a leader that is silent.
         """
         engine = self._first()
-        if engine is None or engine.idle or engine.is_void or len(engine.members) == 1:
+        if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
             return list(arguments)
         try:
-            return self._arrive(engine, station, list(arguments))
+            return self._arrive(engine, sync_point, list(arguments))
         except td.DistError:
             self._count += 1
             return list(arguments)
 
-    def _arrive(self, engine: EngineCore, station: str, arguments: list[Any]) -> list[Any] | None:
+    def _arrive(self, engine: EngineCore, sync_point: str, arguments: list[Any]) -> list[Any] | None:
         self.note()
         begun, mine = self._epochs_begun(), engine.control.member
         if not self.late or mine not in begun:
@@ -112,27 +112,27 @@ class Course:
         key = self._key(engine)
         most = max(begun.values())
         if begun[mine] == most:
-            engine.control.post(f"{key}/{mine}", [station, arguments])
+            engine.control.post(f"{key}/{mine}", [sync_point, arguments])
             self._count += 1
             return arguments
-        leader = [one for one in engine.members if begun.get(one) == most][-1]  # what rank 0 does alone is no station
-        found = _await(engine, self._membership(), f"{key}/{leader}", leader, station)
-        if found is not None and found[0] != station:
-            logger.info("member %d came late: not %s here, the others are at %s", mine, station, found[0])
+        leader = [one for one in engine.members if begun.get(one) == most][-1]  # what rank 0 does alone is none
+        found = _await(engine, self._membership(), f"{key}/{leader}", leader, sync_point)
+        if found is not None and found[0] != sync_point:
+            logger.info("member %d came late: not %s here, the others are at %s", mine, sync_point, found[0])
             return None
         self._count += 1
         return arguments if found is None else list(found[1])
 
     def _key(self, engine: EngineCore) -> str:
-        """Of the next station; they are counted between two steps, so that nobody stays astray for longer."""
-        stretch = engine.era, engine.global_steps
-        if stretch != self._stretch:
-            self._stretch, self._count = stretch, 0
-        return f"station/{stretch[0]}/{stretch[1]}/{self._count}"
+        """Of the next sync point; they are counted between two steps, so that nobody stays astray for longer."""
+        place = engine.segment, engine.global_steps
+        if place != self._place:
+            self._place, self._count = place, 0
+        return f"sync_point/{place[0]}/{place[1]}/{self._count}"
 
 
-def _await(engine: EngineCore, membership: Membership, key: str, leader: int, station: str) -> Any:
-    """What a leader has posted under `key`; None if the world is torn, which the next boundary sees to."""
+def _await(engine: EngineCore, membership: Membership, key: str, leader: int, sync_point: str) -> Any:
+    """What a leader has posted under `key`; None if the world is aborted, which the next boundary sees to."""
     begin, pause, is_said = time.monotonic(), POLL_SECONDS, False
     watch, mine = membership.watch(engine.control), engine.control.member
     while True:
@@ -143,10 +143,10 @@ def _await(engine: EngineCore, membership: Membership, key: str, leader: int, st
         if has_ended:
             logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
-        if membership.is_torn:
+        if membership.is_aborted:
             return None
         if not is_said and time.monotonic() - begin > SAID_AFTER_SECONDS:
             is_said = True
-            logger.warning("member %d came late, and waits for member %d at %s", mine, leader, station)
+            logger.warning("member %d came late, and waits for member %d at %s", mine, leader, sync_point)
         time.sleep(pause)
         pause = min(pause * GROWTH, LONGEST_POLL_SECONDS)

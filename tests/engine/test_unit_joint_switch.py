@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.members.together import SPARE, Room, Rounds
+from ds_dynatrain.engine.members.joint_switch import SPARE, NodeMemory, Rounds
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 
 NODES = {0: "a", 1: "a", 2: "b"}
@@ -15,22 +15,22 @@ NODES = {0: "a", 1: "a", 2: "b"}
 def test_all_engines_of_a_node_count(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
     """10 + 20 bytes of one engine and 30 of the other on node a; what node b needs is no matter here."""
     monkeypatch.setattr(feasible, "available_bytes", lambda: free)
-    room = Room(0, [lambda: {0: 10, 1: 20, 2: 500}, lambda: {1: 30, 2: 500}], NODES)
+    memory = NodeMemory(0, [lambda: {0: 10, 1: 20, 2: 500}, lambda: {1: 30, 2: 500}], NODES)
     for _ in range(2):
         if fits:
-            room.check()
+            memory.check()
         else:
             with pytest.raises(SwitchRefused, match="need 60 bytes"):
-                room.check()
+                memory.check()
 
 
 def test_what_one_has_taken_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [100]
     monkeypatch.setattr(feasible, "available_bytes", lambda: free[0])
-    room = Room(0, [lambda: {0: 40}, lambda: {0: 50}], NODES)
-    room.check()
+    memory = NodeMemory(0, [lambda: {0: 40}, lambda: {0: 50}], NODES)
+    memory.check()
     free[0] -= 40
-    room.check()
+    memory.check()
 
 
 def test_a_loop_that_waits_for_steps_is_ended() -> None:
@@ -47,10 +47,10 @@ def test_a_loop_that_waits_for_steps_is_ended() -> None:
 def test_long_rounds_are_no_fault() -> None:
     """As long as they were before, and twice that; however long, where something is trained."""
     rounds, long = Rounds(), 5 * SPARE
-    for is_void in (False, True, True):
+    for is_discarded in (False, True, True):
         rounds.begin()
         for _ in range(long):
-            rounds.stay(3, is_void)
+            rounds.stay(3, is_discarded)
     for _ in range(3 * long):
         rounds.stay(3, False)
     rounds.begin()
