@@ -33,6 +33,7 @@ from ds_dynatrain.elastic.messages import (
     encode,
 )
 from ds_dynatrain.elastic.peer import Peer
+from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
 from ds_dynatrain.elastic.users import check_user, tells_users
 from ds_dynatrain.elastic.world import node_of, nodes_of
@@ -171,6 +172,9 @@ class Coordinator:
 
     async def _attend_worker(self, peer: Peer, said: Announce) -> None:
         member = self.membership.announce(said, time.monotonic())
+        if said.restarts and self.membership.is_recovering and said.world is None:
+            what = "%s was started again, so there was a job: no other one begins for %g s, its members may come back"
+            logger.info(what, member, ORPHAN_SECONDS)
         peer.name = member
         self._workers[member] = peer
         why = "its connection ended"

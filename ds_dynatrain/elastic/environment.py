@@ -21,7 +21,8 @@ JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
 """What an agent hands to its workers: their node, where the coordinator is, the job, and its own process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-"""What torchrun hands to them: the latter two are the node's own world, until a worker has joined."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""What torchrun hands to them: the first two are the node's own world, until a worker has joined."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class WorkerPlace:
     job: str = ""
     agent: int | None = None
     """The process that has started it, if that is an agent of ours."""
+    restarts: int = 0
+    """How often that has started workers before."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
@@ -80,6 +83,7 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
         coordinator=Address.parse(variables[COORDINATOR]),
         job=variables.get(JOB, ""),
         agent=_number(variables, AGENT, 0) or None,
+        restarts=_number(variables, RESTARTS, 0),
     )
 
 

@@ -19,14 +19,13 @@ from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, 
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
+from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.elastic.store import node_store, world_store
 from ds_dynatrain.elastic.world import World, member_id
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 JOIN_SECONDS = 600.0
-ORPHAN_SECONDS = 30.0
-"""How long a member goes on without a coordinator: if the network is cut, the other side has given it up by then."""
 CONNECT_SECONDS = 2.0
 
 
@@ -236,6 +235,7 @@ class Member:
                     local_rank=place.local_rank,
                     local_size=place.local_size,
                     pid=os.getpid(),
+                    restarts=place.restarts,
                     world=self._newest,
                 )
                 self._connection.send(said)

@@ -11,6 +11,8 @@ Every event has a method, with the time as an argument; `advance` then says what
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
   members were told to leave, nodes wait until the last of them has gone.
 - A member that was given up never comes back under its id.
+- After a restart the members that come back tell which world there is. Where others come first, a job is begun only
+  once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.messages import Announce, Phase, Report, clipped
 from ds_dynatrain.elastic.recovery import Recovery
 from ds_dynatrain.elastic.roster import Entry, Roster
-from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
@@ -41,6 +43,8 @@ class Membership:
         self.changes: deque[tuple[World, float]] = deque(maxlen=REMEMBERED_CHANGES)
         """The last generations, and when each was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
+        self._orphaned_at = now + ORPHAN_SECONDS
+        self._has_begun = False
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         self._entered = 0
@@ -57,13 +61,15 @@ class Membership:
             raise JobFinished("the job has finished; a new one needs a new coordinator")
         if member in self._gone:
             raise PeerRefused(f"{member} was given up ({self._gone[member]}); it can join again as a new process")
-        if said.world is not None and not self._may_recall:
+        if said.world is not None and not self._may_recall(said.world, now):
             raise PeerRefused(f"{member} comes from generation {said.world.generation}, which is over here")
         self.roster.add(said, now)
         if said.world is not None:
             if self._recovery is None:
                 self._recovery = Recovery(now, self.settings.recovery_seconds)
             self._recovery.hear(member, said.world, now)
+        elif said.restarts and self._recovery is not None:
+            self._recovery.expect(self._orphaned_at)
         return member
 
     def report(self, member: str, said: Report, now: float) -> None:
@@ -112,7 +118,7 @@ class Membership:
         """What has to be done now."""
         effects: list[Effect] = list(self._give_up_silent(now))
         if self._recovery is not None:
-            if now < self._recovery.until:
+            if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
             effects += self._recall(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
@@ -128,6 +134,8 @@ class Membership:
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
+            if self._recovery is not None:
+                self._recovery.forgive(asleep)
         self._advanced = now
         reason = f"no heartbeat for {self.settings.silent_seconds:g} s"
         silent = self.roster.silent(now, self.settings.silent_seconds)
@@ -138,22 +146,35 @@ class Membership:
     # -- after a restart ---------------------------------------------------------------------------------------------
 
     @property
-    def _may_recall(self) -> bool:
-        """Whether there is still room for a world from before."""
-        return self._recovery is not None or self.world is None
+    def is_recovering(self) -> bool:
+        """Whether members of an earlier job are waited for."""
+        return self._recovery is not None
+
+    def _may_recall(self, world: World, now: float) -> bool:
+        """Whether there is still room for a world from before.
+
+        Also where a job was begun since, by mistake: until then, members of the one before may be alive, and hold more.
+        """
+        if self._recovery is not None or self.world is None:
+            return True
+        return self._has_begun and now < self._orphaned_at and world.generation > self.world.generation
 
     def _recall(self, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
+        begun = self.world.members if self.world is not None else ()
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
+        self._has_begun = False
+        self._done.difference_update(begun)
         self._note(now)
         for entry in self.roster:
             if self._takes_part(entry.member) and entry.report.broken == self.world.generation:
                 self._breach = f"a collective failed on {entry.member}"
         known = {*self.world.members, *self.world.leaving}
         came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
+        came_back += [self.roster[one] for one in begun if one in self.roster and not recovery.heard_of(one)]
         strangers = [entry for entry in came_back if entry.member not in known]
         reason = f"generation {self.world.generation} goes on without it"
         effects: list[Effect] = [GiveUp(entry.member, entry.pid, reason) for entry in strangers]
@@ -234,6 +255,7 @@ class Membership:
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
+        self._has_begun = self._has_begun or self.world is None
         self.world = world
         self._breach = ""
         self.changes.append((world, now))

@@ -75,13 +75,17 @@ class Refused(Record):
 
 
 class Announce(Record):
-    """Who a worker is. After the loss of a coordinator also what it knows: the newest world that it was told of."""
+    """Who a worker is. After the loss of a coordinator also what it knows: the newest world that it was told of.
+
+    restarts: how often its agent has started workers before.
+    """
 
     kind: Literal["announce"] = "announce"
     node: NodeId
     local_rank: Annotated[int, Field(ge=0, lt=1 << 16)]
     local_size: Annotated[int, Field(ge=1, le=1 << 16)]
     pid: Annotated[int, Field(ge=1)]
+    restarts: Count = 0
     world: World | None = None
 
 

@@ -8,22 +8,40 @@ from ds_dynatrain.elastic.world import World
 
 
 class Recovery:
-    """Collects the worlds that members say they were told of, for a while; then one of them is the world."""
+    """Collects the worlds that members say they were told of; then one of them is the world.
+
+    It ends when all members of that world have come back, or `seconds` after the last one that did. Where nobody has
+    yet, though somebody may still, it goes on until `patience`.
+    """
 
     def __init__(self, until: float, seconds: float) -> None:
         self._until = until
         self._seconds = seconds
+        self._patience = until
         self._told: dict[str, World] = {}
 
     @property
     def until(self) -> float:
-        """When it ends, on the caller's clock: late enough for everybody to come back after the first one did."""
-        return self._until
+        """When it ends, on the caller's clock."""
+        return self._until if self._told else max(self._until, self._patience)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody else of the newest world can come back."""
+        world = self.choose()
+        return world is not None and self._told.keys() >= {*world.members, *world.leaving}
+
+    def expect(self, patience: float) -> None:
+        """There was a job before: until then, its members may come back."""
+        self._patience = max(self._patience, patience)
+
+    def forgive(self, seconds: float) -> None:
+        """Count `seconds` less: nobody was listening."""
+        self._until += seconds
 
     def hear(self, member: str, world: World, now: float) -> None:
         """Take the newest world that a member was told of."""
-        if not self._told:
-            self._until = max(self._until, now + self._seconds)
+        self._until = max(self._until, now + self._seconds)
         self._told[member] = world
 
     def choose(self) -> World | None:

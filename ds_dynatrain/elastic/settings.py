@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 
 from ds_dynatrain.errors import ConfigError
 
+ORPHAN_SECONDS = 30.0
+"""How long a member goes on without a coordinator: if the network is cut, the other side has given it up by then."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,7 +26,8 @@ class Settings:
     silent_seconds: float = 5.0
     """Whoever was not heard of for this long is given up."""
     recovery_seconds: float = 3.0
-    """After its start a coordinator decides nothing for this long: members of a running job may be coming back."""
+    """After its start a coordinator decides nothing for this long, nor after a member of a running job has come back,
+    until all have: the others may be on their way."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

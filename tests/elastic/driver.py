@@ -37,21 +37,21 @@ class Driver:
         """The newest one."""
         return self.worlds[-1]
 
-    def start(self, *nodes: str, size: int = 1, is_ready: bool = True) -> None:
+    def start(self, *nodes: str, size: int = 1, is_ready: bool = True, restarts: int = 0) -> None:
         """Workers of these nodes come, and get ready."""
         for node in nodes:
             for local_rank in range(size):
                 member = member_id(node, local_rank)
                 self.sizes[member] = size
-                self.announce(member)
+                self.announce(member, restarts)
                 if is_ready:
                     self.say(member, ready=True)
 
-    def announce(self, member: str) -> None:
+    def announce(self, member: str, restarts: int = 0) -> None:
         """A member says who it is and what it knows."""
         node, local_rank = member.rsplit("/", 1)
-        world = self.told.get(member)
-        said = Announce(node=node, local_rank=int(local_rank), local_size=self.sizes[member], pid=7, world=world)
+        place = {"node": node, "local_rank": int(local_rank), "local_size": self.sizes[member], "pid": 7}
+        said = Announce(**place, restarts=restarts, world=self.told.get(member))
         assert self.membership.announce(said, self.now) == member
         self.reports.setdefault(member, Report())
 

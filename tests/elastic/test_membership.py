@@ -366,6 +366,85 @@ class TestRestart:
         driver.wait(4)
         assert not driver.fenced and driver.world.generation == 2
 
+    def test_all_are_back_and_it_goes_on_at_once(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        driver.announce("a/0")
+        driver.start("c")
+        driver.wait()
+        assert driver.world.generation == 1
+        driver.announce("b/0")
+        driver.say("b/0")
+        driver.wait()
+        assert driver.world.members == ("a/0", "b/0", "c/0")
+
+    def test_while_members_come_back_the_others_have_time(self) -> None:
+        driver = running("a", "b", "c")
+        driver.restart()
+        for member in ("a/0", "b/0", "c/0"):
+            driver.wait(2.5)
+            driver.announce(member)
+        driver.wait(10)
+        assert driver.world.generation == 1 and not driver.fenced
+
+    def test_time_in_which_nobody_listened_does_not_count(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        driver.announce("a/0")
+        driver.now += 20.0  # the machine stood still
+        driver.wait(1.0)
+        driver.announce("b/0")
+        driver.wait(10)
+        assert driver.world.generation == 1 and not driver.fenced
+
+    def test_a_worker_that_was_started_again_begins_nothing_while_members_may_live(self) -> None:
+        driver = running("a", "b")
+        driver.restart()
+        driver.start("c", restarts=1)
+        driver.wait(20)
+        assert len(driver.worlds) == 1
+        driver.announce("b/0")
+        driver.announce("a/0")
+        driver.wait()
+        assert (driver.world.generation, driver.world.members) == (2, ("a/0", "b/0", "c/0"))
+
+    def test_but_it_does_once_they_have_ended_themselves(self) -> None:
+        driver = running("a")
+        driver.restart()
+        driver.start("c", restarts=1)
+        driver.wait(29)
+        assert len(driver.worlds) == 1
+        driver.wait(2)
+        assert (driver.world.generation, driver.world.members) == (1, ("c/0",))
+
+    def test_a_job_that_was_begun_by_mistake_gives_way(self) -> None:
+        driver = running("a", "b")
+        driver.start("d")
+        driver.wait()
+        driver.enter()
+        before = driver.world
+        driver.restart()
+        driver.start("c")
+        driver.wait(4)
+        driver.enter()
+        assert driver.world.members == ("c/0",)
+        for member in before.members:
+            driver.announce(member)
+        driver.wait()
+        assert driver.membership.world == before and driver.fenced == ["c/0"]
+        driver.wait(10)
+        assert driver.membership.world == before
+
+    def test_not_after_its_members_have_ended_themselves(self) -> None:
+        driver = running("a", "b")
+        driver.start("d")
+        driver.wait()
+        driver.restart()
+        driver.start("c")
+        driver.wait(31)
+        with pytest.raises(PeerRefused, match="is over here"):
+            driver.announce("a/0")
+
     def test_late_returns_are_refused(self) -> None:
         driver = running("a", "b")
         driver.restart()
