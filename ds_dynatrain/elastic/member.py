@@ -128,10 +128,13 @@ class Member:
                 self.broken(self._newest)
 
     def progress(self, step: int, layout: str = "", pause_ms: float = 0.0) -> None:
-        """For the status; told with the next heartbeat."""
+        """For the status; told with the next heartbeat, the first step at once: from there on, state can be lost."""
         with self._reporting:
+            is_first = step > 0 == self._report.step
             fields = {"step": step, "layout": layout, "pause_ms": pause_ms}
             self._report = self._report.model_copy(update=fields)
+            if is_first:
+                self._say()
 
     @property
     def newest(self) -> World | None:

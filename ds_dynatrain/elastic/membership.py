@@ -44,10 +44,11 @@ class Membership:
         """The last generations, and when each was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
-        self._has_begun = False
+        self._is_starter = False
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         self._entered = 0
+        self._has_begun = False
         self._breach = ""
         self._decide_at: float | None = None
         self._advanced = now
@@ -77,6 +78,7 @@ class Membership:
         newest = 0 if self.world is None else self.world.generation
         if self._recovery is None and said.entered > newest:
             raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
+        self._has_begun = self._has_begun or said.step > 0
         if self.roster.update(member, said, now):
             self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
@@ -90,6 +92,8 @@ class Membership:
             return
         came_back = self._recovery is not None and self._recovery.heard_of(member)
         if not self._works(member) and not came_back:
+            if self._may_be_the_last_holder(member):
+                self._breach = f"{member} went, and nobody has said that it has the state"
             self._note(now)
         elif entry.report.leaving:  # the others still count on it
             self._is_gone(member, "ended before the others could let it go", now)
@@ -157,24 +161,25 @@ class Membership:
         """
         if self._recovery is not None or self.world is None:
             return True
-        return self._has_begun and now < self._orphaned_at and world.generation > self.world.generation
+        return self._is_starter and now < self._orphaned_at and world.generation > self.world.generation
 
     def _recall(self, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
-        begun = self.world.members if self.world is not None else ()
+        started = self.world.members if self.world is not None else ()
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
-        self._has_begun = False
-        self._done.difference_update(begun)
+        self._is_starter = False
+        self._done.difference_update(started)
+        self._has_begun = self._has_begun or self.world.begun
         self._note(now)
         for entry in self.roster:
             if self._takes_part(entry.member) and entry.report.broken == self.world.generation:
                 self._breach = f"a collective failed on {entry.member}"
         known = {*self.world.members, *self.world.leaving}
         came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
-        came_back += [self.roster[one] for one in begun if one in self.roster and not recovery.heard_of(one)]
+        came_back += [self.roster[one] for one in started if one in self.roster and not recovery.heard_of(one)]
         strangers = [entry for entry in came_back if entry.member not in known]
         reason = f"generation {self.world.generation} goes on without it"
         effects: list[Effect] = [GiveUp(entry.member, entry.pid, reason) for entry in strangers]
@@ -213,6 +218,7 @@ class Membership:
             leaving=leaving,
             lost=dead,
             broken=0 if old is None else old.generation if self._breach else old.broken,
+            begun=self._has_begun and (is_failure or not self._have_all_left),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
             reason=self._reason(joined, set(members) & set(leaving), dead),
         )
@@ -239,9 +245,29 @@ class Membership:
         )
 
     @property
+    def _is_handed_over(self) -> bool:
+        """Whether those that leave the present generation have nothing to do any more: all others have what they had.
+
+        Where all members leave there are no others: each is waited for until it has gone.
+        """
+        return self._is_settled and self.world is not None and bool(self.world.members)
+
+    @property
     def _is_entered(self) -> bool:
         """Whether anybody has entered the present generation: then all its members hold its state."""
         return self.world is not None and self._entered >= self.world.generation
+
+    @property
+    def _have_all_left(self) -> bool:
+        """Whether the members of the present generation have ended the job: all were told to go, and could save."""
+        return self.world is not None and not self.world.members and self.world.change == "planned"
+
+    def _may_be_the_last_holder(self, member: str) -> bool:
+        """Whether a leaver is asked for the state in a generation whose members have none; they would wait for it."""
+        world = self.world
+        if world is None or member not in world.leaving:
+            return False
+        return bool(world.members) and not world.survivors and not self._is_entered
 
     @property
     def _survivors(self) -> tuple[str, ...]:
@@ -255,9 +281,10 @@ class Membership:
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
-        self._has_begun = self._has_begun or self.world is None
+        self._is_starter = self._is_starter or self.world is None
         self.world = world
         self._breach = ""
+        self._has_begun = world.begun
         self.changes.append((world, now))
         return Publish(world, (*world.members, *world.leaving))
 
@@ -290,7 +317,7 @@ class Membership:
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why
-        if self.world is not None and member in self.world.leaving and not self._is_settled:
+        if self.world is not None and member in self.world.leaving and not self._is_handed_over:
             self._breach = f"{member} broke off its hand-over ({why})"
         self._note(now)
 

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""

@@ -47,6 +47,8 @@ class World(Record):
     broken: Annotated[int, Field(ge=0)] = 0
     """The newest generation that was known when a collective failed, or a hand-over broke off; 0: none ever did.
     Whatever else this record says: nobody trains on in that generation, or in an earlier one."""
+    begun: bool = False
+    """Steps were made before: where nobody holds the state any more, it comes from a checkpoint, never from step 0."""
     paused: bool = False
     """Fewer nodes than the job's minimum: keep the state, do not train."""
     reason: Text = ""

@@ -107,6 +107,8 @@ class EngineCore:
     """From the last step of `initialize` to the end."""
     safe_at: tuple[str, int] = ("", 0)
     """Segment and step of the state that was saved or put together last."""
+    began_from: str = ""
+    """The tag of the fallback checkpoint that it started from, in place of a state that was lost."""
     safe_since: float = field(default_factory=time.monotonic)
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None

@@ -26,7 +26,7 @@ from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
-from ds_dynatrain.engine.checkpoints.resume import resume
+from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
@@ -93,12 +93,11 @@ def initialize(
         given["model_parameters"] = list(model_parameters)
     engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
     loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
-    if settings.resume is not None:
-        try:
-            engine.resumed = resume(engine._parts, settings.resume, engine._parts.checkpoints.load)
-        except BaseException:
-            engine.destroy()
-            raise
+    try:
+        engine.resumed = first_state(engine._parts, engine._parts.checkpoints.load)
+    except BaseException:
+        engine.destroy()
+        raise
     return engine, OptimizerForwarder(engine._host), loader, engine.lr_scheduler
 
 

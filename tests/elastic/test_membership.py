@@ -101,6 +101,56 @@ def test_a_joiner_that_is_left_alone_holds_nothing() -> None:
     assert driver.world.members == ("b/0",) and driver.world.survivors == 0
 
 
+def test_a_job_that_has_made_steps_does_not_begin_anew() -> None:
+    """Whoever comes when all have died with the state is told so, also by a coordinator that was started again."""
+    driver = running("a")
+    driver.say("a/0", step=1)
+    driver.membership.lost("a/0", "the connection ended", driver.now)
+    driver.start("b")
+    driver.wait()
+    assert (driver.world.members, driver.world.survivors, driver.world.begun) == (("b/0",), 0, True)
+    driver.restart()
+    driver.announce("b/0")
+    driver.start("c")
+    driver.wait(4)
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert (driver.world.members, driver.world.survivors, driver.world.begun) == (("c/0",), 0, True)
+
+
+def test_a_job_whose_first_world_failed_may_begin_again() -> None:
+    driver = running("a", "b")
+    driver.say("b/0", broken=1)
+    driver.wait()
+    assert driver.world.change == "failure" and not driver.world.begun
+
+
+def test_members_that_were_told_to_go_end_the_job_in_good_order() -> None:
+    driver = running("a")
+    driver.say("a/0", step=1)
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    assert driver.world.members == () and driver.world.begun
+    driver.membership.bye("a/0", driver.now)
+    driver.start("b")
+    driver.wait()
+    assert driver.world.members == ("b/0",) and not driver.world.begun
+
+
+def test_the_last_holder_goes_without_handing_over() -> None:
+    """All members wait for what it has to say of the state: they get another generation, in which nobody asks it."""
+    driver = running("a")
+    driver.start("b")
+    driver.wait()
+    driver.say("a/0", leaving=True)
+    driver.breach("a/0")
+    driver.wait()
+    assert (driver.world.members, driver.world.leaving, driver.world.survivors) == (("b/0",), ("a/0",), 0)
+    driver.membership.bye("a/0", driver.now)
+    driver.wait()
+    assert (driver.world.change, driver.world.members, driver.world.leaving) == ("failure", ("b/0",), ())
+
+
 def test_a_leaver_that_dies_while_it_hands_over_is_a_failure() -> None:
     driver = running("a", "b")
     driver.say("a/0", leaving=True)
@@ -110,6 +160,19 @@ def test_a_leaver_that_dies_while_it_hands_over_is_a_failure() -> None:
     driver.wait()
     assert (driver.world.generation, driver.world.change, driver.world.members) == (3, "failure", ("b/0",))
     assert driver.world.broken == 2, "whoever has entered it already may have got too little"
+
+
+def test_one_of_several_that_all_leave_dies() -> None:
+    """The others meet to save what they have: they would wait for it."""
+    driver = running("a", "b", "c")
+    for member in ("a/0", "b/0", "c/0"):
+        driver.say(member, leaving=True)
+    driver.wait()
+    assert driver.world.members == () and driver.world.leaving == ("a/0", "b/0", "c/0")
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert (driver.world.generation, driver.world.change, driver.world.broken) == (3, "failure", 2)
+    assert (driver.world.members, driver.world.leaving) == ((), ("a/0", "c/0"))
 
 
 def test_a_collective_that_fails_though_all_live() -> None:

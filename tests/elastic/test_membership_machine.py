@@ -109,6 +109,9 @@ class Members(RuleBasedStateMachine):
             driver.say(member)
             if member in driver.breaches:
                 driver.breach(member)
+        if driver.told.keys().isdisjoint(driver.membership.roster.members):  # nobody knows of the job before
+            driver.worlds.clear()
+            self.checked = 0
         driver.wait(driver.settings.recovery_seconds + 0.2)
 
     # -- what holds --------------------------------------------------------------------------------------------------
@@ -132,6 +135,8 @@ class Members(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Left in peace, the job has all nodes that it may have."""
         driver = self.driver
+        for member in driver.breaches.keys() & set(driver.membership.roster.members):
+            driver.breach(member)  # late words arrive, too
         for _ in range(4):
             driver.wait(10.0)
             self._all_go_if_nobody_stays()

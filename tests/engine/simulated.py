@@ -101,14 +101,21 @@ class Job:
     def alive(self) -> list[Member]:
         return [member for member in self.members.values() if not member.end]
 
-    @property
-    def all_who_held_the_state_leave(self) -> bool:
-        """Whether a generation had nobody who stays and held the state, which the coordinator does not see to the end.
+    def begin(self, world: World) -> None:
+        """All members of a world start the job together: it begins anew, or a state that was lost comes back."""
+        assert not any(engine.works for member in self.alive for engine in member.engines), "somebody has the state"
+        have_trained = [member for member in self.ended if member.engines and member.engines[0].step]
+        assert not have_trained or world.begun or any(member.end == "saved" for member in have_trained)
+        step = max((member.engines[0].step for member in have_trained), default=0) if world.begun else 0
+        for name in world.members:
+            self.members[name].start(world, step)
+        for member in self.ended:
+            member.is_past = not world.begun
 
-        Newcomers then begin anew beside those that leave (`entry.into`), and the death of one that leaves with all
-        others is no failure (`elastic.Membership._is_settled`).
-        """
-        return any(world.leaving and not world.survivors for world in self.driver.worlds)
+    @property
+    def ended(self) -> list[Member]:
+        """Those that have ended since the job began, or began anew."""
+        return [member for member in self.members.values() if member.end and not member.is_past]
 
     def kill(self, member: Member) -> None:
         member.end = "dead"
@@ -128,6 +135,7 @@ class Member:
         self.engines: list[Engine] = []
         self.world: World | None = None
         self.waits_in: tuple[str, World, do.Proposals] | None = None
+        self.is_past = False
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -140,8 +148,9 @@ class Member:
     def say(self) -> None:
         """To the coordinator, what has changed in the report."""
         now, known = self.elastic.member._report, self.job.driver.reports[self.id]
-        if (now.entered, now.broken) != (known.entered, known.broken):
-            self.job.driver.say(self.id, entered=now.entered, broken=now.broken)
+        step = max((engine.step for engine in self.engines), default=0)
+        if (now.entered, now.broken, step > 0) != (known.entered, known.broken, known.step > 0):
+            self.job.driver.say(self.id, entered=now.entered, broken=now.broken, step=step)
 
     # ---- its main thread ---------------------------------------------------------------------------------------------
 
@@ -186,24 +195,30 @@ class Member:
             if world is not None or self.job.driver.reports[self.id].leaving:
                 self._go("was told to leave")
             return
-        record = self.job.board(world).read("job")
-        if world.survivors and record is not None:
+        board, is_led = self.job.board(world), bool(world.survivors)
+        if not is_led and world.generation > 1:
+            asked = (*world.members, *world.leaving)
+            board.values[0, f"survivor/{self.id}"] = {"holds": [], "released": []}
+            if not board.all_posted("survivor", asked):
+                return
+            is_led = any(board.values[0, f"survivor/{one}"]["holds"] for one in asked)
+        record = board.read("job")
+        if is_led and record is not None:
             number = Registry.from_json(record["registry"]).numbers[self.id]
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
             self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
-        elif not world.survivors and all(self._starts_with(one, world) for one in world.members):
-            for one in world.members:
-                self.job.members[one].start(world)
+        elif not is_led and all(self._starts_with(one, world) for one in world.members):
+            self.job.begin(world)
 
     def _starts_with(self, other: str, world: World) -> bool:
         member = self.job.members[other]
         return not member.end and not member.engines and member.elastic.member.newest == world
 
-    def start(self, world: World) -> None:
-        """All members of a world start the job together."""
+    def start(self, world: World, step: int) -> None:
+        """Start the job with all members of a world."""
         registry, layout = Registry().extended(world.members), self.job.first_layout(len(world.members))
         number, members = registry.numbers[self.id], tuple(range(layout.world_size))
-        self.engines = [Engine(layout, members, number, number in members) for _ in range(self.job.engines)]
+        self.engines = [Engine(layout, members, number, number in members, step=step) for _ in range(self.job.engines)]
         self.elastic.enter(world, registry, registry.ids_of(members))
         self.say()
 
@@ -257,8 +272,8 @@ class Member:
             case do.GiveUp():
                 for engine in self.engines:
                     self._drop(engine)
-            case do.Leave():
-                self._go("left")
+            case do.Leave(must_save):
+                self._go("saved" if must_save else "left")
             case do.Fail(error):
                 raise error
             case do.LetGo():

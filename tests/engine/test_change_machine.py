@@ -106,8 +106,6 @@ class Processes(RuleBasedStateMachine):
             for member in job.alive:
                 member.hear()
                 member.turn()
-        if job.all_who_held_the_state_leave:
-            return
         newest = job.driver.membership.world
         standing = [one for one in job.alive if newest is not None and one.id in newest.members]
         for member in job.alive:

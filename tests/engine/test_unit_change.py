@@ -16,6 +16,7 @@ from ds_dynatrain.engine.members.actions import (
     Fail,
     GiveUp,
     Held,
+    Hold,
     Know,
     LetGo,
     Open,
@@ -23,6 +24,7 @@ from ds_dynatrain.engine.members.actions import (
     Post,
     PostJob,
     Prepare,
+    Restore,
 )
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
@@ -66,26 +68,54 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
                 board.values[action.engine, action.key] = action.value
             elif isinstance(action, Decide):
                 board.decide(action.key, action.value)
-            elif isinstance(action, Fail | Enter):
+            elif isinstance(action, Fail | Enter | Restore):
                 return found
     return found
+
+
+class TestLeftAlone:
+    """After a failure, newcomers of whom all that held the state have died or leave."""
+
+    @pytest.mark.parametrize("is_aborted", [False, True])
+    def test_without_a_checkpoint_it_is_told_so(self, is_aborted: bool) -> None:
+        newest, known = failure("c/0", survivors=0), own("c/0", is_idle=True, is_aborted=is_aborted)
+        found = steps(ChangeMachine(stay), known, newest, Board({}))
+        assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
+        assert str(found[-1].error).startswith("generation 6: b/0 lost; ")
+        assert "no checkpoint is there to go on from" in str(found[-1].error)
+
+    def test_the_first_that_has_an_engine_leads_the_others_to_the_checkpoint(self) -> None:
+        """b/0 was in the generation before, and comes to its engine only now."""
+        newest, board, machine = failure("b/0", "c/0", survivors=0), Board({}), ChangeMachine(stay)
+        known = replace(own("c/0", is_idle=True, can_restore=True), world=None, registry=Registry())
+        assert not any(isinstance(action, LetGo) for action in steps(machine, known, newest, board))
+        board.values[0, "survivor/b/0"] = {"holds": [], "released": []}
+        assert [type(action) for action in steps(machine, known, newest, board)] == [LetGo, Know, PostJob]
+        board.values[0, "built/0"] = True
+        found = steps(machine, known, newest, board)
+        assert isinstance(found[-1], Restore) and not found[-1].proposals[0].source_members
+
+    def test_it_gets_the_state_of_one_that_leaves(self) -> None:
+        newest, board, machine = failure("c/0", survivors=0, leaving=("a/0",)), Board({}), ChangeMachine(stay)
+        leaver, known = ChangeMachine(stay), own("c/0", is_idle=True, can_restore=True)
+        steps(machine, known, newest, board)
+        alone = own("a/0", is_aborted=True, layout=PRESENT.replace(data=1), members=(0,))
+        assert [type(action) for action in steps(leaver, alone, newest, board)][2:] == [Post, Hold, Know, PostJob]
+        assert not any(isinstance(action, LetGo) for action in steps(machine, known, newest, board))
+
+    def test_what_leaves_with_nobody_to_take_it_has_died(self) -> None:
+        """Half of what two members held, who both were told to go."""
+        sharded = own("a/0", is_aborted=True, layout=PRESENT.replace(zero_stage=1), can_restore=True)
+        found = steps(ChangeMachine(stay), sharded, failure(survivors=0, leaving=("a/0",)), Board({}))
+        assert isinstance(found[-1], Fail) and "nobody stays who could restore" in str(found[-1].error)
 
 
 class TestLeftOut:
     """After a failure, a member of which nobody knows that it holds anything."""
 
-    @pytest.mark.parametrize("is_aborted", [False, True])
-    def test_a_newcomer_that_is_left_alone_is_told_so(self, is_aborted: bool) -> None:
-        """All who held the state have died: it would wait for ever."""
-        found = steps(
-            ChangeMachine(stay), own("c/0", is_idle=True, is_aborted=is_aborted), failure("c/0", survivors=0), BLANK
-        )
-        assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
-        assert str(found[-1].error).startswith("generation 6: b/0 lost; nobody is known to hold the state")
-
-    @pytest.mark.parametrize(("survivors", "leaving"), [(1, ()), (2, ()), (0, ("a/0",))])
-    def test_a_newcomer_waits_for_those_who_hold_something(self, survivors: int, leaving: tuple[str, ...]) -> None:
-        newest = failure(*MEMBERS[:survivors], "c/0", survivors=survivors, leaving=leaving)
+    @pytest.mark.parametrize("survivors", [1, 2])
+    def test_a_newcomer_waits_for_those_who_hold_something(self, survivors: int) -> None:
+        newest = failure(*MEMBERS[:survivors], "c/0", survivors=survivors)
         found = steps(ChangeMachine(stay), own("c/0", is_idle=True), newest, BLANK)
         assert found == [GiveUp("b/0 lost"), Open(newest), LetGo()]
 
@@ -93,8 +123,6 @@ class TestLeftOut:
         newest = failure("a/0", "c/0", survivors=1)
         assert LetGo() in steps(ChangeMachine(stay), own("c/0", rank=1, is_aborted=True), newest, BLANK)
         assert LetGo() not in steps(ChangeMachine(stay), own("c/0", rank=1), newest, Board({}))
-        alone = failure("c/0", survivors=0, leaving=("a/0",))
-        assert isinstance(steps(ChangeMachine(stay), own("c/0", rank=1, is_aborted=True), alone, BLANK)[-1], Fail)
 
 
 BLANK = Board({})
@@ -134,6 +162,17 @@ class TestLeading:
         found = steps(machine, own(attempt=8), newest, board)
         assert board.values[0, "change/1"] is said
         assert found[-1] == Prepare((Proposal.from_json(said[0]),))
+
+
+def test_who_is_waited_for_is_named() -> None:
+    machine, board, newest = ChangeMachine(stay), Board({}), failure("a/0", "b/0", "c/0", survivors=2)
+    assert machine.waits_for([]) == "the coordinator to publish a generation"
+    steps(machine, own(is_aborted=True), newest, board)
+    assert machine.waits_for([]) == "the notice board of generation 6"
+    assert machine.waits_for([board]) == "generation 6: b/0 to say what they hold"
+    board.values[0, "survivor/b/0"] = {"holds": [], "released": []}
+    steps(machine, own(is_aborted=True, layout=PRESENT.replace(data=1), members=(0,)), newest, board)
+    assert machine.waits_for([board]) == "generation 6: c/0 to come to their loops, and a layout for all"
 
 
 def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:

@@ -1,8 +1,13 @@
-"""`dynatrain.resume`: a job goes on from the latest checkpoint of a folder, of either format, or begins."""
+"""What a job that starts goes on from: `dynatrain.resume` names a folder, with checkpoints of either format.
+
+One whose members have all gone with its state, and which others start again, goes on from its own newest fallback
+checkpoint, or from what `dynatrain.resume` names. Without either its script starts again, as under stock torchrun.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ds_dynatrain.checkpoint import folder
@@ -11,11 +16,48 @@ from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 
 Load = Callable[[Path, str, bool], Restored]
 """Folder, tag, and whether pickles are trusted; as `engine.load`."""
+
+
+def first_state(engine: EngineCore, load: Load) -> Restored | None:
+    """Load what there is on all working members of a job that starts; None if it begins.
+
+    CheckpointError, on all members alike, where it cannot be loaded.
+    """
+    if engine.idle or PROCESS.membership.is_newcomer:
+        return None
+    settings, restores, found = engine.settings, PROCESS.membership.restores, None
+    if restores and settings.fallback is not None:
+        found = _newest(engine, Path(settings.fallback.path).absolute(), load)
+    if found is None and settings.resume is not None:
+        found = resume(engine, settings.resume, load)
+    if found is None and restores:
+        logger.warning(
+            "all members that held the state of this job are gone, and there is no checkpoint to go on from: the "
+            "script starts again, with what it loads itself; with dynatrain.fallback it would go on from its last one"
+        )
+    return found
+
+
+def _newest(engine: EngineCore, path: Path, load: Load) -> Restored | None:
+    """From the newest fallback checkpoint that is whole; None if there is none. Rank 0 looks for them.
+
+    Of several engines of a process each goes on from the one that the first engine has taken.
+    """
+    first, doing = PROCESS.engines[0], "looking for a fallback checkpoint"
+    session = Session(engine.control, "fallback", engine.members, doing, is_patient=True)
+    tags = session.first("tags", lambda: [saved.path.name for saved in folder.newest(path)], doing)
+    for tag in tags if first is engine else [tag for tag in tags if tag == first.began_from]:
+        with suppress(CheckpointDamaged):
+            found = load(path, tag, False)
+            engine.began_from = tag
+            logger.warning("the members that held the state are gone; restored step %d from %s", found.step, found.path)
+            return found
+    return None
 
 
 def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:
@@ -24,8 +66,6 @@ def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored |
     Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
     and cannot be loaded: a job does not begin anew by mistake.
     """
-    if engine.idle or PROCESS.membership.is_newcomer:
-        return None
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
     tag = session.first("tag", lambda: _tag(path, settings.tag), doing)

@@ -21,6 +21,7 @@ from ds_dynatrain.engine.members.executor import Executor
 from ds_dynatrain.engine.members.joint_switch import Rounds
 from ds_dynatrain.engine.members.losses import Losses
 from ds_dynatrain.engine.members.restoring import POLL_SECONDS
+from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger
@@ -134,8 +135,11 @@ class Boundaries:
         """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        watch = EndedWatch(self.first.control)
+        watch, wait = EndedWatch(self.first.control), Wait(self.executor.waits_for)
         while self.first.idle:
+            if self.executor.machine.world is None:  # it has no work, and waits for nobody
+                wait = Wait(self.executor.waits_for)
+            wait.look()
             watch.control = self.first.control
             if self.elastic.member.is_finished or self._have_ended(watch):
                 raise SystemExit(0)
@@ -189,7 +193,9 @@ class Boundaries:
             if not engine.idle:
                 with engine.turn():
                     engine.discard_window()
+        wait = Wait(self.executor.waits_for)
         while self.elastic.is_aborted:
+            wait.look()
             self._advance()
             if self.elastic.is_aborted and self.first.idle:
                 self._wait_for_work()

@@ -5,7 +5,7 @@ them and what this process holds goes in, what is to be done comes out (`actions
 
 | stage | what it waits for | keys |
 |---|---|---|
-| agree | after a failure: all who may hold state say what they hold; then the rest is idle | `survivor/<id>` |
+| agree | after a failure: all who may hold state (if nobody may, all) say what they hold | `survivor/<id>` |
 | learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
@@ -77,6 +77,7 @@ class ChangeMachine:
         self.registry = Registry()
         self.tries = 0
         self.restores = False
+        self._leader = ""
         self._said: set[str] = set()
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -118,10 +119,28 @@ class ChangeMachine:
         given_up: list[Action] = [GiveUp(reason)]
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
+    def waits_for(self, boards: Sequence[Board]) -> str:
+        """What keeps a member from its next action, in words. boards: as in `advance`."""
+        world = self.world
+        if world is None:
+            return "the coordinator to publish a generation"
+        if not boards:
+            return f"the notice board of generation {world.generation}"
+        asked = {
+            Stage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
+            Stage.FOLLOW: ("built", world.members[world.survivors :], "to come to their loops, and a layout for all"),
+        }
+        if self.stage not in asked:
+            return f"generation {world.generation}: the others, at {self.stage.value}"
+        key, members, what = asked[self.stage]
+        names = {one: one if key == "survivor" else self.registry.numbers.get(one, one) for one in members}
+        missing = [one for one, name in names.items() if not boards[0].all_posted(key, [name])]
+        return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
+
     def forget(self) -> None:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
-        self.registry, self.tries, self.restores, self._said = Registry(), 0, False, set()
+        self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -156,10 +175,10 @@ class ChangeMachine:
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
     def _agree(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        stay = world.members[: world.survivors]
+        stay = who_is_asked(world)
         if own.member not in (*stay, *world.leaving):
             self.stage = Stage.LEARN
-            return self._be_left_out(own, world)
+            return self._be_left_out(own)
         if "survivor" not in self._said:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
@@ -172,8 +191,11 @@ class ChangeMachine:
             return []
         holders = {one: [Survivor(**each) for each in said["holds"]] for one, said in found.items() if said["holds"]}
         self.stage = Stage.LEARN
-        if not own.is_aborted and not any(records[0].is_aborted for records in holders.values()):
+        of_all = [record for records in holders.values() for record in records]
+        is_held = any(record.rank is not None for record in of_all)
+        if is_held and not own.is_aborted and not any(record.is_aborted for record in of_all):
             return []
+        self._leader = next((one for one in stay if one in holders), "")
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
         return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
 
@@ -191,17 +213,12 @@ class ChangeMachine:
             return None
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
-    def _be_left_out(self, own: Own, world: World) -> list[Action]:
+    def _be_left_out(self, own: Own) -> list[Action]:
         """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
 
-        The others go on without that; if none of them holds anything, nobody would tell it what to do.
+        The others go on without that.
         """
-        if not own.is_all_idle and not own.is_aborted:
-            return []
-        if not world.survivors and not (own.is_all_idle and world.leaving):
-            what = "nobody is known to hold the state of the job: start it again, from a checkpoint"
-            return [Fail(ElasticError(f"generation {world.generation}: {world.reason}; {what}"))]
-        return [LetGo()]
+        return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, own: Own, world: World, sources: list[Source | None]) -> list[Action]:
         """From what the living hold; all from a checkpoint if one engine has lost state: they have one history."""
@@ -209,24 +226,26 @@ class ChangeMachine:
         if len(whole) == len(sources):
             return [Hold(whole)]
         lost = own.engines[sources.index(None)]
-        if not lost.can_restore or not world.survivors:
-            why = (
-                f"generation {world.generation}: {world.reason}; in {lost.layout} parts of the state have died with "
-                "it, and no checkpoint is there to go on from: start the job again from one of your own, and configure "
+        if not lost.can_restore or not self._leader:
+            what = (
+                "nobody stays who could restore the fallback checkpoint: start the job again from it"
+                if lost.can_restore
+                else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
                 "dynatrain.fallback.path"
             )
-            return [Fail(ElasticError(why))]
+            why = f"{world.reason}; in {lost.layout} parts of the state have died with it, and {what}"
+            return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
         self.restores = True
         return [LetGo()]
 
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
-    def _leads(self, own: Own, world: World) -> bool:
-        """Rank 0 of those that hold the state does; if nobody does, the first survivor."""
-        return own.member == world.members[0] if self.restores else own.engines[0].rank == 0
+    def _leads(self, own: Own) -> bool:
+        """Rank 0 of those that hold the state does; if nobody does, the first member that has made its engines."""
+        return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        if not own.is_idle or self._leads(own, world):
+        if not own.is_idle or self._leads(own):
             self.registry, self.stage = own.registry.extended(world.members), Stage.FOLLOW
             return [Know(self.registry)]
         found = [boards[engine].read("job") for engine in range(len(own.engines))]
@@ -247,7 +266,7 @@ class ChangeMachine:
     def _follow(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         records = boards[0].read(f"change/{self.tries + 1}")
         if records is None:
-            return self._lead(own, world, boards) if self._leads(own, world) else []
+            return self._lead(own, world, boards) if self._leads(own) else []
         proposals = tuple(Proposal.from_json(record) for record in records)
         decided = boards[0].read(f"record/{proposals[0].generation}")
         if decided is not None and not decided["commit"]:
@@ -264,7 +283,9 @@ class ChangeMachine:
         if "job" not in self._said:
             self._said.add("job")
             return [PostJob(self.registry)]
-        newcomers = [self.registry.numbers[one] for one in world.members if one not in own.registry.numbers]
+        newcomers = [
+            self.registry.numbers[one] for one in world.members if one not in (*own.registry.numbers, own.member)
+        ]
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
@@ -335,6 +356,11 @@ class ChangeMachine:
         if world.members and own.member not in world.members:
             return [Leave()]
         return [entered] if world.members else [entered, Leave(must_save=True)]
+
+
+def who_is_asked(world: World) -> tuple[str, ...]:
+    """The members that say after a failure what they hold: those who may hold state; if nobody may, all of them."""
+    return world.members[: world.survivors] or world.members
 
 
 def _survivor(own: Own, held: Held) -> Survivor:

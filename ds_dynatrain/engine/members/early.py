@@ -103,7 +103,7 @@ def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) ->
             return None
         entry = into(membership, world, alone, seconds)
         if entry is not None:
-            return entry
+            return None if entry.joins else entry
 
 
 def _is_running(elastic: Elastic) -> bool:

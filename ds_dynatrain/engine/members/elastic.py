@@ -33,7 +33,8 @@ class Elastic:
     world: the generation that this member has entered, None before the first. registry: the numbers of its members.
     is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
     more. loaded: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
-    is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then.
+    is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then. restores:
+    whether it starts a job whose state is lost.
     """
 
     def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
@@ -45,6 +46,7 @@ class Elastic:
         self.is_aborted = False
         self.loaded: dict[int, Any] = {}
         self.is_newcomer, self.engine_count = False, 1
+        self.restores = False
         self._training: frozenset[str] = frozenset()
         self._aborted_at = 0
         self._present: dict[int, WorldSockets] = {}

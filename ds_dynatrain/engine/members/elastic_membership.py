@@ -54,6 +54,11 @@ class ElasticMembership:
         return self.elastic.is_newcomer
 
     @property
+    def restores(self) -> bool:
+        """Whether the job's members have gone with its state."""
+        return self.elastic.restores
+
+    @property
     def is_aborted(self) -> bool:
         """Whether a member is dead, or a collective has failed."""
         return self.elastic.is_aborted

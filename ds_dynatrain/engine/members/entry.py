@@ -24,6 +24,7 @@ from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
 from ds_dynatrain.report import logger
 
@@ -162,8 +163,8 @@ def into(
         raise JobFinished(f"{elastic.member.id} was told to leave")
     registry = Registry().extended(world.members)
     try:
-        if world.survivors:
-            boards = elastic.open_boards(world, seconds=seconds, engine=engine)
+        boards = elastic.open_boards(world, seconds=seconds, engine=engine)
+        if not _all_start(elastic, world, boards, engine):
             record = _job_record(elastic, world, boards)
             if record is None:
                 return None
@@ -174,7 +175,9 @@ def into(
             elastic.loaded[engine] = record["loaded"]
             return Entry(alone, *boards, number, 1, membership, engine, world, alone, record)
         mine, size = registry.numbers[elastic.member.id], len(world.members)
-        boards = elastic.open_boards(world, mine, seconds, engine)
+        for board in boards:
+            board.member = mine
+        elastic.is_newcomer, elastic.restores = False, world.begun
         with elastic.building(world.generation, engine):
             made = watched(make_group(boards[1].store, "start", mine, size, seconds), GroupStatus())
         elastic.settle(engine)
@@ -189,12 +192,46 @@ def _hold_nothing(elastic: Elastic, world: World) -> None:
     """After a failure those that stay ask all that leave what they hold, also one that has not come to join."""
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
-            elastic.open_boards(world)[0].post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
+            _say_nothing_is_held(elastic, elastic.open_boards(world)[0])
+
+
+def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
+    board.post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
+
+
+def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> bool:
+    """Whether no member of a generation has an engine yet, so that all start together; else some will lead.
+
+    They may, although nobody is known to hold the state: they leave with it, or have come a moment before it was lost.
+    ElasticError on a member that is about to make another engine for such a job.
+    """
+    if world.survivors:
+        return False
+    if world.generation == 1 or elastic.world is not None:
+        return True
+    if engine > 1:
+        raise ElasticError(
+            f"generation {world.generation}: {world.reason}; nobody is known to hold the state of the job, and "
+            f"engine {engine} of this process was not made yet: start the job again, from a checkpoint"
+        )
+    _say_nothing_is_held(elastic, boards[0])
+    asked = (*world.members, *world.leaving)
+    wait = Wait(lambda: f"one of {', '.join(asked)} to say what it holds, in generation {world.generation}")
+    while elastic.member.is_newest(world):
+        wait.look()
+        if boards[0].all_posted("survivor", asked):
+            return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
+        if elastic.member.is_finished:
+            raise JobFinished("the job has finished")
+        time.sleep(POLL_SECONDS)
+    return False
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
     """What rank 0 says of the running job; None if a later generation comes first."""
+    wait = Wait(lambda: f"rank 0 of the running job, to say in generation {world.generation} what it trains")
     while elastic.member.is_newest(world):
+        wait.look()
         record: dict[str, Any] | None = boards[0].read("job")
         if record is not None:
             return record

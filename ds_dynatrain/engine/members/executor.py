@@ -73,6 +73,11 @@ class Executor:
         while actions := self.on_board(self._decided):
             self.on_board(partial(self._carry_out, actions))
 
+    def waits_for(self) -> str:
+        """Whom the next action waits for."""
+        boards = () if self._boards is None else self._boards.fronts
+        return self.on_board(lambda: self.machine.waits_for(boards)) or "the notice board"
+
     def forget(self) -> None:
         """An engine has ended, or a later generation is gone."""
         self._give_up("an engine has ended")

@@ -32,7 +32,7 @@ T = TypeVar("T")
 class FixedLaunch:
     """See `membership.Membership`."""
 
-    is_newcomer = is_aborted = takes_sigterm = saves_jointly = False
+    is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
 
     @property
     def node(self) -> str:

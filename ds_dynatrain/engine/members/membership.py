@@ -50,6 +50,10 @@ class Membership(Protocol):
         """Whether this process has joined a job that ran."""
 
     @property
+    def restores(self) -> bool:
+        """Whether this process starts a job that has trained before, and whose state nobody holds any more."""
+
+    @property
     def is_aborted(self) -> bool:
         """Whether the world that trains cannot be used any more."""
 
