@@ -82,6 +82,9 @@ def coordinator(
     token_file: TokenFile = None,
     store_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the store for groups; 0: a free one.")] = 0,
     silent_seconds: Annotated[float, typer.Option(help="After this long without a heartbeat a member is lost.")] = 5.0,
+    stuck_seconds: Annotated[
+        float, typer.Option(help="After this long in which its main thread stands still a member is lost; 0: never.")
+    ] = 300.0,
     recovery_seconds: Annotated[float, typer.Option(help="How long to wait for members of a running job first.")] = 3.0,
 ) -> None:
     """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
@@ -95,7 +98,8 @@ def coordinator(
 
     with saying("coordinator"):
         least, most = membership.nodes(nnodes)
-        settings = Settings(least, most, silent_seconds=silent_seconds, recovery_seconds=recovery_seconds)
+        times = {"silent_seconds": silent_seconds, "stuck_seconds": stuck_seconds, "recovery_seconds": recovery_seconds}
+        settings = Settings(least, most, **times)
         membership.run_coordinator(address, settings, job, token_file, store_port)
 
 

@@ -152,6 +152,7 @@ class Coordinator:
                 term=self.membership.term,
                 store_port=self._store_port,
                 beat_seconds=settings.beat_seconds,
+                stuck_seconds=settings.stuck_seconds,
                 min_nodes=settings.min_nodes,
                 max_nodes=settings.max_nodes,
             )

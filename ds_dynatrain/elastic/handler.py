@@ -6,7 +6,8 @@ endpoint is, unless one is there already (`ds-dynatrain coordinator`, or another
 
 Settings, `--rdzv-conf key=value,...`: `is_host` (0: never host the coordinator, 1: always), `join_timeout` (seconds to
 wait for the coordinator, 600), `token_file`, `store_port` (of the store for process groups, 0: any), and of the
-coordinator, where this agent hosts it, `debounce_seconds`, `beat_seconds`, `silent_seconds`, `recovery_seconds`.
+coordinator, where this agent hosts it, `debounce_seconds`, `beat_seconds`, `silent_seconds`, `stuck_seconds`,
+`recovery_seconds`.
 """
 
 from __future__ import annotations

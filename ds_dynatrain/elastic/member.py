@@ -7,6 +7,7 @@ the world stays as it is.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
@@ -73,6 +75,8 @@ class Member:
         self._termination = Termination()
         self._report = Report()
         self._reporting = threading.RLock()
+        self._main_thread = MainThread()
+        self._is_stuck = False
         self._newest: World | None = None
         self._has_breach = False
         self._is_finished = False
@@ -264,7 +268,7 @@ class Member:
         connection = self._connection
         if connection is None:
             return
-        beat = connection.welcome.beat_seconds
+        beat, most = connection.welcome.beat_seconds, connection.welcome.stuck_seconds
         next_beat = time.monotonic() + beat
         while not self._stopping.is_set():
             waits_for = (connection.fileno(), self._termination.fileno())
@@ -275,8 +279,20 @@ class Member:
                 for message in connection.messages():
                     self._take(message)
             if time.monotonic() >= next_beat:
+                self._look_at_main_thread(most)
                 self._send_report()
                 next_beat = time.monotonic() + beat
+
+    def _look_at_main_thread(self, most: float) -> None:
+        """Put into the report for how long it has been blocked; for longer than `most`, show where, once."""
+        seconds = self._main_thread.blocked_seconds()
+        with self._reporting:
+            self._report = self._report.model_copy(update={"blocked_seconds": seconds})
+        is_stuck = 0 < most <= seconds
+        if is_stuck and not self._is_stuck:
+            logger.error("%s: the main thread has not moved for %.0f s (stuck_seconds); it is here:", self.id, seconds)
+            faulthandler.dump_traceback(all_threads=True)
+        self._is_stuck = is_stuck
 
     def _take(self, message: object) -> None:
         match message:

@@ -120,7 +120,7 @@ class Membership:
 
     def advance(self, now: float) -> list[Effect]:
         """What has to be done now."""
-        effects: list[Effect] = list(self._give_up_silent(now))
+        effects: list[Effect] = [*self._give_up_silent(now), *self._give_up_stuck(now)]
         if self._recovery is not None:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
@@ -146,6 +146,19 @@ class Membership:
         for entry in silent:
             self.lost(entry.member, reason, now)
         return [GiveUp(entry.member, entry.pid, reason) for entry in silent]
+
+    def _give_up_stuck(self, now: float) -> list[GiveUp]:
+        """Members that have trained, and hold up the others: alive, but their main thread does not get on."""
+        most = self.settings.stuck_seconds
+        stuck = [
+            entry
+            for entry in self.roster
+            if 0 < most <= entry.report.blocked_seconds and entry.report.step and self._takes_part(entry.member)
+        ]
+        reason = f"its main thread has not moved for {most:g} s"
+        for entry in stuck:
+            self.lost(entry.member, reason, now)
+        return [GiveUp(entry.member, entry.pid, reason) for entry in stuck]
 
     # -- after a restart ---------------------------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ class Welcome(Record):
     """Where the store for process groups listens, on the coordinator's host."""
     beat_seconds: Seconds
     """How often the peer has to be heard of."""
+    stuck_seconds: Seconds
+    """After how long of standing still a worker is given up; 0: never."""
     min_nodes: Count
     max_nodes: Count
 
@@ -106,6 +108,8 @@ class Report(Record):
     layout: Text = ""
     pause_ms: Seconds = 0.0
     """How long its last change of world held up training."""
+    blocked_seconds: Seconds = 0.0
+    """For how long its main thread has run no Python code, and waited for nobody."""
 
 
 class Bye(Record):

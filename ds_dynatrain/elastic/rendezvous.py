@@ -30,7 +30,7 @@ from ds_dynatrain.errors import ElasticError, JobFinished, MessageError, PeerRef
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 600.0
 LONGEST_HOST = 64
-TIMES = ("debounce_seconds", "beat_seconds", "silent_seconds", "recovery_seconds")
+TIMES = ("debounce_seconds", "beat_seconds", "silent_seconds", "stuck_seconds", "recovery_seconds")
 FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 

@@ -25,6 +25,9 @@ class Settings:
     """How often everybody has to be heard of."""
     silent_seconds: float = 5.0
     """Whoever was not heard of for this long is given up."""
+    stuck_seconds: float = 300.0
+    """A member of the world whose main thread has run no Python code for this long, and waits for no other process, is
+    given up; 0: never."""
     recovery_seconds: float = 3.0
     """After its start a coordinator decides nothing for this long, nor after a member of a running job has come back,
     until all have: the others may be on their way."""

@@ -4,6 +4,7 @@ Writes a line of JSON for each step and each event into `$OUT/PID.jsonl`: the lo
 micro-batch that this rank had. It ends after `$STEPS` optimizer steps, or at the end of the step in which `$OUT/stop`
 appears; if a number of steps stands in that, after so many. `$GATE` names a file in `$OUT` that it waits for, warm, but
 unknown to the job; `$LATE` is how many seconds it takes from `initialize` to the loop. `$FAULT`: see `faulted.py`.
+The main thread of process PID stands still for ever once `$OUT/hang-PID` is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +53,13 @@ class Numbered(Sequences):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:  # type: ignore[override]
         return *super().__getitem__(index), index
+
+
+def hang() -> None:
+    """A deadlock."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 
 def built() -> tuple[torch.nn.Module, Any]:
@@ -143,6 +152,8 @@ class Script:
             self.say(event="step", step=step, parts=parts, rank=engine.rank, size=int(os.environ["WORLD_SIZE"]))
             parts = []
             time.sleep(STEP_SECONDS)
+            if (OUT / f"hang-{os.getpid()}").exists():
+                hang()
             if self.is_through():
                 return True
         return False

@@ -1,0 +1,92 @@
+"""A main thread that stands still: how a process sees it of itself, and what becomes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.agents import ROOT, Job
+from tests.elastic.driver import running
+from tests.elastic.runs import Static, check_history, finish, processes, steps_on
+
+WATCHED = """
+import threading, time
+from ds_dynatrain.elastic.main_thread import MainThread
+watched, most, end = MainThread(), 0.0, threading.Event()
+def look():
+    global most
+    while not end.wait(0.05):
+        most = max(most, watched.blocked_seconds())
+threading.Thread(target=look).start()
+def busy():
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        pass
+def blocked():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=1.5)
+waiting = {"__name__": "torch.distributed.distributed_c10d", "blocked": blocked}
+exec("def wait(): blocked()", waiting)
+{"busy": busy, "blocked": blocked, "wait": waiting["wait"]}[WHAT]()
+end.set()
+print(most)
+"""
+
+
+@pytest.mark.parametrize(("what", "is_seen"), [("busy", False), ("blocked", True), ("wait", False)])
+def test_how_long_it_has_run_no_python(what: str, is_seen: bool) -> None:
+    script = f"WHAT = {what!r}\n{WATCHED}"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, capture_output=True)
+    seconds = float(ended.stdout)
+    assert seconds > 1.0 if is_seen else seconds < 1.0
+
+
+class TestMembership:
+    def test_it_is_given_up(self) -> None:
+        driver = running("a", "b")
+        driver.say("b/0", step=7)
+        driver.say("b/0", blocked_seconds=299.0)
+        driver.wait(1)
+        assert driver.world.generation == 1
+        driver.say("b/0", blocked_seconds=301.0)
+        driver.wait(1)
+        assert driver.fenced == ["b/0"] and "main thread has not moved for 300 s" in driver.world.reason
+        assert (driver.world.change, driver.world.members) == ("failure", ("a/0",))
+
+    def test_one_that_has_made_no_step_has_time(self) -> None:
+        """It may be compiling."""
+        driver = running("a", "b")
+        driver.say("b/0", blocked_seconds=1000.0)
+        driver.wait(1)
+        assert driver.world.generation == 1
+
+    def test_one_that_holds_nobody_up_has_time(self) -> None:
+        driver = running("a", most=1)
+        driver.start("b")
+        driver.say("b/0", step=7, blocked_seconds=1000.0)
+        driver.wait(1)
+        assert driver.world.generation == 1 and not driver.fenced
+
+
+def test_training_goes_on_without_a_worker_that_stands_still(
+    train: Callable[..., Job], static: Static, tmp_path: Path
+) -> None:
+    job = train(nodes="1:2", stage=0)
+    job.times["stuck_seconds"] = 4.0
+    job.node("a", is_host=1)
+    first = job.settled(1)
+    job.node("b", is_host=0)
+    both = job.settled(2, first.generation)
+    steps_on(job)
+    stuck = processes(both)[1]
+    (tmp_path / f"hang-{stuck}").touch()
+    job.settled(1, both.generation)
+    steps_on(job)
+    assert "the main thread has not moved" in job.logs() and "in hang" in job.logs()
+    finish(job, "a")
+    check_history(job, static, kills=1)
