@@ -96,6 +96,13 @@ class PeerRefused(ElasticError):  # noqa: N818
     """The coordinator does not let this process in, or no longer; the message is its reason."""
 
 
+class CoordinatorUnproved(PeerRefused):
+    """What answers at the coordinator's address has not proved that it is the job's coordinator, whatever it says.
+
+    A process that was let in before goes on looking for the coordinator; one that starts ends with this.
+    """
+
+
 class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
     """The scripts of the members that worked have ended: whoever waits for work can go."""
 

@@ -11,6 +11,7 @@
 | `snapshot` | the status of a job |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
 | `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |
+| `channel` | what proves each message of a connection |
 | `address` `token` `users` | where to listen, and to whom; the secret of a job; whose a connection is, without one |
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |

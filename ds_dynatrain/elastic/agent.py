@@ -17,7 +17,7 @@ from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE
 from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
 from ds_dynatrain.elastic.world import node_of
-from ds_dynatrain.errors import MessageError, PeerRefused
+from ds_dynatrain.errors import CoordinatorUnproved, MessageError, PeerRefused
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -80,9 +80,9 @@ class AgentLine:
                 self._connection = Connection.open(self._address, self._token, self._job)
                 self._connection.send(Agent(node=self._node))
                 return True
-            except OSError:
+            except (OSError, MessageError, CoordinatorUnproved):
                 continue
-            except (PeerRefused, MessageError) as error:
+            except PeerRefused as error:
                 logger.warning("the coordinator at %s does not take this agent back: %s", self._address, error)
                 return False
         return False

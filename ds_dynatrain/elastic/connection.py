@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ds_dynatrain.elastic.address import Address, tune
+from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
@@ -28,8 +29,7 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
-from ds_dynatrain.elastic.token import prove
-from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
+from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
 READ_BYTES = 1 << 16
 SEND_SECONDS = 10.0
@@ -51,31 +51,47 @@ class Connection:
         self._socket.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
         self._buffer = bytearray()
-        self._messages: deque[Message] = deque()
+        self._channel: Channel | None = None
+        self._frames: deque[tuple[bytes, bytes]] = deque()
 
     @classmethod
     def open(cls, address: Address, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
         """Connect and be let in, within `seconds` for each answer.
 
-        OSError if nobody is there or answers, PeerRefused with the coordinator's reason, MessageError if what answers
-        is no coordinator of this version.
+        OSError if nobody is there or answers, PeerRefused with the coordinator's reason, CoordinatorUnproved or
+        MessageError if what answers is no coordinator of this version that knows the token.
         """
         connection = cls(address, seconds)
         try:
-            challenge = connection.expect(seconds)
-            if not isinstance(challenge, Challenge):
-                raise MessageError(f"{address}: {challenge.kind} came where a coordinator says challenge")
-            if challenge.version != PROTOCOL:
-                raise PeerRefused(f"{address}: the coordinator speaks protocol {challenge.version}, this is {PROTOCOL}")
-            connection.send(Hello(version=PROTOCOL, proof=prove(token, challenge.nonce), job=job))
-            welcome = connection.expect(seconds)
-            if not isinstance(welcome, Welcome):
-                raise MessageError(f"{address}: {welcome.kind} came where a coordinator says welcome")
+            connection.welcome = connection._greet(str(address), token, job, seconds)
         except BaseException:
             connection.close()
             raise
-        connection.welcome = welcome
         return connection
+
+    def _greet(self, address: str, token: str | None, job: str, seconds: float) -> Welcome:
+        """Prove that the token is known here, and let the coordinator prove it."""
+        challenge = decode(self._next(seconds)[0][HEADER.size :])
+        if isinstance(challenge, Refused):
+            raise CoordinatorUnproved(f"{address}: {challenge.reason}")
+        if not isinstance(challenge, Challenge):
+            raise MessageError(f"{address}: {challenge.kind} came where a coordinator says challenge")
+        if challenge.version != PROTOCOL:
+            raise CoordinatorUnproved(
+                f"{address}: the coordinator speaks protocol {challenge.version}, this is {PROTOCOL}: all nodes need "
+                "the same ds_dynatrain"
+            )
+        nonce = new_nonce()
+        self._channel = Channel(token, (challenge.nonce, nonce), "peer")
+        self.send(Hello(nonce=nonce, job=job))
+        wire, tag = self._next(seconds)
+        answer = decode(wire[HEADER.size :])
+        if not self._channel.is_next(wire, tag):
+            raise CoordinatorUnproved(f"{address}: {_unproved(answer)}")
+        _raise_refusal(answer)
+        if not isinstance(answer, Welcome):
+            raise MessageError(f"{address}: {answer.kind} came where a coordinator says welcome")
+        return answer
 
     def fileno(self) -> int:
         """The descriptor of its socket; -1 once it is closed."""
@@ -85,25 +101,17 @@ class Connection:
         """Send a message; OSError if the connection is broken, which it then stays."""
         wire = encode(message)
         with self._sending:
-            self._socket.sendall(wire)
+            self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """The next message; TimeoutError after `seconds`, ConnectionError at the end, MessageError for nonsense."""
-        end = time.monotonic() + seconds
-        while not self._messages:
-            left = end - time.monotonic()
-            if left <= 0 or not readable([self.fileno()], left):
-                raise TimeoutError(f"no message within {seconds:g} s")
-            self.read()
-        return self._messages.popleft()
+        """The next message; TimeoutError after `seconds`, ConnectionError at the end, MessageError for nonsense and for
+        what the coordinator has not said."""
+        return self._proved(*self._next(seconds))
 
     def expect(self, seconds: float) -> Message:
         """As `receive`; PeerRefused or JobFinished if that is what the message says."""
         message = self.receive(seconds)
-        if isinstance(message, Refused):
-            raise PeerRefused(message.reason)
-        if isinstance(message, Finished):
-            raise JobFinished("the job has finished")
+        _raise_refusal(message)
         return message
 
     def read(self) -> None:
@@ -114,20 +122,50 @@ class Connection:
         self._buffer += part
         while len(self._buffer) >= HEADER.size:
             end = HEADER.size + body_length(bytes(self._buffer[: HEADER.size]), LARGEST_MESSAGE)
-            if len(self._buffer) < end:
+            if len(self._buffer) < end + TAG_BYTES:
                 return
-            self._messages.append(decode(bytes(self._buffer[HEADER.size : end])))
-            del self._buffer[:end]
+            self._frames.append((bytes(self._buffer[:end]), bytes(self._buffer[end : end + TAG_BYTES])))
+            del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """All that was read and not received yet."""
-        read = list(self._messages)
-        self._messages.clear()
-        return read
+        """All that was read and not received yet; MessageError as of `receive`."""
+        messages = [self._proved(*frame) for frame in self._frames]
+        self._frames.clear()
+        return messages
 
     def close(self) -> None:
         """End it; harmless twice."""
         self._socket.close()
+
+    def _next(self, seconds: float) -> tuple[bytes, bytes]:
+        """What came next, and its tag."""
+        end = time.monotonic() + seconds
+        while not self._frames:
+            left = end - time.monotonic()
+            if left <= 0 or not readable([self.fileno()], left):
+                raise TimeoutError(f"no message within {seconds:g} s")
+            self.read()
+        return self._frames.popleft()
+
+    def _proved(self, wire: bytes, tag: bytes) -> Message:
+        if self._channel is None:
+            raise RuntimeError("nobody has been greeted on this connection")
+        self._channel.check(wire, tag)
+        return decode(wire[HEADER.size :])
+
+
+def _raise_refusal(message: Message) -> None:
+    if isinstance(message, Refused):
+        raise PeerRefused(message.reason)
+    if isinstance(message, Finished):
+        raise JobFinished("the job has finished")
+
+
+def _unproved(answer: Message) -> str:
+    """What is wrong with an answer whose tag is not right."""
+    if isinstance(answer, Refused):
+        return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
+    return "what answers there does not know this process's token, so it is not this job's coordinator"
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:

@@ -25,7 +25,7 @@ from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.elastic.store import node_store, world_store
 from ds_dynatrain.elastic.world import World, member_id
-from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
+from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
 JOIN_SECONDS = 600.0
 CONNECT_SECONDS = 2.0
@@ -348,11 +348,15 @@ class Member:
                 self._announce()
                 logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
                 return True
-            except OSError as error:
+            except (
+                OSError,
+                MessageError,
+                CoordinatorUnproved,
+            ) as error:  # whoever has taken its port is not the coordinator
                 if time.monotonic() - begin > self._orphan_seconds:
                     self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
                     return False
-            except (PeerRefused, JobFinished, MessageError) as error:
+            except (PeerRefused, JobFinished) as error:
                 self._end(Ending.GIVEN_UP, str(error))
                 return False
         return False

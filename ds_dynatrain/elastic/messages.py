@@ -1,14 +1,14 @@
 """What travels between a coordinator and its peers.
 
-A message on the wire is four bytes of length (big-endian) and that many bytes of JSON, an object whose `kind` names one
-of the classes below. Nothing is guessed and nothing is unpickled: an unknown kind, an unknown field, a value of another
-type or a length above the limit is a `MessageError` that says which.
+A message on the wire is four bytes of length (big-endian), that many bytes of JSON, an object whose `kind` names one of
+the classes below, and its tag (see `channel`). Nothing is guessed and nothing is unpickled: an unknown kind, an unknown
+field, a value of another type or a length above the limit is a `MessageError` that says which.
 
-A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`.
-After that a worker sends one `Announce`, then `Report` whenever something changed and as its heartbeat, and `Bye` at
-its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query` or `Dismiss`. The coordinator sends
-`Changed`, `Leave`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. Reports say all that a worker is, so a
-lost or a repeated one does no harm.
+A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
+from `Hello` on all is proved. After that a worker sends one `Announce`, then `Report` whenever something changed and as
+its heartbeat, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query` or
+`Dismiss`. The coordinator sends `Changed`, `Leave`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. Reports
+say all that a worker is, so a lost or a repeated one does no harm.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ HEADER = struct.Struct(">I")
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Proof = Annotated[str, Field(max_length=128)]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Phase = Literal["warming", "waiting", "working", "leaving"]
 
 
 class Challenge(Record):
-    """The coordinator's first words: its version, and a number to prove the token with."""
+    """The coordinator's first words: its version, and its half of what the keys of this connection follow from."""
 
     kind: Literal["challenge"] = "challenge"
     version: int
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    nonce: Nonce
 
 
 class Hello(Record):
-    """A peer's answer. The proof is empty where it has no token; the job where it only asks."""
+    """A peer's answer, with the other half. The job is empty where it only asks."""
 
     kind: Literal["hello"] = "hello"
-    version: int
-    proof: Proof = ""
+    nonce: Nonce
     job: Text = ""
 
 
@@ -70,7 +69,7 @@ class Welcome(Record):
 
 
 class Refused(Record):
-    """The peer is not let in, or no longer; the connection ends."""
+    """The peer is not let in, or no longer; the connection ends. Before the peer's proof nothing proves this either."""
 
     kind: Literal["refused"] = "refused"
     reason: Text

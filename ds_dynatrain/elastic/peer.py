@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
+from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
@@ -19,7 +19,6 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
-from ds_dynatrain.elastic.token import is_proved
 from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
@@ -33,25 +32,38 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._channel: Channel | None = None
         self.name = str(writer.get_extra_info("peername"))
 
     async def greet(self, token: str | None) -> Hello:
-        """Let the peer prove that it knows the token; PeerRefused or MessageError if not."""
-        nonce = secrets.token_hex(16)
+        """Let the peer prove that it knows the token; PeerRefused or MessageError if not. Every message to it does so,
+        too, from then on."""
+        nonce = new_nonce()
         self.send(Challenge(version=PROTOCOL, nonce=nonce))
-        hello = await self.receive(LARGEST_GREETING)
+        wire, tag = await self._next(LARGEST_GREETING)
+        hello = decode(wire[HEADER.size :])
         if not isinstance(hello, Hello):
             raise MessageError(f"{hello.kind}: a connection begins with hello")
-        if hello.version != PROTOCOL:
-            raise PeerRefused(f"protocol {hello.version}, here it is {PROTOCOL}: all nodes need the same ds_dynatrain")
-        if not is_proved(token, nonce, hello.proof):
+        channel = Channel(token, (nonce, hello.nonce), "coordinator")
+        if not channel.is_next(wire, tag):
             raise PeerRefused("the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN)")
+        self._channel = channel
         return hello
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
-        """The next message, of at most `limit` bytes. MessageError, or EOFError and ConnectionError at the end."""
+        """After `greet`: the next message, of at most `limit` bytes. MessageError, or EOFError and ConnectionError at
+        the end."""
+        wire, tag = await self._next(limit)
+        if self._channel is None:
+            raise RuntimeError(f"{self.name} has not been greeted")
+        self._channel.check(wire, tag)
+        return decode(wire[HEADER.size :])
+
+    async def _next(self, limit: int) -> tuple[bytes, bytes]:
+        """What came next, and its tag."""
         header = await self._reader.readexactly(HEADER.size)
-        return decode(await self._reader.readexactly(body_length(header, limit)))
+        body = await self._reader.readexactly(body_length(header, limit))
+        return header + body, await self._reader.readexactly(TAG_BYTES)
 
     def send(self, message: Message) -> None:
         """Send a message some time."""
@@ -61,7 +73,7 @@ class Peer:
         """Send an encoded message some time; a peer that does not read is dropped."""
         if self._writer.is_closing():
             return
-        self._writer.write(wire)
+        self._writer.write(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
         if self._writer.transport.get_write_buffer_size() > MOST_UNREAD:
             self._writer.transport.abort()
 

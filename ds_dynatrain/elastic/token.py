@@ -1,8 +1,7 @@
-"""The secret of a job. It is proved, never sent: the peer signs a number that the coordinator has just drawn."""
+"""The secret of a job: reading it, and the keys that follow from it. It is proved, never sent (see `channel`)."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from pathlib import Path
 
@@ -28,11 +27,6 @@ def checked_token(token: str, where: str) -> str:
     return token
 
 
-def prove(token: str | None, nonce: str) -> str:
-    """What shows that one knows the token; empty without one."""
-    return "" if token is None else hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
-
-
-def is_proved(token: str | None, nonce: str, proof: str) -> bool:
-    """Whether a proof is right, in a time that does not depend on where it is wrong. Without a token all are."""
-    return token is None or hmac.compare_digest(prove(token, nonce).encode(), proof.encode())
+def derive(token: str | None, purpose: str) -> bytes:
+    """A key for one purpose alone; without a token one that everybody knows."""
+    return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")

@@ -20,6 +20,7 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
 
 SECONDS = 5.0
+ANY = Address("127.0.0.1", 0)
 QUICK = {"debounce_seconds": 0.02, "beat_seconds": 0.05, "silent_seconds": 30.0, "recovery_seconds": 0.05}
 
 
@@ -30,7 +31,7 @@ class Served:
     settings: Settings
     token: str | None = None
     job: str = ""
-    listener: socket.socket = field(default_factory=lambda: listen(Address("127.0.0.1", 0), is_guarded=False))
+    listener: socket.socket = field(default_factory=lambda: listen(ANY, is_guarded=False))
 
     @property
     def address(self) -> Address:
@@ -82,10 +83,15 @@ def enter(connection: Connection, generation: int) -> None:
 
 @contextmanager
 def serving(
-    least: int = 1, most: int = 4, token: str | None = None, job: str = "", **values: float
+    least: int = 1,
+    most: int = 4,
+    token: str | None = None,
+    job: str = "",
+    address: Address = ANY,
+    **values: float,
 ) -> Iterator[Served]:
     """A coordinator with short times."""
-    served = Served(Settings(least, most, **{**QUICK, **values}), token, job)
+    served = Served(Settings(least, most, **{**QUICK, **values}), token, job, listen(address, is_guarded=False))
     served.start()
     try:
         yield served

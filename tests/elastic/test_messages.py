@@ -32,7 +32,7 @@ from ds_dynatrain.errors import MessageError
 
 WORLD = World(term="a1", generation=3, change="planned", members=("n1/0", "n2/0"), leaving=("n0/0",), reason="n2 came")
 SAMPLES: list[Message] = [
-    Hello(version=1, proof="0" * 64, job="run-7"),
+    Hello(nonce="0" * 32, job="run-7"),
     Announce(node="host-1.example-42-0", local_rank=1, local_size=8, pid=17, world=WORLD),
     Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5),
     Changed(world=WORLD),
@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("unknown kind", b'{"kind":"shutdown"}', "shutdown"),
     ("unknown field", b'{"kind":"bye","now":true}', "bye.now"),
     ("wrong type", b'{"kind":"fence","member":"n/0","pid":"7"}', "fence.pid"),
-    ("a truth for a number", b'{"kind":"hello","version":true}', "hello.version"),
+    ("a truth for a number", b'{"kind":"report","step":true}', "report.step"),
     ("a fraction", b'{"kind":"report","step":1.5}', "report.step"),
     ("not finite", b'{"kind":"report","pause_ms":NaN}', "report.pause_ms"),
     ("negative", b'{"kind":"report","entered":-1}', "report.entered"),

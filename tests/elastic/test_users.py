@@ -44,11 +44,11 @@ else:
 """
 HASTY = """
 import encodings.idna, os, socket, sys
-from ds_dynatrain.elastic.messages import PROTOCOL, Dismiss, Hello, encode
+from ds_dynatrain.elastic.messages import Dismiss, Hello, encode
 os.setuid(int(sys.argv[3]))
 for _ in range(20):
     peer = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-    peer.sendall(encode(Hello(version=PROTOCOL)) + encode(Dismiss(node="a")))
+    peer.sendall(encode(Hello(nonce="0" * 32)) + bytes(32) + encode(Dismiss(node="a")) + bytes(32))
     peer.close()
 """
 
