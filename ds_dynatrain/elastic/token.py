@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import os
+import shlex
+import stat
 from pathlib import Path
 
 from ds_dynatrain.errors import ConfigError
@@ -12,12 +15,27 @@ SHORTEST_TOKEN = 16
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file, without the white space around it; ConfigError if it cannot be read or is too short."""
+    """The token in a file, without the white space around it; ConfigError if it cannot be read, is too short, or can be
+    read by others."""
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
+        with Path(path).open(encoding="utf-8") as file:
+            others = _others_who_read(os.fstat(file.fileno()))
+            text = file.read().strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"token file {str(path)!r} cannot be read: {error}") from error
+    if others:
+        raise ConfigError(
+            f"token file {str(path)!r}: {others} can read or change it; chmod 600 {shlex.quote(str(path))}"
+        )
     return checked_token(text, f"token file {str(path)!r}")
+
+
+def _others_who_read(file: os.stat_result) -> str:
+    """Who else has rights to a file; empty if nobody has. The group may have some to another user's file: it is how
+    this one reads it, as in a Kubernetes pod."""
+    if file.st_mode & stat.S_IRWXO:
+        return "every user of this machine"
+    return "its group" if file.st_mode & stat.S_IRWXG and file.st_uid == os.geteuid() else ""
 
 
 def checked_token(token: str, where: str) -> str:

@@ -60,6 +60,7 @@ def test_status_of_nothing_is_an_error() -> None:
 def test_status_needs_the_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("a token of some length")
+    file.chmod(0o600)
     with serving(token=file.read_text()) as served:
         refused = run("status", served.address)
         assert refused.exit_code == 2 and "the token is missing" in refused.stderr

@@ -78,6 +78,7 @@ def test_an_agent_can_be_kept_from_hosting(in_time: Callable[[float, float], Non
 def test_the_token_has_to_be_the_same(tmp_path: Path) -> None:
     port, file = free_port(), tmp_path / "token"
     file.write_text("a token of some length")
+    file.chmod(0o600)
     host, stranger = made(port, token_file=str(file)), made(port)
     host.next_rendezvous()
     with pytest.raises(RendezvousConnectionError, match="token"):
@@ -168,6 +169,7 @@ class TestEnvironment:
             token_from({environment.TOKEN: "abc"})
         file = tmp_path / "token"
         file.write_text("fedcba9876543210\n")
+        file.chmod(0o600)
         both = {environment.TOKEN: "0123456789abcdef", environment.TOKEN_FILE: str(file)}
         assert token_from(both) == "fedcba9876543210", "a file counts more"
 

@@ -52,6 +52,7 @@ def test_a_token_file_in_the_command_line_is_enough(start: Callable[..., Job]) -
     """Its workers prove it, too; the path means what it means where torchrun was started."""
     job = start(variables={"DYNATRAIN_TOKEN": "a token of another job"})
     (job.folder / "token").write_text("a token that no variable names")
+    (job.folder / "token").chmod(0o600)
     job.node("a", token_file="token")
     job.wait(lambda: job.rows("formed") and job.rows("step"), "a step")
     finish(job, "a")
