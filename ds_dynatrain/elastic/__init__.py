@@ -10,6 +10,7 @@
 | `recovery` | what a coordinator that was started anew learns from the members |
 | `snapshot` | the status of a job |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
+| `strangers` | peers that have not said who they are: how many there may be, what the log says |
 | `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |
 | `channel` | what proves each message of a connection |
 | `address` `token` `users` | where to listen, and to whom; the secret of a job; whose a connection is, without one |

@@ -7,10 +7,12 @@ silent, unknown) ends that connection and nothing else. One task keeps the time 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
 from collections import defaultdict
+from typing import Any
 
 from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
@@ -35,16 +37,17 @@ from ds_dynatrain.elastic.messages import (
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.strangers import Complaints, Strangers
 from ds_dynatrain.elastic.users import check_user, tells_users
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
 """From the opening of a connection until the peer has said who it is."""
-MOST_STRANGERS = 256
-"""Connections at one time that have not said it yet; more are closed at once."""
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for the others to go."""
+MOST_OWED = 4096
+"""Nodes whose agents are away and have to end workers when they come back; those of the longest ago are forgotten."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -60,7 +63,8 @@ class Coordinator:
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
-        self._strangers = 0
+        self._strangers = Strangers()
+        self._complaints = Complaints()
         self._checks_users = False
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._stirred = asyncio.Event()
@@ -71,6 +75,7 @@ class Coordinator:
         self._checks_users = self._token is None and tells_users(listener.getsockname())
         if self._token is None and not self._checks_users:
             logger.warning("this kernel does not tell users apart: whoever is on this machine can be in the job")
+        asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
         server = await asyncio.start_server(self._take, sock=listener)
         keeper = asyncio.create_task(self._keep_time())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -91,19 +96,28 @@ class Coordinator:
         """Number of workers and agents that are connected."""
         return len(self._workers) + len(self._agents)
 
+    def _hear_of_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Without descriptors nobody can be let in; asyncio tells it with a traceback, many times a second."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
+        else:
+            loop.default_exception_handler(context)
+
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(reader, writer)
         task = asyncio.current_task()
-        if task is None or self._strangers >= MOST_STRANGERS:
+        if task is None:
             peer.close()
             return
         self._peers[peer] = task
         try:
             await self._attend(peer, writer)
         except (PeerRefused, MessageError) as error:
-            logger.warning("%s: refused: %s", peer.name, error)
+            say = logger.warning if peer.is_proved else self._complaints.say
+            say(f"{peer.name}: refused: {error}")
             peer.refuse(str(error))
         except JobFinished:
             peer.send(Finished())
@@ -118,11 +132,11 @@ class Coordinator:
         tune(writer.get_extra_info("socket"))
         if self._checks_users:
             check_user(writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
-        self._strangers += 1
+        self._strangers.add(peer, str(writer.get_extra_info("peername")[0]))
         try:
             said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
         finally:
-            self._strangers -= 1
+            self._strangers.remove(peer)
         match said:
             case Announce():
                 await self._attend_worker(peer, said)
@@ -203,6 +217,8 @@ class Coordinator:
         if self.membership.is_finished:
             raise JobFinished
         peer.name = f"agent of {node}"
+        if node in self._agents:
+            logger.warning("%s has connected again, before its former connection ended", peer.name)
         self._agents[node] = peer
         for fence in self._owed.pop(node, []):
             peer.send(fence)
@@ -259,6 +275,8 @@ class Coordinator:
             agent.send(fence)
         else:
             self._owed[node].append(fence)
+            if len(self._owed) > MOST_OWED:
+                del self._owed[next(iter(self._owed))]
 
     def _send_all(self, wire: bytes, to: tuple[str, ...]) -> None:
         for member in to:

@@ -7,6 +7,7 @@ that was started again. The store's socket listens meanwhile, so whoever connect
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import threading
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 POLL_SECONDS = 0.05
+MOST_DESCRIPTORS = 1 << 20
+"""The hard limit may be any number, and some programs close every descriptor that there could be."""
 
 
 class Host:
@@ -78,6 +81,7 @@ class Host:
         self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
         self._is_up.set()
         settings = self._settings
+        logger.info("this process may open %d files; a node of one worker takes 9", raise_descriptors())
         logger.info("coordinator at %s, for %d to %d nodes", self.address, settings.min_nodes, settings.max_nodes)
         serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
         self._store = await asyncio.to_thread(self._serve_store)
@@ -87,3 +91,16 @@ class Host:
         from ds_dynatrain.elastic.store import serve_store  # imports torch
 
         return serve_store(self.address.host, self._store_listener)
+
+
+def raise_descriptors() -> int:
+    """Let this process, and those that it starts, open as many files as it may; how many that are.
+
+    Each connection is one, and the usual 1,024 are full with 110 nodes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

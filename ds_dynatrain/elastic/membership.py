@@ -29,6 +29,8 @@ from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 REMEMBERED_CHANGES = 20
+REMEMBERED_GONE = 16_384
+"""Members that were given up and must not come back; those of the longest ago are forgotten."""
 
 
 class Membership:
@@ -330,6 +332,8 @@ class Membership:
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why
+        if len(self._gone) > REMEMBERED_GONE:
+            del self._gone[next(iter(self._gone))]
         if self.world is not None and member in self.world.leaving and not self._is_handed_over:
             self._breach = f"{member} broke off its hand-over ({why})"
         self._note(now)

@@ -50,6 +50,11 @@ class Peer:
         self._channel = channel
         return hello
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether the peer has proved that it knows the token."""
+        return self._channel is not None
+
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
         """After `greet`: the next message, of at most `limit` bytes. MessageError, or EOFError and ConnectionError at
         the end."""

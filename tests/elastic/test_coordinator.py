@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from ds_dynatrain.elastic import address as address_module
 from ds_dynatrain.elastic import coordinator as coordinator_module
 from ds_dynatrain.elastic import peer as peer_module
+from ds_dynatrain.elastic import strangers as strangers_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.channel import NO_TAG
 from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
@@ -32,6 +37,7 @@ from ds_dynatrain.elastic.messages import (
     encode,
 )
 from ds_dynatrain.elastic.peer import Peer
+from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import read_token
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, PeerRefused
 from tests.elastic.by_hand import greeted, raw
@@ -150,11 +156,37 @@ class TestToken:
         with pytest.raises(ConfigError, match="cannot be read"):
             read_token(file)
         file.write_text("short\n")
+        file.chmod(0o600)
         with pytest.raises(ConfigError, match="at least 16") as caught:
             read_token(file)
         assert "short" not in str(caught.value)
         file.write_text(f"  {TOKEN}\n")
         assert read_token(file) == TOKEN
+
+    @pytest.mark.parametrize(
+        ("mode", "owner", "others"),
+        [
+            (0o644, None, "every user"),
+            (0o602, None, "every user"),
+            (0o640, None, "its group"),
+            (0o640, 1, ""),
+            (0o644, 1, "every user"),
+        ],
+    )
+    def test_files_that_others_read(self, tmp_path: Path, mode: int, owner: int | None, others: str) -> None:
+        file = tmp_path / "the token"
+        file.write_text(TOKEN)
+        file.chmod(mode)
+        if owner is not None and os.geteuid():
+            pytest.skip("only root can give files away")
+        if owner is not None:
+            os.chown(file, owner, -1)
+        if others:
+            with pytest.raises(ConfigError, match=f"{others}.* can read or change it; chmod 600 '{file}'") as caught:
+                read_token(file)
+            assert TOKEN not in str(caught.value)
+        else:
+            assert read_token(file) == TOKEN
 
 
 def test_without_a_token_only_this_machine_is_listened_to() -> None:
@@ -268,18 +300,100 @@ def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Ca
         in_time(time.monotonic() - begin, 2)
 
 
-def test_many_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 0.5)
-    monkeypatch.setattr(coordinator_module, "MOST_STRANGERS", 8)
-    with serving() as served:
+def test_many_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait longest are sent away."""
+    monkeypatch.setattr(strangers_module, "MOST_OF_ONE_HOST", 8)
+    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 600)
+    with serving(token=TOKEN) as served:
         a = served.join("a")
         enter(a, told(a).generation)
         strangers = [raw(served.address) for _ in range(30)]
         a.send(Report(ready=True, entered=1, step=5))
-        time.sleep(1)
-        assert served.status().members[0].step == 5
+        for _ in range(20):
+            strangers.append(raw(served.address))
+            assert served.status().members
+        while served.status().members[0].step != 5:
+            pass
+        for one in strangers[:20]:
+            one.rest()  # to its end
         for one in strangers:
             one.link.close()
+
+
+def test_one_host_takes_no_places_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers_module, "MOST_OF_ONE_HOST", 2)
+    monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 4)
+
+    @dataclass(eq=False)
+    class Caller:
+        host: str
+        is_there: bool = True
+
+        def abort(self) -> None:
+            self.is_there = False
+
+    strangers = strangers_module.Strangers()
+    callers = [Caller(host) for host in "aabbbcd"]
+
+    def there() -> str:
+        return "".join(each.host if each.is_there else "." for each in callers)
+
+    for each in callers[:5]:
+        strangers.add(cast(Peer, each), each.host)
+    assert there() == "aa.bbcd" and len(strangers) == 4
+    strangers.add(cast(Peer, callers[5]), "c")
+    assert there() == ".a.bbcd" and len(strangers) == 4
+    for each in callers:
+        strangers.remove(cast(Peer, each))
+    assert len(strangers) == 0 and not strangers._by_host
+
+
+def test_strangers_get_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(token=TOKEN) as served:
+        for _ in range(30):
+            with pytest.raises(PeerRefused):
+                Connection.open(served.address, None)
+        a = served.connect()
+        a.send(Beat())
+        with pytest.raises(PeerRefused, match="comes after hello"):
+            a.expect(SECONDS)
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(lines) < 15 and "comes after hello" in lines[-1], "what a member does wrong is always told"
+
+
+def test_the_log_says_how_many_there_were(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(strangers_module.time, "monotonic", lambda: now[0])
+    complaints = strangers_module.Complaints()
+    for moment in (0.1, 0.2, 0.3, 1.2, 5.0):
+        now[0] = moment
+        complaints.say(f"at {moment}")
+    assert [record.getMessage() for record in caplog.records] == [
+        "at 0.1",
+        "at 1.2 (and 2 more like it before)",
+        "at 5.0",
+    ]
+
+
+def test_without_descriptors_the_log_stays_short(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    coordinator = coordinator_module.Coordinator(Membership(Settings(1, 1), "a", 0.0), 1)
+    for _ in range(5):
+        coordinator._hear_of_error(
+            loop, {"message": "accept", "exception": OSError(errno.EMFILE, "too many open files")}
+        )
+    coordinator._hear_of_error(loop, {"message": "a mistake of ours", "exception": ValueError("x")})
+    loop.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "ulimit -n" in said[0] and "a mistake of ours" in said[1]
+
+
+def test_what_is_owed_to_nodes_that_never_come_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "MOST_OWED", 3)
+    coordinator = coordinator_module.Coordinator(Membership(Settings(1, 1), "a", 0.0), 1)
+    for number in range(9):
+        coordinator._fence(f"n{number}", Fence(member=f"n{number}/0", pid=1))
+    assert list(coordinator._owed) == ["n6", "n7", "n8"]
 
 
 def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,3 +47,12 @@ def test_a_host_answers_before_torch_is_there() -> None:
     """Members of a job whose coordinator was started again do not wait long for it."""
     code = "import ds_dynatrain.cli.membership, ds_dynatrain.elastic.hosting, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_it_may_open_as_many_files_as_it_may() -> None:
+    code = (
+        "import resource as r; from ds_dynatrain.elastic.hosting import raise_descriptors as more; most = "
+        "r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most)); told = more(); "
+        "assert told == r.getrlimit(r.RLIMIT_NOFILE)[0] and (most == -1 or told == min(most, 1 << 20)), told"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

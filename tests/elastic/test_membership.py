@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ds_dynatrain.elastic import membership as membership_module
 from ds_dynatrain.elastic.messages import Report
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.snapshot import snapshot
@@ -515,6 +516,18 @@ class TestRestart:
         driver.wait(10)
         with pytest.raises(PeerRefused, match=r"given up|is over here"):
             driver.announce("b/0")
+
+
+def test_those_given_up_are_remembered_as_many_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "REMEMBERED_GONE", 2)
+    driver = running("a")
+    for node in ("b", "c", "d"):
+        driver.start(node)
+        driver.membership.lost(f"{node}/0", "its connection ended", driver.now)
+    for node in ("c", "d"):
+        with pytest.raises(PeerRefused, match="was given up"):
+            driver.start(node)
+    driver.start("b")
 
 
 def test_what_cannot_be_is_refused() -> None:
