@@ -1,7 +1,7 @@
 """The members' board: small records in the launcher's key-value store.
 
 Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
-are written once and never used again.
+are written once and never used again. In a job with a token each record is sealed; counts and lists are not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ds_dynatrain.engine.packing import pack, unpack
+from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
 
 LONGEST_POLL_SECONDS = 0.005
@@ -43,10 +44,12 @@ class Control:
         member: int,
         timeout_seconds: float,
         watch: Callable[[], None] | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self._base = store
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
+        self._seal = seal
         self._teardowns: list[threading.Thread] = []
         self.member = member
         self.timeout_seconds = timeout_seconds
@@ -66,19 +69,19 @@ class Control:
         Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
         connection, and a name server that does not answer holds up the whole store for seconds.
         """
-        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds, self.watch)
+        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds, self.watch, self._seal)
 
     def post(self, key: str, value: Any) -> None:
         """Write `value` (see `pack`) under `key`."""
-        self._store.set(key, pack(value))  # type: ignore[arg-type]
+        self._store.set(key, self._packed(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
         """The value under `key`, or None if nobody has posted it yet."""
-        return unpack(self._store.get(key)) if self._store.check([key]) else None
+        return self.value(key) if self._store.check([key]) else None
 
     def value(self, key: str) -> Any:
         """The value under `key`, which is known to be there."""
-        return unpack(self._store.get(key))
+        return self._unpacked(key, self._store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
         """Post `value` unless somebody was first; the value that counts, the same for all.
@@ -87,10 +90,11 @@ class Control:
         written once can be asked for twice). Only a fixed launch's store can be: that of a job whose members come and
         go may be another one by then, in which nothing was written yet. torch's DistError if there is no answer.
         """
-        data, begin = pack(value), time.monotonic()
+        data, begin = self._packed(key, value), time.monotonic()
         while True:
             try:
-                return unpack(self._store.compare_set(key, "", data))  # type: ignore[arg-type]
+                found = self._store.compare_set(key, "", data)  # type: ignore[arg-type]
+                return self._unpacked(key, found)
             except td.DistError:
                 if self.watch is not None or time.monotonic() - begin > self.timeout_seconds:
                     raise
@@ -178,7 +182,14 @@ class Control:
                 look = now + min(max(STOP_SECONDS, LATER * (now - begin)), MOST_STOP_SECONDS)
             time.sleep(max(shortest, min(LATER * (now - begin), longest)))
         values = self._store.multi_get(names)
-        return {member: unpack(value) for member, value in zip(keys, values, strict=True)}
+        return {member: self._unpacked(key, value) for (member, key), value in zip(keys.items(), values, strict=True)}
+
+    def _packed(self, key: str, value: Any) -> bytes:
+        data = pack(value)
+        return data if self._seal is None else self._seal.put(f"{self._prefix}/{key}", data)
+
+    def _unpacked(self, key: str, data: bytes) -> Any:
+        return unpack(data if self._seal is None else self._seal.take(f"{self._prefix}/{key}", data))
 
     def track_teardown(self, thread: threading.Thread) -> None:
         """Remember a thread that takes process groups down."""

@@ -9,15 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine import agreement, liveness
 from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
+from ds_dynatrain.engine.packing import pack
+from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
+from ds_dynatrain.errors import MemberMissing, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout
 
 
@@ -75,6 +79,95 @@ def test_gather_can_be_stopped(boards: Any) -> None:
 
     with pytest.raises(SwitchRefused, match="given up"):
         boards(0).gather("nobody", (0,), "nothing", stop=stop)
+
+
+# ---- sealed records -------------------------------------------------------------------------------------------------
+
+SECRET = b"of the members of generation 3"
+
+
+class Sealed:
+    """Boards of members that have a secret, and the store as anybody can write it."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+
+    def board(self, member: int, secret: bytes = SECRET, prefix: str = "board") -> Control:
+        return Control(self.store, prefix, member, 1.0, seal=Seal(secret))
+
+    def overwrite(self, key: str, value: bytes) -> None:
+        self.store.set(f"board/{key}", value)  # type: ignore[arg-type]
+
+    def held(self, key: str, prefix: str = "board") -> bytes:
+        return self.store.get(f"{prefix}/{key}")
+
+
+@pytest.fixture
+def sealed() -> Sealed:
+    return Sealed()
+
+
+def test_members_read_what_members_wrote(sealed: Sealed) -> None:
+    value = {"a": [1, None], "many": np.arange(5, dtype=np.uint64)}
+    sealed.board(0).post("key/0", value)
+    found = (
+        sealed.board(1).read("key/0"),
+        sealed.board(1).clone().value("key/0"),
+        sealed.board(1).gather("key", [0], "it")[0],
+    )
+    for each in found:
+        assert each["a"] == [1, None] and each["many"].tolist() == [0, 1, 2, 3, 4]
+    assert sealed.board(1).decide("key/0", 7)["a"] == [1, None]
+    assert sealed.board(1).read("nothing") is None
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda sealed: pack({"commit": True}),
+        lambda sealed: sealed.held("record")[:-1] + b"x",
+        lambda sealed: sealed.held("another"),
+        lambda sealed: sealed.held("record", "board2"),
+        lambda sealed: sealed.held("record", "before"),
+    ],
+    ids=["a stranger's", "changed", "of another key", "of another board", "of another generation"],
+)
+def test_what_no_member_wrote_under_this_key_is_named(sealed: Sealed, forge: Callable[[Sealed], bytes]) -> None:
+    yes = {"commit": True}
+    for board, key in (
+        (sealed.board(0), "record"),
+        (sealed.board(0), "another"),
+        (sealed.board(0, prefix="board2"), "record"),
+        (sealed.board(0, b"of generation 2", "before"), "record"),
+    ):
+        board.post(key, yes)
+    sealed.overwrite("record", forge(sealed))
+    board = sealed.board(1)
+    for read in (
+        lambda: board.read("record"),
+        lambda: board.value("record"),
+        lambda: board.wait({0: "record"}, "it"),
+        lambda: board.decide("record", {"commit": False}),
+    ):
+        with pytest.raises(td.DistError, match=r"'board/record'.*was not written by a member"):
+            read()
+
+
+def test_an_emptied_record_is_no_record(sealed: Sealed) -> None:
+    sealed.board(0).post("key", None)
+    sealed.overwrite("key", b"")
+    with pytest.raises(td.DistError, match="was not written by a member"):
+        sealed.board(1).read("key")
+
+
+def test_a_forged_decision_is_unknown(sealed: Sealed) -> None:
+    """Others may have read the true one before."""
+    session = Session(sealed.board(0), "it", (0,), "doing it")
+    sealed.overwrite(session.record, pack({"commit": True, "reason": ""}))
+    with pytest.raises(OutcomeUnknown, match="was not written by a member"):
+        session.vote(lambda: None)
+    with pytest.raises(OutcomeUnknown):
+        session.board.raise_if_lost()
 
 
 # ---- agreement ------------------------------------------------------------------------------------------------------

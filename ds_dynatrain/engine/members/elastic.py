@@ -16,10 +16,12 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.member import Member
+from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.elastic.world import World, node_of
 from ds_dynatrain.engine.context import Boards, Candidates
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.errors import WorldChanged
 
 CONNECT_SECONDS = 2.0
@@ -38,7 +40,8 @@ class Elastic:
     """
 
     def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
-        self.member = Member(place, token_from(), on_world=self._hear)
+        self._token = token_from()
+        self.member = Member(place, self._token, on_world=self._hear)
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
         self.world: World | None = None
@@ -165,8 +168,12 @@ class Elastic:
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
             watch = partial(self._stop_if_torn_after, world.generation)
-            boards.append(Control(store, prefix, number, self.timeout_seconds, watch))
+            boards.append(Control(store, prefix, number, self.timeout_seconds, watch, self._seal(world)))
         return boards[0], boards[1]
+
+    def _seal(self, world: World) -> Seal | None:
+        """Of a generation's boards; without a token there is nothing to seal them with."""
+        return None if self._token is None else Seal(derive(self._token, f"board {world.prefix}"))
 
     def candidates(self, world: World, registry: Registry) -> Candidates:
         """The members of a generation as those that could work."""
