@@ -7,14 +7,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.engine.packing import pack
 from tests.elastic.agents import Job, processes
-from tests.elastic.runs import Static, check_history, finish, node_of, second_joins_first_leaves, variables
+from tests.elastic.runs import Static, check_history, finish, node_of, second_joins_first_leaves, steps_on, variables
 
 
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
-    job = train(nodes="1:4")
+    job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": "a token of some length"})
     second_joins_first_leaves(job)
+    check_history(job, static)
+
+
+@pytest.mark.full
+def test_whoever_reaches_the_store_decides_nothing(train: Callable[..., Job], static: Static) -> None:
+    """A job with a token: a stranger writes a record of the next generation, and the job goes on as it is."""
+    token = "a token of some length"
+    job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": token})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    connection = Connection.open(job.address, token)
+    port = connection.welcome.store_port
+    connection.close()
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    board = f"world/{first.term}/{first.generation + 1}/board"
+    store.set(f"{board}/job", pack({"registry": {"names": ["a stranger"]}}))  # type: ignore[arg-type]
+    job.node("b", is_host=0)
+    job.wait(lambda: "'board/job' in the coordinator's store was not written" in job.logs(), "a word about it")
+    steps_on(job)
+    finish(job, "a")
     check_history(job, static)
 
 
