@@ -130,9 +130,12 @@ class Coordinator:
     async def _attend(self, peer: Peer, writer: asyncio.StreamWriter) -> None:
         """From the first word of a peer to its last."""
         tune(writer.get_extra_info("socket"))
+        there, here = (writer.get_extra_info(name) for name in ("peername", "sockname"))
+        if there is None:
+            raise ConnectionError("it has gone already")
         if self._checks_users:
-            check_user(writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
-        self._strangers.add(peer, str(writer.get_extra_info("peername")[0]))
+            check_user(there, here)
+        self._strangers.add(peer, str(there[0]))
         try:
             said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
         finally:
