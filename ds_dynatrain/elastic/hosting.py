@@ -81,8 +81,8 @@ class Host:
         self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
         self._is_up.set()
         settings = self._settings
-        logger.info("this process may open %d files; a node of one worker takes 9", raise_descriptors())
-        logger.info("coordinator at %s, for %d to %d nodes", self.address, settings.min_nodes, settings.max_nodes)
+        nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
+        logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, raise_descriptors())
         serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
         self._store = await asyncio.to_thread(self._serve_store)
         await serving
