@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +14,14 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.session import Decision, Request, Session, ask_for_different_things
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, MemberMissing, OutcomeUnknown, SwitchRefused
+from ds_dynatrain.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    MemberMissing,
+    OutcomeUnknown,
+    SwitchFailed,
+    SwitchRefused,
+)
 
 MEMBERS = (2, 5, 7)
 
@@ -124,6 +133,36 @@ def test_who_says_nothing_is_named_on_all() -> None:
     assert {type(each) for each in found} == {MemberMissing} and {each.members for each in found} == {(5,)}
     found = together(lambda session: session.reduce("sum", 1, lambda one, other: one + other), (5, 7), 0.3)
     assert {each.members for each in found} == {(2,)}
+
+
+def counted(session: Session, stop: Callable[[], None]) -> int:
+    """How many there are; member 5 may give up while it waits."""
+    if mine(session) == 5:
+        session._stop = stop
+    elif session.is_first:
+        time.sleep(0.3)
+    found: int = session.reduce("count", 1, operator.add)
+    return found
+
+
+def test_who_gives_up_before_there_is_an_answer_gives_up_for_all() -> None:
+    def give_up() -> None:
+        raise SwitchFailed("given up")
+
+    alike(together(lambda session: counted(session, give_up), seconds=60.0), SwitchFailed, "given up")
+
+
+def test_who_gives_up_after_the_answer_goes_by_it() -> None:
+    """The others count on this member: in the building of groups they would wait for it until their time-out."""
+
+    def work(session: Session) -> int:
+        def give_up_late() -> None:
+            session.board.wait({2: "it/count/answer"}, "the answer")
+            raise SwitchFailed("given up")
+
+        return counted(session, give_up_late)
+
+    assert together(work) == [3] * 3
 
 
 def test_a_vote_of_all_is_a_commit() -> None:

@@ -26,7 +26,14 @@ from ds_dynatrain.engine.control import LONGEST_POLL_SECONDS, Control
 from ds_dynatrain.engine.liveness import BEAT_SECONDS, SILENT_BEATS
 from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.engine.transaction.tree import Tree
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, DynatrainError, MemberMissing, OutcomeUnknown
+from ds_dynatrain.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    DynatrainError,
+    MemberMissing,
+    OutcomeUnknown,
+    SwitchFailed,
+)
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
@@ -182,7 +189,8 @@ class Session:
         """What comes of what all members say: joined, and judged by the first one, in records (see `pack`).
 
         judge: makes the answer of what was joined; short, as all members read it. On all members alike: MemberMissing
-        for who does not say it within the time-out, CheckpointError with its words if `judge` fails.
+        for who does not say it within the time-out, CheckpointError with its words if `judge` fails, SwitchFailed if a
+        member's `stop` has raised that before there was an answer.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
@@ -193,6 +201,10 @@ class Session:
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
+        except SwitchFailed as given_up:  # unless there is an answer: those who have read it count on this member
+            found = self.board.decide(key, {"given_up": str(given_up)})
+        if "given_up" in found:
+            raise SwitchFailed(found["given_up"])
         if "missing" in found:
             raise MemberMissing(doing, found["missing"], found["seconds"])
         if "failed" in found:
