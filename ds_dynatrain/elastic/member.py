@@ -206,7 +206,7 @@ class Member:
         if self._connection is not None:
             try:
                 if has_ended:
-                    self._connection.send(Bye())
+                    self._connection.send(Bye(newest=0 if self._newest is None else self._newest.generation))
             except OSError:
                 pass
             self._connection.close()

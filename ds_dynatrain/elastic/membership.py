@@ -47,6 +47,7 @@ class Membership:
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
         self._is_starter = False
+        self._newest = 0
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         self._entered = 0
@@ -81,16 +82,21 @@ class Membership:
         if self._recovery is None and said.entered > newest:
             raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
         self._has_begun = self._has_begun or said.step > 0
+        if self._recovery is not None:
+            self._recovery.report(member)
         if self.roster.update(member, said, now):
             self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._breach = f"a collective failed on {member}"
             self._note(now)
 
-    def bye(self, member: str, now: float) -> None:
-        """A worker's script has ended."""
+    def bye(self, member: str, now: float, newest: int) -> None:
+        """A worker's script has ended. newest: the last generation that it was told of."""
         entry = self.roster.remove(member)
         if entry is None:
+            return
+        if self.world is not None and member in self.world.leaving and newest < self.world.generation:
+            self._is_gone(member, "ended before it heard that the others may ask for its state", now)
             return
         came_back = self._recovery is not None and self._recovery.heard_of(member)
         if not self._works(member) and not came_back:
@@ -176,7 +182,7 @@ class Membership:
         """
         if self._recovery is not None or self.world is None:
             return True
-        return self._is_starter and now < self._orphaned_at and world.generation > self.world.generation
+        return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _recall(self, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
@@ -185,27 +191,47 @@ class Membership:
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
-        self._is_starter = False
+        self._is_starter, self._newest = False, max(self._newest, self.world.generation)
         self._done.difference_update(started)
-        self._has_begun = self._has_begun or self.world.begun
+        said = [(entry.member, entry.report) for entry in self.roster if self._takes_part(entry.member)]
+        self._entered = max((report.entered for _, report in said), default=0)
+        self._has_begun = self.world.begun or any(report.step for _, report in said)
         self._note(now)
-        for entry in self.roster:
-            if self._takes_part(entry.member) and entry.report.broken == self.world.generation:
-                self._breach = f"a collective failed on {entry.member}"
-        known = {*self.world.members, *self.world.leaving}
-        came_back = [entry for entry in self.roster if recovery.heard_of(entry.member) and not entry.report.leaving]
-        came_back += [self.roster[one] for one in started if one in self.roster and not recovery.heard_of(one)]
-        strangers = [entry for entry in came_back if entry.member not in known]
-        reason = f"generation {self.world.generation} goes on without it"
-        effects: list[Effect] = [GiveUp(entry.member, entry.pid, reason) for entry in strangers]
-        for entry in strangers:
-            self.lost(entry.member, reason, now)
-        for member in self.world.members:
+        for member, report in said:
+            if report.broken == self.world.generation:
+                self._breach = f"a collective failed on {member}"
+        present = self._present((*self.world.members, *self.world.leaving, *self._let_go(recovery)))
+        strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
+        effects: list[Effect] = [self._give_up(one, now) for one in strangers if one not in present]
+        effects += self._miss(now)
+        self.changes.append((self.world, now))
+        return [*effects, Publish(self.world, present)]
+
+    def _let_go(self, recovery: Recovery) -> list[str]:
+        """Leavers that have come back, and have not heard yet that the others go on without them."""
+        newest = 0 if self.world is None else self.world.generation
+        leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
+        return [member for member in leaving if recovery.told(member) < newest]
+
+    def _give_up(self, member: str, now: float) -> GiveUp:
+        """A member that the world does not know: it is of an older one, or of a job that was begun by mistake."""
+        entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
+        self.lost(member, reason, now)
+        return GiveUp(member, entry.pid, reason)
+
+    def _miss(self, now: float) -> list[GiveUp]:
+        """Of the world that was taken over, those that have not come back."""
+        world, effects = self.world, list[GiveUp]()
+        if world is None:
+            return effects
+        for member in world.members:
             if member not in self.roster and member not in self._done:
                 self._gone.setdefault(member, "it did not come back")
                 effects.append(GiveUp(member, None, self._gone[member]))
-        self.changes.append((self.world, now))
-        return [*effects, Publish(self.world, self._present(known))]
+        for member in world.leaving:
+            if member not in self.roster and not self._is_handed_over:
+                self._is_gone(member, "it did not come back", now)
+        return effects
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +244,7 @@ class Membership:
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
-        leaving = self._leaving((*members, *(old.leaving if old is not None else ())))
+        leaving = self._leaving(old)
         joined = self._newcomers(stay) if stay or not leaving else ()  # who begins anew needs what these save
         if not is_failure and (stay + joined == members or self._done):
             return None
@@ -226,7 +252,7 @@ class Membership:
             return None
         return World(
             term=self.term,
-            generation=1 if old is None else old.generation + 1,
+            generation=self._newest + 1,
             change="failure" if is_failure else "planned",
             members=stay + joined,
             survivors=len(stay) if self._is_entered else len(set(stay) & set(self._survivors)),
@@ -248,8 +274,12 @@ class Membership:
             return ()
         return tuple(member for node in nodes for member in node)
 
-    def _leaving(self, old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(one for one in old if one in self.roster and self.roster[one].report.leaving)
+    def _leaving(self, old: World | None) -> tuple[str, ...]:
+        """Who leaves, and is still there; whoever did before does, though its report may not have come again yet."""
+        if old is None:
+            return ()
+        told = tuple(one for one in old.members if one in self.roster and self.roster[one].report.leaving)
+        return told + self._present(old.leaving)
 
     @property
     def _is_settled(self) -> bool:
@@ -297,7 +327,7 @@ class Membership:
 
     def _publish(self, world: World, now: float) -> Publish:
         self._is_starter = self._is_starter or self.world is None
-        self.world = world
+        self.world, self._newest = world, world.generation
         self._breach = ""
         self._has_begun = world.begun
         self.changes.append((world, now))

@@ -115,6 +115,8 @@ class Bye(Record):
     """A worker's script has ended, or an agent's workers have: the end of this connection is no loss."""
 
     kind: Literal["bye"] = "bye"
+    newest: Count = 0
+    """The last generation that the worker was told of."""
 
 
 class Agent(Record):

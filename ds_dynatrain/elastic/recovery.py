@@ -19,6 +19,7 @@ class Recovery:
         self._seconds = seconds
         self._patience = until
         self._told: dict[str, World] = {}
+        self._reported: set[str] = set()
 
     @property
     def until(self) -> float:
@@ -27,9 +28,9 @@ class Recovery:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody else of the newest world can come back."""
+        """Whether nobody else of the newest world can come back, and all have said what they are."""
         world = self.choose()
-        return world is not None and self._told.keys() >= {*world.members, *world.leaving}
+        return world is not None and self._reported >= {*world.members, *world.leaving}
 
     def expect(self, patience: float) -> None:
         """There was a job before: until then, its members may come back."""
@@ -44,14 +45,24 @@ class Recovery:
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
 
+    def report(self, member: str) -> None:
+        """A member that is there has said what it is."""
+        if member in self._told:
+            self._reported.add(member)
+
     def choose(self) -> World | None:
-        """The newest world that anybody was told of, of two with one number the one that more know; None if there is
-        none. Members that were told of an older one, or of none, are told of this one next."""
+        """The newest world that anybody was told of; of two with one number that of the job in which somebody has made
+        a step, or else that more know; None if there is none. Members that were told of an older one, or of none, are
+        told of this one next."""
         if not self._told:
             return None
-        votes = Counter((world.generation, world.term) for world in self._told.values())
-        generation, term = max(votes, key=lambda name: (name[0], votes[name], name[1]))
+        votes = Counter((world.generation, world.begun, world.term) for world in self._told.values())
+        generation, _, term = max(votes, key=lambda name: (name[0], name[1], votes[name], name[2]))
         return next(world for world in self._told.values() if (world.generation, world.term) == (generation, term))
+
+    def told(self, member: str) -> int:
+        """The newest generation that a member knew of when it came back; 0 if it did not."""
+        return self._told[member].generation if member in self._told else 0
 
     def heard_of(self, member: str) -> bool:
         """Whether a member came with a world."""

@@ -26,6 +26,8 @@ class Driver:
     fenced: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
+    trained: set[str] = field(default_factory=set)
+    """Members that have said that they made a step."""
     breaches: dict[str, int] = field(default_factory=dict)
     """Members in whose world a collective has failed, with no generation since that ends it; of which they said so."""
 
@@ -58,7 +60,16 @@ class Driver:
     def say(self, member: str, **changes: object) -> None:
         """A member reports."""
         self.reports[member] = self.reports[member].model_copy(update=changes)
+        self.trained |= {member} if self.reports[member].step else set()
         self.membership.report(member, self.reports[member], self.now)
+
+    def bye(self, member: str) -> None:
+        """A member's script has ended, or it was let go."""
+        self.membership.bye(member, self.now, self.told[member].generation if member in self.told else 0)
+
+    def die(self, member: str) -> None:
+        """A member's process is gone."""
+        self.membership.lost(member, "the connection ended", self.now)
 
     def breach(self, member: str, is_late: bool = False) -> None:
         """A collective of a member's world has failed. is_late: its word arrives after the next generation's record."""

@@ -32,7 +32,7 @@ from tests.elastic.by_hand import End, greeted, listening, pretend, raw
 from tests.elastic.served import SECONDS, enter, serving, told
 
 TOKEN = "not a very good secret"
-WELCOME = Welcome(term="feed", store_port=4711, beat_seconds=0.1, min_nodes=1, max_nodes=1)
+WELCOME = Welcome(term="feed", store_port=4711, beat_seconds=0.1, stuck_seconds=0, min_nodes=1, max_nodes=1)
 NONCES = (new_nonce(), new_nonce())
 
 

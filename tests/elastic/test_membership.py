@@ -132,7 +132,7 @@ def test_members_that_were_told_to_go_end_the_job_in_good_order() -> None:
     driver.say("a/0", leaving=True)
     driver.wait()
     assert driver.world.members == () and driver.world.begun
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.start("b")
     driver.wait()
     assert driver.world.members == ("b/0",) and not driver.world.begun
@@ -147,7 +147,7 @@ def test_the_last_holder_goes_without_handing_over() -> None:
     driver.breach("a/0")
     driver.wait()
     assert (driver.world.members, driver.world.leaving, driver.world.survivors) == (("b/0",), ("a/0",), 0)
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.wait()
     assert (driver.world.change, driver.world.members, driver.world.leaving) == ("failure", ("b/0",), ())
 
@@ -251,7 +251,7 @@ def test_a_leaver_that_has_handed_over_goes_unnoticed(ends: str) -> None:
     driver.wait()
     driver.enter("b/0")
     if ends == "bye":
-        driver.membership.bye("a/0", driver.now)
+        driver.bye("a/0")
     else:
         driver.membership.lost("a/0", "the connection ended", driver.now)
     driver.wait(1)
@@ -261,7 +261,7 @@ def test_a_leaver_that_has_handed_over_goes_unnoticed(ends: str) -> None:
 def test_a_leaver_that_ends_too_early_is_a_failure() -> None:
     driver = running("a", "b")
     driver.say("b/0", leaving=True)
-    driver.membership.bye("b/0", driver.now)
+    driver.bye("b/0")
     driver.wait()
     assert driver.world.change == "failure" and driver.world.lost == ("b/0",)
 
@@ -314,7 +314,7 @@ def test_newcomers_that_nobody_waited_for_are_sent_home() -> None:
     driver.start("b")
     driver.wait()
     assert driver.world.members == ("a/0", "b/0")
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.wait()
     assert driver.finished == ["b/0"]
 
@@ -322,10 +322,10 @@ def test_newcomers_that_nobody_waited_for_are_sent_home() -> None:
 def test_scripts_that_end_make_no_change_and_spares_are_sent_home() -> None:
     driver = running("a", "b", most=2)
     driver.start("c")
-    driver.membership.bye("b/0", driver.now)
+    driver.bye("b/0")
     driver.wait(1)
     assert len(driver.worlds) == 1 and not driver.finished
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.wait()
     assert len(driver.worlds) == 1 and driver.finished == ["c/0"]
     with pytest.raises(JobFinished):
@@ -337,7 +337,7 @@ def test_the_last_member_can_leave() -> None:
     driver.say("a/0", leaving=True)
     driver.wait()
     assert driver.world.members == () and driver.world.leaving == ("a/0",) and driver.world.paused
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.start("b")
     driver.wait()
     assert (driver.world.generation, driver.world.members, driver.world.survivors) == (3, ("b/0",), 0)
@@ -356,10 +356,10 @@ def test_nodes_that_come_while_all_leave_begin_when_these_have_gone(comes: str) 
     assert driver.world.members == () and driver.world.leaving == ("a/0", "b/0") and driver.world.change == "planned"
     if comes == "after":
         driver.start("c")
-    driver.membership.bye("a/0", driver.now)
+    driver.bye("a/0")
     driver.wait(1)
     assert len(driver.worlds) == 2
-    driver.membership.bye("b/0", driver.now)
+    driver.bye("b/0")
     driver.wait()
     assert (driver.world.members, driver.world.leaving, driver.world.survivors) == (("c/0",), (), 0)
 
@@ -509,6 +509,79 @@ class TestRestart:
         with pytest.raises(PeerRefused, match="is over here"):
             driver.announce("a/0")
 
+    def test_a_number_is_not_used_again_after_that(self) -> None:
+        driver = running("a")
+        before = driver.world
+        driver.restart()
+        driver.start("c")
+        driver.wait(4)
+        driver.enter("c/0")
+        driver.start("d")
+        driver.wait()
+        assert driver.world.generation == 2
+        driver.announce("a/0")
+        driver.say("a/0")
+        driver.start("e")
+        driver.wait(4)
+        assert driver.world.members == (*before.members, "e/0") and driver.world.generation == 3
+
+    def test_a_leaver_that_does_not_come_back_has_handed_nothing_over(self) -> None:
+        driver = running("a", "b")
+        driver.say("a/0", leaving=True)
+        driver.wait()
+        driver.restart()
+        driver.announce("b/0")
+        driver.say("b/0")
+        driver.wait(4)
+        assert driver.world.change == "failure" and "a/0 broke off its hand-over" in driver.world.reason
+
+    def test_a_leaver_that_others_went_on_without_is_told_so(self) -> None:
+        driver = running("a", "b")
+        driver.say("a/0", leaving=True)
+        driver.wait()
+        driver.enter("b/0")
+        old = driver.told["a/0"]
+        driver.start("c")
+        driver.wait()
+        assert driver.world.generation == 3
+        driver.told["a/0"] = old
+        driver.restart()
+        for member in ("a/0", "b/0", "c/0"):
+            driver.announce(member)
+            driver.say(member)
+        driver.wait(4)
+        assert not driver.fenced and driver.told["a/0"].generation == 3
+
+    def test_who_was_leaving_still_is_before_it_says_so_again(self) -> None:
+        driver = running("a", "b")
+        driver.say("a/0", leaving=True)
+        driver.wait()
+        driver.restart()
+        driver.reports["a/0"] = driver.reports["b/0"]
+        driver.announce("a/0")
+        driver.wait(4)
+        assert driver.world.change == "failure" and driver.world.leaving == ("a/0",)
+
+    def test_of_two_jobs_the_one_that_has_made_steps_counts(self) -> None:
+        driver = running("a", "b")
+        driver.say("a/0", step=1)
+        driver.start("c")
+        driver.wait()
+        begun = driver.world
+        assert (begun.generation, begun.begun) == (2, True)
+        driver.restart()
+        for node in ("d", "e"):
+            driver.start(node)
+            driver.wait(4)
+            driver.enter(f"{node}/0")
+        assert (driver.world.generation, driver.world.begun) == (2, False)
+        driver.restart()
+        for member in ("e/0", "d/0", "a/0"):
+            driver.announce(member)
+            driver.say(member)
+        driver.wait(4)
+        assert driver.world.members[:1] == ("a/0",) and set(driver.fenced) >= {"d/0", "e/0"}
+
     def test_late_returns_are_refused(self) -> None:
         driver = running("a", "b")
         driver.restart()
@@ -528,6 +601,20 @@ def test_those_given_up_are_remembered_as_many_as_there_is_room_for(monkeypatch:
         with pytest.raises(PeerRefused, match="was given up"):
             driver.start(node)
     driver.start("b")
+
+
+def test_a_leaver_that_goes_before_it_hears_of_a_failure_is_not_waited_for() -> None:
+    driver = running("a", "b", "c")
+    driver.say("a/0", leaving=True)
+    driver.wait()
+    old = driver.told["a/0"]
+    driver.breach("b/0")
+    driver.wait()
+    assert driver.world.change == "failure" and driver.world.leaving == ("a/0",)
+    driver.told["a/0"] = old
+    driver.bye("a/0")
+    driver.wait()
+    assert driver.world.change == "failure" and driver.world.leaving == ()
 
 
 def test_what_cannot_be_is_refused() -> None:

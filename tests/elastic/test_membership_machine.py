@@ -57,7 +57,7 @@ class Members(RuleBasedStateMachine):
         free = [one for one in self._alive() if driver.reports[one].leaving and not self._works(one)]
         if free:
             member = data.draw(st.sampled_from(free))
-            driver.membership.bye(member, driver.now)
+            driver.bye(member)
             self.dead.add(member)
 
     @rule(data=st.data())
@@ -176,7 +176,7 @@ class Members(RuleBasedStateMachine):
         driver, world = self.driver, self.driver.membership.world
         for member in () if world is None or world.members else world.leaving:
             if member in driver.membership.roster:
-                driver.membership.bye(member, driver.now)
+                driver.bye(member)
         driver.wait()
 
     # -- helpers -----------------------------------------------------------------------------------------------------

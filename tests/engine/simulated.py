@@ -80,9 +80,12 @@ class Job:
     driver: Driver = field(init=False)
     members: dict[str, Member] = field(default_factory=dict)
     boards: defaultdict[str, dict[tuple[int, str], Any]] = field(default_factory=lambda: defaultdict(dict))
-    begun: dict[tuple[int, int], int] = field(default_factory=dict)
+    begun: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """The step that was begun last, by the start of the job, the engine's generation, and its number."""
     votes: list[bool] = field(default_factory=list)
-    entered: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+    entered: dict[tuple[int, int], tuple[Proposal, ...]] = field(default_factory=dict)
+    starts: int = 0
+    """How often a job was begun."""
 
     def __post_init__(self) -> None:
         self.driver = Driver(Settings(1, self.most))
@@ -103,10 +106,16 @@ class Job:
 
     def begin(self, world: World) -> None:
         """All members of a world start the job together: it begins anew, or a state that was lost comes back."""
-        assert not any(engine.works for member in self.alive for engine in member.engines), "somebody has the state"
-        have_trained = [member for member in self.ended if member.engines and member.engines[0].step]
-        assert not have_trained or world.begun or any(member.end == "saved" for member in have_trained)
+        have_trained = [one for one in self.ended if one.id in self.driver.trained]
+        if (
+            self.driver.terms == 1 and self.driver.membership is not None
+        ):  # else those with the state may not have come back yet
+            there = [member for member in self.alive if member.id in self.driver.membership.roster]  # else given up
+            holders = [member.id for member in there for engine in member.engines if engine.works]
+            assert not holders, f"{holders} have the state"
+            assert not have_trained or world.begun or any(one.end == "saved" for one in have_trained)
         step = max((member.engines[0].step for member in have_trained), default=0) if world.begun else 0
+        self.starts += 1
         for name in world.members:
             self.members[name].start(world, step)
         for member in self.ended:
@@ -119,7 +128,7 @@ class Job:
 
     def kill(self, member: Member) -> None:
         member.end = "dead"
-        self.driver.membership.lost(member.id, "the connection ended", self.driver.now)
+        self.driver.die(member.id)
 
     def first_layout(self, members: int) -> Layout:
         return Layout(data=min(members, self.widest), zero_stage=self.stage)
@@ -136,6 +145,7 @@ class Member:
         self.world: World | None = None
         self.waits_in: tuple[str, World, do.Proposals] | None = None
         self.is_past = False
+        self.starts = 0
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -204,7 +214,7 @@ class Member:
             is_led = any(board.values[0, f"survivor/{one}"]["holds"] for one in asked)
         record = board.read("job")
         if is_led and record is not None:
-            number = Registry.from_json(record["registry"]).numbers[self.id]
+            number, self.starts = Registry.from_json(record["registry"]).numbers[self.id], record["starts"]
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
             self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
         elif not is_led and all(self._starts_with(one, world) for one in world.members):
@@ -216,6 +226,7 @@ class Member:
 
     def start(self, world: World, step: int) -> None:
         """Start the job with all members of a world."""
+        self.starts = self.job.starts
         registry, layout = Registry().extended(world.members), self.job.first_layout(len(world.members))
         number, members = registry.numbers[self.id], tuple(range(layout.world_size))
         self.engines = [Engine(layout, members, number, number in members, step=step) for _ in range(self.job.engines)]
@@ -225,19 +236,19 @@ class Member:
     def _train(self) -> None:
         """Finish the step that was begun, if all have begun it."""
         first = self.engines[0]
-        key, begun = first.generation, self.job.begun
-        mine = begun.get((key, first.number), 0)
+        key, begun = (self.starts, first.generation), self.job.begun
+        mine = begun.get((*key, first.number), 0)
         if not first.works or mine <= first.step:
             return
         if self.elastic.is_aborted:
-            begun[key, first.number] = first.step
-        elif all(begun.get((key, one), 0) >= mine for one in first.members):
+            begun[(*key, first.number)] = first.step
+        elif all(begun.get((*key, one), 0) >= mine for one in first.members):
             for engine in self.engines:
                 engine.step = mine
 
     def _reach_boundary(self) -> None:
         first = self.engines[0]
-        if first.works and self.job.begun.get((first.generation, first.number), 0) > first.step:
+        if first.works and self.job.begun.get((self.starts, first.generation, first.number), 0) > first.step:
             return  # in the middle of a step
         for _ in range(MOST_TURNS):
             boards = [] if self.world is None else self.job.board(self.world).of_all(self.job.engines)
@@ -250,7 +261,7 @@ class Member:
         world = self.elastic.world
         is_ready = first.works and not self.end and self.waits_in is None and not self.elastic.is_aborted
         if is_ready and world is not None and not world.paused:
-            self.job.begun[first.generation, first.number] = first.step + 1
+            self.job.begun[self.starts, first.generation, first.number] = first.step + 1
 
     # ---- what the machine wants --------------------------------------------------------------------------------------
 
@@ -321,7 +332,7 @@ class Member:
 
     def _go(self, why: str) -> None:
         self.end = why
-        self.job.driver.membership.bye(self.id, self.job.driver.now)
+        self.job.driver.bye(self.id)
 
     def _let_go(self, engines: list[Engine]) -> None:
         for engine in engines:
@@ -334,12 +345,14 @@ class Member:
     def _post_job(self, board: Board, registry: Registry) -> None:
         for place, engine in enumerate(self.engines):
             record = {"engines": len(self.engines), "attempt": engine.attempt, "layout": engine.layout.to_dict()}
+            record["starts"] = self.starts
             board.values[place, "job"] = {**record, "members": engine.members, "registry": registry.to_json()}
 
     def _prepare(self, board: Board, proposals: do.Proposals) -> None:
         if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
             holders = {member for proposal in proposals for member in proposal.source_members}
-            assert all(set(proposal.members) <= holders for proposal in proposals), "newcomers are left out"
+            stay = holders & {self.machine.registry.numbers[one] for one in self.world.members} if self.world else ()
+            assert not stay or all(set(each.members) <= holders for each in proposals), "newcomers are left out"
         for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True)):
             assert proposal.generation >= engine.attempt or not engine.works, "a number is used once"
             if engine.number in proposal.union and proposal.source_members:
@@ -351,7 +364,9 @@ class Member:
                     engine.prepared, engine.attempt = proposal, proposal.generation
 
     def _enter(self, world: World, registry: Registry, proposals: do.Proposals) -> None:
-        assert self.job.entered.setdefault(world.generation, proposals) == proposals, "all enter by one proposal"
+        assert self.job.entered.setdefault((self.starts, world.generation), proposals) == proposals, (
+            "all enter by one proposal"
+        )
         for engine, proposal in zip(self.engines, proposals, strict=True):
             self._drop(engine)
             engine.attempt, engine.layout, engine.members = proposal.generation, proposal.layout, proposal.members

@@ -216,8 +216,10 @@ class ChangeMachine:
     def _be_left_out(self, own: Own) -> list[Action]:
         """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
 
-        The others go on without that.
+        The others go on without that; also without the member, if it is in no place of theirs.
         """
+        if self.world is not None and own.member not in self.world.members:
+            return [LetGo(), Leave()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, own: Own, world: World, sources: list[Source | None]) -> list[Action]:

@@ -14,7 +14,8 @@ Destination = tuple[Layout, tuple[int, ...]]
 """A layout, and the member at each of its ranks."""
 
 WITH_NEWCOMERS = 2
-"""A change is tried so often with those who come; after that only with those who hold the state already."""
+"""A change is tried so often with those who come; after that only with those who hold the state already, if one of
+them stays."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
     pool = tuple(sorted(asked.members))
     holders = {member for _, members in present for member in members}
     all_stay = holders <= set(pool) and all(set(members) == holders for _, members in present)
-    with_newcomers = asked.tries < WITH_NEWCOMERS
+    with_newcomers = asked.tries < WITH_NEWCOMERS or holders.isdisjoint(pool)
     if not with_newcomers and all_stay:
         return present
     able = pool if with_newcomers else tuple(one for one in pool if one in holders)

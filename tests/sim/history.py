@@ -1,0 +1,173 @@
+"""One history of an elastic job, from a seed: what happens to it, what never may, and whether it comes to rest.
+
+The decisions are the product's, on both sides (`elastic.membership`, `engine.members.change`); processes, tensors and
+the network are not. See `tests.engine.simulated` and `network`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ds_dynatrain.elastic.settings import Settings
+from tests.engine.simulated import Job, Member
+from tests.sim.network import Network
+
+SETTINGS = {"silent_seconds": 2.0, "recovery_seconds": 1.0}
+FAULT_SECONDS = 4.0
+REST_SECONDS = 60.0
+TURN_SECONDS = 0.03
+
+
+class StuckError(AssertionError):
+    """It did not come to rest in time."""
+
+
+@dataclass
+class SimulatedJob(Job):
+    """Its processes do what they do when the clock says so. hangs: until when a main thread stands still."""
+
+    seed: int = 0
+    hangs: dict[str, float] = field(default_factory=dict)
+    came: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.network = Network(Settings(1, self.most, **SETTINGS), self.chance, self._hear, self._end)
+        self.driver = self.network  # type: ignore[assignment]
+        self.network.start_coordinator()
+        for _ in range(self.nodes):
+            self.join()
+
+    def join(self, restarts: int = 0) -> None:
+        """A node comes."""
+        node, self.came = f"n{self.came}", self.came + 1
+        self.network.start(node, restarts)
+        member = self.members[f"{node}/0"] = Member(self, f"{node}/0")
+        self._take_turns(member)
+
+    def _hear(self, name: str) -> None:
+        self.members[name].hear()
+
+    def _end(self, name: str, why: str) -> None:
+        member = self.members[name]
+        has_state = any(engine.works for engine in member.engines)
+        assert not has_state or "is over here" not in why or not self.is_anew, f"{name} was turned away with the state"
+        if not member.end:
+            member.end = f"ended: {why}"
+            self.network.die(name)
+            self.join(restarts=1)
+
+    def _take_turns(self, member: Member) -> None:
+        if member.end:
+            return
+        if self.network.now >= self.hangs.get(member.id, 0.0):
+            member.turn()
+        self.network.after(TURN_SECONDS * self.chance.uniform(0.2, 2.0), lambda: self._take_turns(member))
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the coordinator knows of no job but one that was begun with it."""
+        return self.network.membership is not None and self.network.membership._is_starter
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def lose_coordinator(self) -> None:
+        """Its store is gone with it: whoever is in a change finds the board lost."""
+        self.network.kill_coordinator()
+        for member in self.alive:
+            if member.world is not None and member.waits_in is None and member.engines:
+                member._carry_out(member.machine.board_is_lost("cut"))
+
+    def fault(self) -> None:
+        """One thing goes wrong, or somebody comes or goes."""
+        alive = self.alive
+        one = self.chance.choice(alive) if alive else None
+        seconds = self.chance.choice((0.1, 0.5, 1.5, 3.0))
+        on_one: list[Callable[[Member], None]] = [
+            self.kill,
+            self._leave,
+            self._breach,
+            lambda member: self.network.cut(member.id, seconds),
+            lambda member: self.hangs.update({member.id: self.network.now + seconds}),
+        ]
+        on_all: list[Callable[[], None]] = [
+            self.join,
+            lambda: self.votes.extend(self.chance.choices((True, False), k=2)),
+            self._restart_coordinator,
+            lambda: self.network.pause_coordinator(seconds),
+        ]
+        if one is not None and self.chance.random() < 0.6:
+            self.chance.choice(on_one)(one)
+        else:
+            self.chance.choice(on_all)()
+
+    def _leave(self, member: Member) -> None:
+        self.network.say(member.id, leaving=True)
+        member.elastic.member._report = member.elastic.member._report.model_copy(update={"leaving": True})
+
+    def _breach(self, member: Member) -> None:
+        if member.engines and member.engines[0].works:
+            member.elastic.breach()
+            member.say()
+
+    def _restart_coordinator(self) -> None:
+        if self.network.membership is not None:
+            self.lose_coordinator()
+            self.network.after(self.chance.choice((0.0, 0.3, 1.0, 3.0)), self.network.start_coordinator)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def unrest(self) -> str:
+        """Why it is not at rest; empty if all that may train do, in the newest generation."""
+        membership = self.network.membership
+        world = None if membership is None else membership.world
+        if membership is None or membership.is_recovering or world is None:
+            return "" if not self.alive else "there is no world"
+        training = [self.members[one] for one in world.members if not self.members[one].end]
+        for member in self.alive:
+            if self.network.now < self.hangs.get(member.id, 0.0):
+                return f"{member.id} hangs"
+            if member.waits_in is not None:
+                return f"{member.id} waits in {member.waits_in[0]}"
+            if member.id in world.leaving or (member.elastic.is_aborted and member.engines):
+                return f"{member.id} has no world"
+        for member in training:
+            if member.elastic.world is None or member.elastic.world.generation != world.generation:
+                return f"{member.id} is not in generation {world.generation}: {member.machine.stage}"
+        if len(training) < len(world.members):
+            return "some of the world are dead"
+        waiting = [one for one in self.alive if one.id not in world.members]
+        if waiting and len(world.members) < self.most:
+            return f"{waiting[0].id} is not let in"
+        return ""
+
+
+def history(seed: int) -> SimulatedJob:
+    """Run one. AssertionError if something happens that never may, StuckError if it does not come to rest."""
+    chance = random.Random(f"shape {seed}")
+    nodes = chance.randint(1, 3)
+    job = SimulatedJob(
+        nodes, nodes + chance.randint(0, 2), chance.randint(0, 1), chance.choice((1, 1, 2)), chance.randint(1, 4),
+        chance.random() < 0.5, seed=seed,
+    )  # fmt: skip
+    job.network.run(chance.uniform(1.0, 2.5))
+    end = job.network.now + FAULT_SECONDS
+    while job.network.now < end:
+        job.fault()
+        job.network.run(chance.choice((0.0, 0.01, 0.06, 0.3, 1.0)))
+    job.votes = []
+    if job.network.membership is None:
+        job.network.start_coordinator()
+    end = job.network.now + REST_SECONDS
+    while reason := job.unrest:
+        if job.network.now > end:
+            raise StuckError(f"seed {seed}: {REST_SECONDS:g} s after the last fault, {reason}")
+        job.network.run(0.5)
+    steps = {member.id: member.engines[0].step for member in job.alive if member.engines and member.engines[0].works}
+    job.network.run(2.0)
+    if any(job.members[name].engines[0].step <= step and not job.members[name].end for name, step in steps.items()):
+        raise StuckError(f"seed {seed}: at rest, but it makes no steps")
+    return job
