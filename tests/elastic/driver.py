@@ -52,8 +52,14 @@ class Driver:
     def announce(self, member: str, restarts: int = 0) -> None:
         """A member says who it is and what it knows."""
         node, local_rank = member.rsplit("/", 1)
-        place = {"node": node, "local_rank": int(local_rank), "local_size": self.sizes[member], "pid": 7}
-        said = Announce(**place, restarts=restarts, world=self.told.get(member))
+        said = Announce(
+            node=node,
+            local_rank=int(local_rank),
+            local_size=self.sizes[member],
+            pid=7,
+            restarts=restarts,
+            world=self.told.get(member),
+        )
         assert self.membership.announce(said, self.now) == member
         self.reports.setdefault(member, Report())
 

@@ -371,6 +371,7 @@ class Member:
             self._drop(engine)
             engine.attempt, engine.layout, engine.members = proposal.generation, proposal.layout, proposal.members
         self.world = None
+        self.starts = self.job.board(world).decide("starts", self.starts)
         self.elastic.enter(world, registry, registry.ids_of(proposals[0].members))
 
     def _wait(self) -> None:
@@ -422,7 +423,8 @@ class Member:
             said = board.read(f"step/{proposal.generation}")
             if said is None:
                 first = proposal.source_members[0]
-                found = [one for one in self.job.members.values() if one.engines and one.engines[0].number == first]
+                members = [one for one in self.job.members.values() if one.engines and one.starts == self.starts]
+                found = [one for one in members if one.engines[0].number == first]
                 said = found[0].engines[0].step
         elif said is None:
             said = newest

@@ -1,4 +1,4 @@
-"""Mistakes that a protocol like this one had, or could have: the histories have to find each of them.
+"""Mistakes that a protocol like this one had, or could have: the histories find each of them.
 
 Each is a method of the product's that does less, or something else, than it should.
 """
@@ -10,13 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Report
 from ds_dynatrain.elastic.recovery import Recovery
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members import change, destinations
-from ds_dynatrain.engine.members.actions import LetGo
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.elastic import Elastic
 
@@ -28,11 +25,6 @@ def _plain_harmless(self: Elastic, world: World) -> bool:
     return world.change == "planned" or self._training <= {*world.members, *world.leaving}
 
 
-def _said_once(self: Member) -> None:
-    if self._newest is not None:
-        self.broken(self._newest)
-
-
 def _deaf_report(self: Membership, member: str, said: Report, now: float) -> None:
     self.roster.update(member, said, now)
 
@@ -40,11 +32,6 @@ def _deaf_report(self: Membership, member: str, said: Report, now: float) -> Non
 def _trusting_bye(self: Membership, member: str, now: float, newest: int) -> None:
     if self.roster.remove(member) is not None:
         self._note(now)
-
-
-def _forgetful_leaving(self: Membership, old: World | None) -> tuple[str, ...]:
-    there = () if old is None else (*old.members, *old.leaving)
-    return tuple(one for one in there if one in self.roster and self.roster[one].report.leaving)
 
 
 def _oldest(self: Recovery) -> World | None:
@@ -64,29 +51,24 @@ _AGREE = ChangeMachine._agree
 
 BUGS: dict[str, Bug] = {
     "a planned change hides that a collective has failed": (Elastic, "is_harmless", _plain_harmless),
-    "a failed collective is said once": (Member, "breach", _said_once),
     "reports are kept, and nothing follows": (Membership, "report", _deaf_report),
     "who leaves is not missed": (Membership, "bye", _trusting_bye),
-    "who was leaving is forgotten until it says so again": (Membership, "_leaving", _forgetful_leaving),
     "the oldest world counts after a restart": (Recovery, "choose", _oldest),
     "a hand-over that breaks off is no failure": (Membership, "_is_gone", _no_breach),
     "all count as having entered": (Membership, "_is_settled", property(lambda self: True)),
     "nobody counts as having entered": (Membership, "_is_entered", property(lambda self: False)),
     "where all leave, nobody is waited for": (Membership, "_is_handed_over", property(lambda self: self._is_settled)),
     "a coordinator recovers from nothing": (Membership, "_may_recall", lambda self, world, now: False),
-    "leavers of an older world are not told": (Membership, "_let_go", lambda self, recovery: []),
     "those that did not come back are not missed": (Membership, "_miss", lambda self, now: []),
     "the silent are never given up": (Membership, "_give_up_silent", lambda self, now: []),
-    "newcomers are left out although no holder stays": (destinations, "WITH_NEWCOMERS", 0),
-    "who is left out does not go": (ChangeMachine, "_be_left_out", lambda self, own: [LetGo()] if own.is_aborted else []),
     "idle members say nothing after a failure": (ChangeMachine, "_agree", _silent_agree),
-    "a board that is lost changes nothing": (ChangeMachine, "board_is_lost", lambda self, reason: []),
     "a later generation is not looked at on the way": (
         ChangeMachine,
         "_is_later",
-        lambda self, own, newest: self.world is None and (own.world is None or newest.generation > own.world.generation),
+        lambda self, own, newest: (
+            self.world is None and (own.world is None or newest.generation > own.world.generation)
+        ),
     ),
-    "what others hold is not asked": (change, "whole_state", lambda found: None),
 }
 
 

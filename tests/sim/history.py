@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ds_dynatrain.elastic.settings import Settings
 from tests.engine.simulated import Job, Member
 from tests.sim.network import Network
 
-SETTINGS = {"silent_seconds": 2.0, "recovery_seconds": 1.0}
+SETTINGS = {"silent_seconds": 2.0, "stuck_seconds": 5.0, "recovery_seconds": 1.0}
+FOR_EVER = 1e6
 FAULT_SECONDS = 4.0
 REST_SECONDS = 60.0
 TURN_SECONDS = 0.03
@@ -26,10 +27,9 @@ class StuckError(AssertionError):
 
 @dataclass
 class SimulatedJob(Job):
-    """Its processes do what they do when the clock says so. hangs: until when a main thread stands still."""
+    """Its processes do what they do when the clock says so."""
 
     seed: int = 0
-    hangs: dict[str, float] = field(default_factory=dict)
     came: int = 0
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class SimulatedJob(Job):
     def _take_turns(self, member: Member) -> None:
         if member.end:
             return
-        if self.network.now >= self.hangs.get(member.id, 0.0):
+        if not self.network.hangs(member.id):
             member.turn()
         self.network.after(TURN_SECONDS * self.chance.uniform(0.2, 2.0), lambda: self._take_turns(member))
 
@@ -90,7 +90,9 @@ class SimulatedJob(Job):
             self._leave,
             self._breach,
             lambda member: self.network.cut(member.id, seconds),
-            lambda member: self.hangs.update({member.id: self.network.now + seconds}),
+            lambda member: self.network.hang(member.id, seconds),
+            self._freeze,
+            self._get_stuck,
         ]
         on_all: list[Callable[[], None]] = [
             self.join,
@@ -102,6 +104,16 @@ class SimulatedJob(Job):
             self.chance.choice(on_one)(one)
         else:
             self.chance.choice(on_all)()
+
+    def _freeze(self, member: Member) -> None:
+        """The whole process, as by SIGSTOP."""
+        self.network.hang(member.id, FOR_EVER)
+        self.network.cut(member.id, FOR_EVER)
+
+    def _get_stuck(self, member: Member) -> None:
+        """The main thread alone, once it trains."""
+        if member.id in self.network.trained and self.network.lines[member.id].cut_until < FOR_EVER:
+            self.network.hang(member.id, FOR_EVER)
 
     def _leave(self, member: Member) -> None:
         self.network.say(member.id, leaving=True)
@@ -120,16 +132,23 @@ class SimulatedJob(Job):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     @property
+    def live(self) -> list[Member]:
+        """Those whose main threads get on."""
+        return [one for one in self.alive if not self.network.hangs(one.id)]
+
+    @property
     def unrest(self) -> str:
         """Why it is not at rest; empty if all that may train do, in the newest generation."""
         membership = self.network.membership
         world = None if membership is None else membership.world
+        live = self.live
         if membership is None or membership.is_recovering or world is None:
-            return "" if not self.alive else "there is no world"
+            return "there is no world" if live else ""
+        held_up = [one.id for one in self.alive if one not in live and one.id in (*world.members, *world.leaving)]
+        if held_up:
+            return f"{held_up[0]} hangs"
         training = [self.members[one] for one in world.members if not self.members[one].end]
-        for member in self.alive:
-            if self.network.now < self.hangs.get(member.id, 0.0):
-                return f"{member.id} hangs"
+        for member in live:
             if member.waits_in is not None:
                 return f"{member.id} waits in {member.waits_in[0]}"
             if member.id in world.leaving or (member.elastic.is_aborted and member.engines):
@@ -139,7 +158,7 @@ class SimulatedJob(Job):
                 return f"{member.id} is not in generation {world.generation}: {member.machine.stage}"
         if len(training) < len(world.members):
             return "some of the world are dead"
-        waiting = [one for one in self.alive if one.id not in world.members]
+        waiting = [one for one in live if one.id not in world.members]
         if waiting and len(world.members) < self.most:
             return f"{waiting[0].id} is not let in"
         return ""
@@ -166,7 +185,7 @@ def history(seed: int) -> SimulatedJob:
         if job.network.now > end:
             raise StuckError(f"seed {seed}: {REST_SECONDS:g} s after the last fault, {reason}")
         job.network.run(0.5)
-    steps = {member.id: member.engines[0].step for member in job.alive if member.engines and member.engines[0].works}
+    steps = {member.id: member.engines[0].step for member in job.live if member.engines and member.engines[0].works}
     job.network.run(2.0)
     if any(job.members[name].engines[0].step <= step and not job.members[name].end for name, step in steps.items()):
         raise StuckError(f"seed {seed}: at rest, but it makes no steps")

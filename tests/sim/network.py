@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ds_dynatrain.elastic.effects import Effect, GiveUp, Publish
 from ds_dynatrain.elastic.membership import Membership
@@ -32,6 +33,8 @@ class Line:
     term: str = ""
     lost_at: float = 0.0
     cut_until: float = 0.0
+    hangs_from: float = 0.0
+    hangs_until: float = 0.0
     free_at: float = 0.0
     """When the last message that is under way arrives, in either direction."""
     is_ended: bool = False
@@ -122,7 +125,7 @@ class Network:
                         self._down(self.lines[member], world)
                 case GiveUp(member, _, reason):
                     self._lose(self.lines[member])
-                    self.after(self._latency(), lambda member=member, reason=reason: self.on_end(member, reason))
+                    self.after(self._latency(), partial(self.on_end, member, reason))
                 case _:
                     pass
 
@@ -153,9 +156,20 @@ class Network:
         self._up(line, lambda to: to.lost(member, "its connection ended", self.now))
         line.is_ended = True
 
+    def hang(self, member: str, seconds: float) -> None:
+        """Its main thread stands still for a while; its heartbeats say so."""
+        line = self.lines[member]
+        line.hangs_from = line.hangs_from if self.hangs(member) else self.now
+        line.hangs_until = max(line.hangs_until, self.now + seconds)
+
+    def hangs(self, member: str) -> bool:
+        """Whether its main thread stands still."""
+        return self.now < self.lines[member].hangs_until
+
     def cut(self, member: str, seconds: float) -> None:
         """Nothing gets through for a while."""
-        self.lines[member].cut_until = self.now + seconds
+        line = self.lines[member]
+        line.cut_until = max(line.cut_until, self.now + seconds)
 
     def _beat(self, line: Line) -> None:
         if not line.is_ended:
@@ -163,7 +177,8 @@ class Network:
             self.after(self.settings.beat_seconds, lambda: self._beat(line))
 
     def _report(self, line: Line) -> None:
-        said = self.reports[line.member]
+        blocked = self.now - line.hangs_from if self.hangs(line.member) else 0.0
+        said = self.reports[line.member].model_copy(update={"blocked_seconds": blocked})
 
         def deliver(to: Membership) -> None:
             self.trained |= {line.member} if said.step else set()
@@ -181,8 +196,8 @@ class Network:
             else:
                 self.after(RETRY_SECONDS + self._latency(), lambda: self._connect(line))
             return
-        place = {"node": line.member.partition("/")[0], "local_rank": 0, "local_size": 1, "pid": 7}
-        said = Announce(**place, restarts=line.restarts, world=self.told.get(line.member))  # type: ignore[arg-type]
+        node, world = line.member.partition("/")[0], self.told.get(line.member)
+        said = Announce(node=node, local_rank=0, local_size=1, pid=7, restarts=line.restarts, world=world)
         try:
             self.membership.announce(said, self.now)
         except (PeerRefused, JobFinished) as error:

@@ -179,7 +179,7 @@ class ChangeMachine:
         if own.member not in (*stay, *world.leaving):
             self.stage = Stage.LEARN
             return self._be_left_out(own)
-        if "survivor" not in self._said:
+        if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
             holds = [_survivor(own, held).to_json() for held in own.engines]

@@ -1,0 +1,74 @@
+"""Histories of an elastic job on a virtual network: the decisions are the product's, on both sides.
+
+python tools/simulate.py                      # 20,000 of them
+python tools/simulate.py --histories 100000 --write docs/figures.md
+python tools/simulate.py --first 4711 --histories 1   # one again: a seed is one history
+
+Nodes come, leave, die, hang and freeze; connections are cut; the coordinator dies, pauses and is started again;
+collectives and attempts fail. Afterwards all that live have to train within a minute of virtual time; no world is
+entered in two ways, and nobody turned away with the only state. The exit status is 1 if it is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from figures import keep, machine, table
+
+PART = 250
+
+
+def faults(seeds: range) -> list[tuple[int, str]]:
+    """(seed, what went wrong) of those that did."""
+    from tests.sim.history import history
+
+    found = []
+    for seed in seeds:
+        try:
+            history(seed)
+        except Exception as error:
+            found.append((seed, f"{type(error).__name__}: {error}"))
+    return found
+
+
+def parts(first: int, histories: int) -> Iterator[range]:
+    for begin in range(first, first + histories, PART):
+        yield range(begin, min(begin + PART, first + histories))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--histories", type=int, default=20_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--write", type=Path, help="keep the figures in this page")
+    given = parser.parse_args()
+    begin = time.monotonic()
+    with ProcessPoolExecutor(given.processes) as workers:
+        found = [one for some in workers.map(faults, parts(given.first, given.histories)) for one in some]
+    seconds = time.monotonic() - begin
+    for seed, what in found:
+        print(f"seed {seed}: {what}")
+    rows = [
+        ("histories", f"{given.histories:,}, from seed {given.first}"),
+        ("that went wrong", str(len(found))),
+        ("seconds", f"{seconds:.0f}, with {given.processes} processes"),
+        ("processor time each", f"{1e3 * seconds * given.processes / given.histories:.1f} ms at most"),
+    ]
+    text = table(("", ""), rows)
+    print(text)
+    if given.write:
+        keep(given.write, "simulate", f"{machine()}\n\n{text}")
+    if found:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
