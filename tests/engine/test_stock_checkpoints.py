@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 
+from ds_dynatrain.checkpoint.others import members_of
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout
 from tests.adapters.stock import stock_engine
@@ -155,7 +156,7 @@ def trouble_case(folder: Path, calm: bool) -> Any:
         losses.append(subject.step(engine, next(batches)))
         if not calm:
             _save_and_spoil(engine, folder)
-            for name in ("cut", "missing", "foreign", "other-model", "other-groups"):
+            for name in ("cut", "flipped", "missing", "foreign", "other-model", "other-groups"):
                 try:
                     engine.load(folder, name)
                 except CheckpointError as error:
@@ -171,11 +172,12 @@ def _save_and_spoil(engine: Any, folder: Path) -> None:
     engine.save_checkpoint(str(folder), "foreign", client_state={"mine": Foreign()})
     deepspeed.comm.barrier()
     if engine.rank == 0:
-        for name in ("cut", "missing", "other-model", "other-groups"):
+        for name in ("cut", "flipped", "missing", "other-model", "other-groups"):
             shutil.copytree(folder / "whole", folder / name)
         optimizer = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         file = folder / "cut" / optimizer
         file.write_bytes(file.read_bytes()[:-2000])
+        _flip(folder / "flipped", optimizer)
         (folder / "missing" / optimizer).unlink()
         for name in ("other-model", "other-groups"):
             file = folder / name / "mp_rank_00_model_states.pt"
@@ -183,6 +185,14 @@ def _save_and_spoil(engine: Any, folder: Path) -> None:
             _change(tree["param_shapes"], name)
             torch.save(tree, file)
     deepspeed.comm.barrier()
+
+
+def _flip(folder: Path, name: str) -> None:
+    """One bit of the largest member of a file."""
+    part = max(members_of(folder, (name, None)), key=lambda part: part.end - part.first)
+    data = bytearray((folder / name).read_bytes())
+    data[(part.first + part.end) // 2] ^= 4
+    (folder / name).write_bytes(data)
 
 
 def _change(shapes: list[dict[str, Any]], how: str) -> None:
@@ -198,6 +208,7 @@ def test_failures_change_nothing(pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(trouble_case, folder=tmp_path, calm=False)
     words = {
         "cut": "CheckpointDamaged",
+        "flipped": "CheckpointDamaged: engine.load: {folder}/flipped: ",
         "missing": "data rank 1",
         "foreign": "trust_pickle=True",
         "other-model": "'renamed' (23, 15), and this model has no such trained parameter",
@@ -207,5 +218,5 @@ def test_failures_change_nothing(pool: RankPool, tmp_path: Path) -> None:
         assert found[rank][1] == calm[rank][1]
         assert found[rank][0].keys() == words.keys()
         for name, expected in words.items():
-            assert expected in found[rank][0][name], found[rank][0][name]
+            assert expected.format(folder=tmp_path) in found[rank][0][name], found[rank][0][name]
             assert found[rank][0][name] == found[0][0][name], "the same on all members"

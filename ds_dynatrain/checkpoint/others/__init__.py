@@ -3,6 +3,7 @@
 | file | role |
 |---|---|
 | `pickles` | what a pickle would make, counted before and after it is read |
+| `zips` | the zip that `torch.save` writes, and the CRC32s in it |
 | `torch_files` | what `torch.save` wrote, without its values and without running anything |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
 | `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
@@ -18,14 +19,17 @@ from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, value_of, with_values
 from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, is_zero_folder, scaler_fields
 from ds_dynatrain.checkpoint.others.zero_rows import layout_of, rows_of, scalars_of, then
+from ds_dynatrain.checkpoint.others.zips import Archive, members_of
 
 __all__ = [
+    "Archive",
     "Opaque",
     "Stored",
     "ZeroFolder",
     "fields_of",
     "is_zero_folder",
     "layout_of",
+    "members_of",
     "read_tree",
     "rows_of",
     "scalars_of",

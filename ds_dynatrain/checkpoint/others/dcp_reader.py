@@ -144,7 +144,10 @@ class _Folder:
         carry: dict[str, Any] = {}
         if groups:
             carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
-        return Foreign(self.path, FORMAT, Manifest.of(rows), tensors, step, carry, left_out=tuple(left_out))
+        read = [place for key, held in self.places.items() if key not in left_out for place in held]
+        archives = tuple((file, (first, length)) for _, file, first, length in read)
+        manifest = Manifest.of(rows)
+        return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
 
     def _weights(self) -> dict[str, str]:
         """Name of each weight -> its key."""

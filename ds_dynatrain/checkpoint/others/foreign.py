@@ -22,6 +22,7 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, value_of
+from ds_dynatrain.checkpoint.others.zips import Archive
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import LogicalTensor
 
@@ -31,7 +32,7 @@ class Foreign:
     """A checkpoint of another tool, described. format: its name, for people.
 
     manifest: its rows have files below `path` and no digests. tensors: those of groups first, in order. step: optimizer
-    steps done. left_out: in words, what is in it and is not taken over.
+    steps done. left_out: in words, what is in it and is not taken over. archives: zips with CRC32s of all values.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Foreign:
     carry: Mapping[str, Any] = field(default_factory=dict)
     buffers: Mapping[str, Stored] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    archives: tuple[Archive, ...] = ()
 
     @property
     def kinds(self) -> list[str]:

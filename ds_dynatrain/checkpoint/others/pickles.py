@@ -6,9 +6,7 @@ is counted is therefore the tree, with what is shared as often as it is met.
 
 from __future__ import annotations
 
-import io
 import pickletools
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +18,6 @@ MOST_BITS = 4096
 """Of an integer: more digits than Python is willing to write."""
 PER_VALUE = 16
 """Bytes of a text that count as one value."""
-ZIP = b"PK\x03\x04"
-"""What files of torch.save begin with since torch 1.6."""
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 """What changes a value that is there already."""
@@ -43,25 +39,6 @@ class Opaque:
         """As pickle fills it."""
         if isinstance(state, Mapping):
             self.fields.update(state)
-
-
-def check_file(file: io.RawIOBase) -> None:
-    """ValueError unless it is what torch.save writes (a zip without compression), and its pickle as `check_pickle`."""
-    if file.read(len(ZIP)) != ZIP:
-        raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        names = {each.filename.lower() for each in entries}
-        root = min(names).partition("/")[0]
-        is_ours = all(name.startswith(f"{root}/") for name in names) and len(names) == len(entries)
-        if archive.comment or not is_ours or min(each.header_offset for each in entries):
-            raise ValueError("its zip is not as torch.save writes it")
-        if any(each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size for each in entries):
-            raise ValueError("it is compressed, as torch.save never writes it")
-        found = [each for each in entries if each.filename.lower() == f"{root}/data.pkl"]
-        if len(found) != 1 or found[0].file_size > MOST_BYTES:
-            raise ValueError(f"its data.pkl is not there, or has more than {MOST_BYTES} bytes")
-        check_pickle(archive.read(found[0]))
 
 
 def check_pickle(data: bytes) -> None:

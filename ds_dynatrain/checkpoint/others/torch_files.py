@@ -7,7 +7,6 @@ if the caller says that he trusts the file, unpickled. Values are not read: only
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.files import open_regular
-from ds_dynatrain.checkpoint.others.pickles import Opaque, check_file, check_tree
+from ds_dynatrain.checkpoint.others.pickles import Opaque, check_pickle, check_tree
+from ds_dynatrain.checkpoint.others.zips import Window, pickle_in
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 ALLOWED = (
@@ -74,9 +74,9 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
     path = folder / name
     try:
         with open(open_regular(path, links=True), "rb") as file:
-            window = Window(file, *(part or (0, os.fstat(file.fileno()).st_size)))
+            window = Window(file, part)
             if not trust_pickle:
-                check_file(window)
+                check_pickle(pickle_in(window))
             with safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
                 tree = _loaded(window, trust_pickle)
             check_tree(tree)
@@ -93,48 +93,6 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
     if not window.first:
         return found
     return mapped(found, lambda stored: replace(stored, offset=window.first + stored.offset), Stored)
-
-
-class Window(io.RawIOBase):
-    """A part of an open file, as a file of its own; ValueError for one that leaves it, and for too much at once."""
-
-    def __init__(self, file: io.BufferedReader, first: int, length: int) -> None:
-        if min(first, length) < 0 or first + length > file.seek(0, io.SEEK_END):
-            raise ValueError(f"{length} bytes from byte {first} leave the file")
-        self.file, self.first, self.length, self.at = file, first, length, 0
-
-    def read(self, size: int = -1) -> bytes | None:
-        """As of any file; what is read in one go is no tensor, but what describes them."""
-        left = self.length - self.at
-        if (left if size < 0 else min(size, left)) > MOST_BYTES:
-            raise ValueError(f"{size} bytes at once")
-        return super().read(size)
-
-    def readable(self) -> bool:
-        """As it says."""
-        return True
-
-    def seekable(self) -> bool:
-        """As it says."""
-        return True
-
-    def tell(self) -> int:
-        """Bytes from the beginning of the part."""
-        return self.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        self.at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence] + offset)
-        return self.at
-
-    def readinto(self, room: Any) -> int:
-        """As of any file."""
-        view = memoryview(room).cast("B")
-        view = view[: max(0, min(len(view), self.length - self.at))]
-        self.file.seek(self.first + self.at)
-        done = self.file.readinto(view)
-        self.at += done
-        return done
 
 
 def _loaded(file: Any, trust_pickle: bool) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import zlib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from ds_dynatrain.checkpoint.folder import check_tag
 from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.names import check_file_names, check_names
 from ds_dynatrain.checkpoint.others.torch_files import read_tree
+from ds_dynatrain.checkpoint.others.zips import note_crcs
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointError
@@ -139,22 +141,27 @@ def _write_models(
         module = {each.name: torch.empty(each.shape, dtype=types[each.name]) for each in tensors if each.name in types}
         module.update({name: torch.empty(held.shape, dtype=held.dtype) for name, held in buffers.items()})
         torch.save({"module": module, **said}, folder / MODELS[0])
-    places = read_tree(folder, MODELS[0])["module"]
+    places, crcs = read_tree(folder, MODELS[0])["module"], dict[int, int]()
     with (folder / MODELS[0]).open("r+b") as file:
         for name, held in buffers.items():
-            _put(file.fileno(), places[name].offset, held)
+            crcs[places[name].offset] = _put(file.fileno(), places[name].offset, held)
         for each in tensors:
             if each.name in types and each.numel:
-                _put(file.fileno(), places[each.name].offset, proven(reader, each, WEIGHT))
+                at = places[each.name].offset
+                crcs[at] = _put(file.fileno(), at, proven(reader, each, WEIGHT))
                 progress(each.numel * types[each.name].itemsize)
+        note_crcs(file, crcs)
         os.fsync(file.fileno())
 
 
-def _put(file: int, at: int, values: torch.Tensor) -> None:
+def _put(file: int, at: int, values: torch.Tensor) -> int:
+    """Write values at a byte of a file; their CRC32."""
     view: memoryview = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    crc = zlib.crc32(view)
     while view:
         done = os.pwrite(file, view, at)
         view, at = view[done:], at + done
+    return crc
 
 
 def deepspeed_version() -> str:

@@ -57,6 +57,7 @@ class _Folder:
     path: Path
     trust_pickle: bool
     _trees: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    _states_in: list[str] = field(default_factory=list, repr=False)
 
     def foreign(self) -> Foreign:
         tensors, rows = list[LogicalTensor](), list[Row]()
@@ -76,7 +77,11 @@ class _Folder:
         carry["scalars"] = {STEP: scalars} if scalars else {}
         names = said.get("buffer_names") or ()
         buffers = {name: held for name, held in self.module.items() if name in names}
-        return Foreign(self.path, FORMAT, Manifest.of(rows), ordered, int(said.get("global_steps", 0)), carry, buffers)
+        step, archives = (
+            int(said.get("global_steps", 0)),
+            tuple((name, None) for name in (*self._trees, *self._states_in)),
+        )
+        return Foreign(self.path, FORMAT, Manifest.of(rows), ordered, step, carry, buffers, archives=archives)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -142,7 +147,8 @@ class _Folder:
         if not is_component(name) or not (folder / "fp32.pt").is_file():
             raise CheckpointDamaged(f"{self.path} trained {name!r} and has no {ZERO}/{name}/fp32.pt")
         for file in sorted(folder.glob("*.pt")):
-            held = read_tree(self.path, f"{ZERO}/{name}/{file.name}", self.trust_pickle)
+            self._states_in.append(f"{ZERO}/{name}/{file.name}")
+            held = read_tree(self.path, self._states_in[-1], self.trust_pickle)
             if file.stem == STEP:
                 step = number_of(self.path, held)
                 continue

@@ -24,6 +24,7 @@ import torch
 from ds_dynatrain.checkpoint.others.foreign import hyper_parameters, plain_fields
 from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
+from ds_dynatrain.checkpoint.others.zips import Archive
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -195,6 +196,12 @@ class ZeroFolder:
             prefix = self.prefixes[number] if number < len(self.prefixes) else str(number)
             found.update({f"{prefix}.{each}": held for each, held in _stored_in(self._tree(name)).items()})
         return found
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        """Its files: the CRC32s in them are of all values."""
+        names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
+        return tuple((name, None) for name in sorted(names))
 
     def client_state(self, known: frozenset[str]) -> dict[str, Any]:
         """What the user gave to `save_checkpoint`: all but DeepSpeed's own keys."""

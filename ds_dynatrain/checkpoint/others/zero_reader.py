@@ -66,8 +66,8 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     carry = carry_of(path, folder.model(0), folder.optimizer(0, 0))
     carry["scalars"] = {name: {numbers[key]: value for key, value in table.items()} for name, table in scalars.items()}
     manifest = Manifest.of(row for held in rows.values() for row in held)
-    step = int(folder.model(0).get("global_steps", 0))
-    return Foreign(path, FORMAT, manifest, ordered, step, carry, _buffers(folder), ("the client state",))
+    step, left_out = int(folder.model(0).get("global_steps", 0)), ("the client state",)
+    return Foreign(path, FORMAT, manifest, ordered, step, carry, _buffers(folder), left_out, folder.archives)
 
 
 def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
