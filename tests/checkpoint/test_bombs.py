@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ds_dynatrain.checkpoint import Saved, folder, record
@@ -267,6 +268,9 @@ LIES: dict[str, Any] = {
     "one place for two": {"b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
     "a hole": {"b": {"dtype": "F32", "shape": [2], "data_offsets": [24, 32]}},
     "broken sizes": {"b": {"dtype": "F32", "shape": [4.5], "data_offsets": [16, 32]}},
+    "a note of half a character": {"__metadata__": {"format": "\ud800"}},
+    "no number, in a note": {"__metadata__": float("nan")},
+    "a note that is no text": {"__metadata__": {"format": 1}},
     "sizes in words": {"b": {"dtype": "F32", "shape": ["4"], "data_offsets": [16, 32]}},
 }
 
@@ -275,9 +279,13 @@ LIES: dict[str, Any] = {
 def test_safetensors_that_the_library_refuses(tmp_path: Path, name: str) -> None:
     said = {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, **LIES[name]}
     text = json.dumps(said).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
+    (tmp_path / "x.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(16 if "note" in name else 32)
+    )
     with pytest.raises(CheckpointDamaged):
         told_at(tmp_path / "x.safetensors")
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / "x.safetensors", "pt")
 
 
 def test_safetensors_with_a_name_twice(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ds_dynatrain.checkpoint.crcs import Crcs, Member
 from ds_dynatrain.checkpoint.manifest import Manifest
+from ds_dynatrain.checkpoint.others import zips
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.zips import members_of
 from ds_dynatrain.checkpoint.reading import Reader
@@ -97,6 +98,15 @@ def test_parts_in_one_place(tmp_path: Path) -> None:
         for name in ("header_offset", "file_size", "compress_size", "CRC"):
             setattr(made.filelist[-1], name, getattr(again, name))
     with pytest.raises(CheckpointDamaged, match="in one place"):
+        members_of(tmp_path, ("x.pt", None))
+
+
+def test_a_directory_of_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is small beside what is made of it."""
+    torch.save({str(number): torch.ones(1) for number in range(100)}, tmp_path / "x.pt")
+    assert len(members_of(tmp_path, ("x.pt", None))) > 100
+    monkeypatch.setattr(zips, "MOST_OF_DIRECTORY", 5000)
+    with pytest.raises(CheckpointDamaged, match="bytes at once"):
         members_of(tmp_path, ("x.pt", None))
 
 

@@ -6,6 +6,7 @@ index that says which of several files has which tensor.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -120,7 +121,13 @@ def header_of(path: Path) -> dict[str, Stored]:
         if not 2 <= length <= min(MOST_BYTES, size - 8):
             raise CheckpointDamaged(f"{path} is no safetensors file, or cut off: a header of {length} bytes in {size}")
         said = parsed(file.read(length), f"the header of {path}", _once)
-    said.pop("__metadata__", None)
+    try:
+        json.dumps(said, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:  # half a character, or NaN: Python reads them, JSON has none
+        raise CheckpointDamaged(f"the header of {path} is no JSON: {error}") from None
+    notes = said.pop("__metadata__", None)
+    if notes is not None and not (isinstance(notes, dict) and all(isinstance(each, str) for each in notes.values())):
+        raise CheckpointDamaged(f"the header of {path}: __metadata__ is no table of texts")
     found = {name: _stored(path, name, each, 8 + length, size) for name, each in said.items()}
     end = 8 + length
     for name, stored in sorted(found.items(), key=lambda each: (each[1].offset, each[1].nbytes)):

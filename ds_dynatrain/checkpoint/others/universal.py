@@ -25,7 +25,7 @@ from ds_dynatrain.checkpoint.others.torch_files import read_tree
 from ds_dynatrain.checkpoint.others.zips import note_crcs
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
 
 LATEST = "latest_universal"
@@ -50,7 +50,7 @@ def to_universal(
     """
     tag = saved.path.name
     check_tag(tag)
-    _check(saved, carry)
+    _check(saved, carry, buffers)
     with appearing(path / tag, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
         _write_states(saved, carry, reader, hidden / "zero", progress)
         _write_models(saved, carry, buffers, reader, hidden, progress)
@@ -60,7 +60,7 @@ def to_universal(
     return path / tag
 
 
-def _check(saved: Saved, carry: Mapping[str, Any]) -> None:
+def _check(saved: Saved, carry: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
     if MASTER not in saved.record.kinds or "groups" not in carry:
         raise CheckpointError(f"{saved.path} has weights only, and DeepSpeed's format is of an optimizer's states")
     experts = [each.name for each in saved.record.logical_tensors() if each.expert]
@@ -68,6 +68,9 @@ def _check(saved: Saved, carry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{experts[0]!r} is of experts, for which DeepSpeed's format needs its own notes")
     names = [each.name for each in saved.record.logical_tensors()]
     check_names(names, saved.record.kinds)
+    twice = buffers.keys() & {*names}
+    if twice:
+        raise CheckpointDamaged(f"{saved.path} has a parameter and a buffer that are both {min(twice)!r}")
     check_file_names((each.name for each in saved.record.logical_tensors() if each.trainable), (OPTIMIZER,))
     check_file_names(_moments(saved), (MASTERS, STEP))
 

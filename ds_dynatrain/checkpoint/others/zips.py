@@ -20,7 +20,9 @@ from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.errors import CheckpointDamaged
 
 MOST_BYTES = 1 << 28
-"""That are read at once: the directory, or the pickle, but no tensor."""
+"""That are read at once: the pickle, but no tensor."""
+MOST_OF_DIRECTORY = 1 << 25
+"""Its bytes: once it is taken apart it takes fifteen times the memory."""
 BEGIN, DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
 """What a member begins with, and what follows its bytes."""
 _LOCAL, _ENTRY = 30, 46
@@ -36,12 +38,12 @@ class Window(io.RawIOBase):
         self.first, self.length = part or (0, os.fstat(file.fileno()).st_size)
         if min(self.first, self.length) < 0 or self.first + self.length > file.seek(0, io.SEEK_END):
             raise ValueError(f"{self.length} bytes from byte {self.first} leave the file")
-        self.file, self.at = file, 0
+        self.file, self.at, self.most = file, 0, MOST_BYTES
 
     def read(self, size: int = -1) -> bytes | None:
         """As of any file; what is read in one go is no tensor, but what describes them."""
         left = self.length - self.at
-        if (left if size < 0 else min(size, left)) > MOST_BYTES:
+        if (left if size < 0 else min(size, left)) > self.most:
             raise ValueError(f"{size} bytes at once")
         return super().read(size)
 
@@ -77,13 +79,13 @@ def pickle_in(window: Window) -> bytes:
     window.seek(0)
     if window.read(len(BEGIN)) != BEGIN:
         raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
-    with zipfile.ZipFile(cast(BinaryIO, window)) as archive:
-        entries = archive.infolist()
-        names = {each.filename.lower() for each in entries}
-        root = min(names).partition("/")[0]
-        is_ours = all(name.startswith(f"{root}/") for name in names) and len(names) == len(entries)
-        if archive.comment or not is_ours or min(each.header_offset for each in entries):
-            raise ValueError("its zip is not as torch.save writes it")
+    archive = _directory(window)
+    entries = archive.infolist()
+    names = {each.filename.lower() for each in entries}
+    root = min(names).partition("/")[0]
+    is_ours = all(name.startswith(f"{root}/") for name in names) and len(names) == len(entries)
+    if archive.comment or not is_ours or min(each.header_offset for each in entries):
+        raise ValueError("its zip is not as torch.save writes it")
     places = _places(window, entries)
     found = [place for place, each in zip(places, entries, strict=True) if each.filename.lower() == f"{root}/data.pkl"]
     if len(found) != 1 or len(found[0]) > MOST_BYTES:
@@ -104,8 +106,7 @@ def members_of(folder: Path, archive: Archive) -> list[Member]:
             window = Window(file, part)
             if window.read(len(BEGIN)) != BEGIN:  # torch before 1.6: it takes `trust_pickle` to read one
                 return []
-            with zipfile.ZipFile(cast(BinaryIO, window)) as held:
-                entries = held.infolist()
+            entries = _directory(window).infolist()
             places = [(each, place) for each, place in zip(entries, _places(window, entries), strict=True) if each.CRC]
     except CheckpointDamaged:
         raise
@@ -113,6 +114,16 @@ def members_of(folder: Path, archive: Archive) -> list[Member]:
         raise CheckpointDamaged(f"{folder / name} is no file of torch.save, or cut off: {error}") from None
     at = window.first
     return [Member(name, each.filename, at + place.start, at + place.stop, each.CRC) for each, place in places]
+
+
+def _directory(window: Window) -> zipfile.ZipFile:
+    """What a zip says of its members; it is closed."""
+    window.most = MOST_OF_DIRECTORY
+    try:
+        with zipfile.ZipFile(cast(BinaryIO, window)) as archive:
+            return archive
+    finally:
+        window.most = MOST_BYTES
 
 
 def _places(window: Window, entries: list[zipfile.ZipInfo]) -> list[range]:
@@ -129,9 +140,8 @@ def _places(window: Window, entries: list[zipfile.ZipInfo]) -> list[range]:
         if begin + each.file_size > window.length:
             raise ValueError(f"{each.filename!r} leaves it")
         found.append(range(begin, begin + each.file_size))
-    if any(
-        one.stop > other.start for one, other in pairwise(sorted(found, key=lambda place: (place.start, place.stop)))
-    ):
+    ordered = sorted(found, key=lambda place: (place.start, place.stop))
+    if any(one.stop > other.start for one, other in pairwise(ordered)):
         raise ValueError("two of its members are in one place")
     return found
 
@@ -139,8 +149,8 @@ def _places(window: Window, entries: list[zipfile.ZipInfo]) -> list[range]:
 def note_crcs(file: io.BufferedRandom, crcs: Mapping[int, int]) -> None:
     """Write CRC32s of members whose bytes were put in after torch.save had left room for them, by their first byte."""
     window = Window(file)
-    with zipfile.ZipFile(cast(BinaryIO, window)) as archive:
-        entries, at = archive.infolist(), archive.start_dir
+    archive = _directory(window)
+    entries, at = archive.infolist(), archive.start_dir
     for place in _places(window, entries):
         if len(place) and place.start in crcs:
             crc = crcs[place.start].to_bytes(4, "little")

@@ -69,6 +69,8 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
         if not isinstance(rest["buffers"], dict) or not isinstance(rest["objects"], dict):
             raise TypeError("buffers and objects are no tables")
+        if not all(isinstance(name, str) and isinstance(held, torch.Tensor) for name, held in rest["buffers"].items()):
+            raise TypeError("a buffer is no tensor")
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError, TransferError) as error:
         raise CheckpointDamaged(
             f"what belongs to rank {rank} cannot be read ({type(error).__name__}: {error})"
