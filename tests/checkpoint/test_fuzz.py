@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_dynatrain.checkpoint import record
 from tests.checkpoint.strangers import checkpoint, rewritten
 from tests.checkpoint.test_convert import TO
 from tests.checkpoint.test_damage import whole
+from tests.checkpoint.test_deepspeeds import stage_2
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +46,11 @@ def test_buffers_that_are_none(tmp_path: Path, name: str, held: Any) -> None:
     is_tensor = isinstance(held, dict) and "__tensor__" in held
     assert code == (0 if is_tensor and name == "mean" else 2), text
     assert "both 'a'" in text if is_tensor and name == "a" else True
+
+
+def test_steps_that_are_no_number(tmp_path: Path) -> None:
+    assert checkpoint("convert", stage_2(tmp_path / "theirs" / "step"), tmp_path / "ours", "--to", "universal")[0] == 0
+    assert checkpoint("convert", tmp_path / "ours", tmp_path / "their", "--to", "deepspeed-universal")[0] == 0
+    torch.save(torch.ones(5, 7), tmp_path / "their" / "step3" / "zero" / "a" / "step.pt")
+    code, text = checkpoint("convert", tmp_path / "their", tmp_path / "again", "--to", "universal")
+    assert code == 2 and "step.pt has a tensor of shape (5, 7) where a number is expected" in text

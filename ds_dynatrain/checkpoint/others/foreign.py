@@ -23,7 +23,7 @@ from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored, value_of
 from ds_dynatrain.checkpoint.others.zips import Archive
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import LogicalTensor
 
 
@@ -72,7 +72,9 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(folder: Path, value: Any) -> float:
-    """A scalar of an optimizer, wherever it is stored."""
+    """A scalar of an optimizer, wherever it is stored; CheckpointDamaged for what is none."""
+    if isinstance(value, Stored) and value.numel != 1:
+        raise CheckpointDamaged(f"{folder / value.file} has a tensor of shape {value.shape} where a number is expected")
     return float(value_of(folder, value).item() if isinstance(value, Stored) else value)
 
 

@@ -17,7 +17,7 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 
 NOTES = ("latest", "latest_universal")
 """Files that name a checkpoint beside them."""
-UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, LayoutError)
+UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, LayoutError)
 """What reading raises where something is not what it ought to be."""
 
 
