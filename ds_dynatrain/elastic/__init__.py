@@ -18,6 +18,7 @@
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |
 | `environment` | every environment variable: what is read, what is handed to workers |
 | `member` | a worker's side: one connection, one thread, what it tells the script |
+| `main_thread` | whether a script gets on, as the thread with the heartbeats sees it |
 | `signals` `process` | SIGTERM for threads; a process that ends with its agent, children that do not speak for it |
 | `abort` | a way out of collectives that would never end |
 """

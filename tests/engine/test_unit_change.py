@@ -18,6 +18,7 @@ from ds_dynatrain.engine.members.actions import (
     Held,
     Hold,
     Know,
+    Leave,
     LetGo,
     Open,
     Own,
@@ -29,6 +30,7 @@ from ds_dynatrain.engine.members.actions import (
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
 from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.survival import Survivor
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.space import Layout
 from tests.engine.simulated import Board
@@ -73,6 +75,9 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
     return found
 
 
+HOLDS_NOTHING = Survivor(2, None, 7, 20, True, False, PRESENT.to_dict()).to_json()
+
+
 class TestLeftAlone:
     """After a failure, newcomers of whom all that held the state have died or leave."""
 
@@ -94,6 +99,14 @@ class TestLeftAlone:
         board.values[0, "built/0"] = True
         found = steps(machine, known, newest, board)
         assert isinstance(found[-1], Restore) and not found[-1].proposals[0].source_members
+
+    def test_what_a_member_said_before_it_had_an_engine_counts(self) -> None:
+        """The others went by it, and gave it the engine: with another answer it would lead beside them."""
+        said = {"holds": [], "released": []}
+        board = Board({(0, "survivor/b/0"): said, (0, "survivor/c/0"): {**said, "holds": [HOLDS_NOTHING]}})
+        known = replace(own("b/0", is_idle=True, can_restore=True), world=None, registry=Registry())
+        found = steps(ChangeMachine(stay), known, failure("b/0", "c/0", survivors=0), board)
+        assert board.values[0, "survivor/b/0"] is said and not any(isinstance(one, PostJob) for one in found)
 
     def test_it_gets_the_state_of_one_that_leaves(self) -> None:
         newest, board, machine = failure("c/0", survivors=0, leaving=("a/0",)), Board({}), ChangeMachine(stay)
@@ -118,6 +131,10 @@ class TestLeftOut:
         newest = failure(*MEMBERS[:survivors], "c/0", survivors=survivors)
         found = steps(ChangeMachine(stay), own("c/0", is_idle=True), newest, BLANK)
         assert found == [GiveUp("b/0 lost"), Open(newest), LetGo()]
+
+    def test_who_is_in_no_place_of_the_others_goes(self) -> None:
+        found = steps(ChangeMachine(stay), own("a/0", is_aborted=True), failure("c/0", survivors=0), Board({}))
+        assert found[found.index(LetGo()) + 1] == Leave()
 
     def test_what_nobody_knows_of_is_given_up(self) -> None:
         newest = failure("a/0", "c/0", survivors=1)
@@ -168,7 +185,7 @@ def test_who_is_waited_for_is_named() -> None:
     machine, board, newest = ChangeMachine(stay), Board({}), failure("a/0", "b/0", "c/0", survivors=2)
     assert machine.waits_for([]) == "the coordinator to publish a generation"
     steps(machine, own(is_aborted=True), newest, board)
-    assert machine.waits_for([]) == "the notice board of generation 6"
+    assert machine.waits_for([]) == "the board of generation 6"
     assert machine.waits_for([board]) == "generation 6: b/0 to say what they hold"
     board.values[0, "survivor/b/0"] = {"holds": [], "released": []}
     steps(machine, own(is_aborted=True, layout=PRESENT.replace(data=1), members=(0,)), newest, board)

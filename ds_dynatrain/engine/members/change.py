@@ -125,7 +125,7 @@ class ChangeMachine:
         if world is None:
             return "the coordinator to publish a generation"
         if not boards:
-            return f"the notice board of generation {world.generation}"
+            return f"the board of generation {world.generation}"
         asked = {
             Stage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
             Stage.FOLLOW: ("built", world.members[world.survivors :], "to come to their loops, and a layout for all"),

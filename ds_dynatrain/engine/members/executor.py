@@ -76,7 +76,7 @@ class Executor:
     def waits_for(self) -> str:
         """Whom the next action waits for."""
         boards = () if self._boards is None else self._boards.fronts
-        return self.on_board(lambda: self.machine.waits_for(boards)) or "the notice board"
+        return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
         """An engine has ended, or a later generation is gone."""
