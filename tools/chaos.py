@@ -33,7 +33,7 @@ from history import mistakes, sums_of_samples
 from nodes import SCRIPT, TIMES, Job, Row
 from storm import Storm
 
-CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0, "recovery_seconds": 3.0}
+CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0, "stuck_seconds": 30.0, "recovery_seconds": 3.0}
 
 
 @contextmanager

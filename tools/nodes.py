@@ -29,7 +29,7 @@ SCRIPT = ROOT / "tests" / "elastic" / "summing.py"
 SECONDS = 90.0
 """How long anything may take on a busy machine."""
 TIMES = {"debounce_seconds": 0.05, "beat_seconds": 0.2, "silent_seconds": 2.0, "recovery_seconds": 1.0}
-COORDINATOR_TIMES = ("silent_seconds", "recovery_seconds")
+COORDINATOR_TIMES = ("silent_seconds", "stuck_seconds", "recovery_seconds")
 
 Row = dict[str, Any]
 Found = TypeVar("Found")
@@ -108,7 +108,7 @@ class Job:
 
     def coordinator(self, name: str, host: Sequence[str] = ()) -> None:
         """Start a coordinator of its own."""
-        times = [f"--{key.replace('_', '-')}={self.times[key]}" for key in COORDINATOR_TIMES]
+        times = [f"--{key.replace('_', '-')}={self.times[key]}" for key in COORDINATOR_TIMES if key in self.times]
         self._start(
             name, ["ds_dynatrain.cli", "coordinator", str(self.address), f"--nnodes={self.nodes}", *times], host
         )

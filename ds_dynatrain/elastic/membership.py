@@ -53,6 +53,8 @@ class Membership:
         self._entered = 0
         self._has_begun = False
         self._breach = ""
+        self._mute: dict[str, list[float]] = {}
+        """By member, when generations failed of which it has said neither that it has entered nor that it could not."""
         self._decide_at: float | None = None
         self._advanced = now
 
@@ -85,6 +87,8 @@ class Membership:
         if self._recovery is not None:
             self._recovery.report(member)
         if self.roster.update(member, said, now):
+            if _answered(said) >= newest:
+                self._mute.pop(member, None)
             self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._breach = f"a collective failed on {member}"
@@ -157,16 +161,28 @@ class Membership:
 
     def _give_up_stuck(self, now: float) -> list[GiveUp]:
         """Members that have trained, and hold up the others: alive, but their main thread does not get on."""
-        most = self.settings.stuck_seconds
-        stuck = [
-            entry
-            for entry in self.roster
-            if 0 < most <= entry.report.blocked_seconds and entry.report.step and self._takes_part(entry.member)
-        ]
-        reason = f"its main thread has not moved for {most:g} s"
-        for entry in stuck:
+        most, given_up = self.settings.stuck_seconds, list[GiveUp]()
+        for entry in list(self.roster):
+            failed = self._mute.get(entry.member, [])
+            if not 0 < most or not self._takes_part(entry.member):
+                continue
+            if most <= entry.report.blocked_seconds and entry.report.step:
+                reason = f"its main thread has not moved for {most:g} s"
+            elif len(failed) > 1 and most <= now - failed[0]:
+                reason = f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
+            else:
+                continue
             self.lost(entry.member, reason, now)
-        return [GiveUp(entry.member, entry.pid, reason) for entry in stuck]
+            given_up.append(GiveUp(entry.member, entry.pid, reason))
+        return given_up
+
+    def _see_who_is_mute(self, failed: World, now: float) -> None:
+        """A generation has failed: others have said so, and all should."""
+        for member in failed.members:
+            if member in self.roster and _answered(self.roster[member].report) < failed.generation:
+                self._mute.setdefault(member, []).append(now)
+            else:
+                self._mute.pop(member, None)
 
     # -- after a restart ---------------------------------------------------------------------------------------------
 
@@ -326,6 +342,8 @@ class Membership:
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
+        if self._breach and self.world is not None:
+            self._see_who_is_mute(self.world, now)
         self._is_starter = self._is_starter or self.world is None
         self.world, self._newest = world, world.generation
         self._breach = ""
@@ -375,3 +393,8 @@ class Membership:
 
     def _present(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(one for one in members if one in self.roster)
+
+
+def _answered(report: Report) -> int:
+    """The last generation of which a member has said how it went."""
+    return max(report.entered, report.broken)

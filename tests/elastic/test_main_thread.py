@@ -65,6 +65,26 @@ class TestMembership:
         driver.wait(1)
         assert driver.world.generation == 1
 
+    def test_one_that_says_nothing_of_what_fails_is_given_up(self) -> None:
+        """It may hang where it seems to wait for the others, so that its main thread is not to blame."""
+        driver = running("a", "b", "c")
+        for failures in range(4):
+            driver.say("a/0", broken=driver.told["a/0"].generation)
+            driver.say("b/0", broken=driver.told["b/0"].generation)
+            driver.wait(120)
+            assert driver.fenced == (["c/0"] if failures == 3 else [])
+        assert driver.world.members == ("a/0", "b/0") and "said nothing of" in driver.world.reason
+
+    def test_one_that_is_late_with_its_answer_has_time(self) -> None:
+        """All of them may be busy with a generation for long, and one of them then gives it up."""
+        driver = running("a", "b")
+        for _ in range(3):
+            driver.say("a/0", broken=driver.told["a/0"].generation)
+            driver.wait(400)
+            driver.say("b/0", broken=driver.told["b/0"].generation)
+            driver.wait(1)
+        assert not driver.fenced
+
     def test_one_that_holds_nobody_up_has_time(self) -> None:
         driver = running("a", most=1)
         driver.start("b")
