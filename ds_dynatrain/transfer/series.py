@@ -77,6 +77,8 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
     third, stop = edges[::2], edges[1::2]
     first = third - 2
     first[1:] = np.maximum(first[1:], stop[:-1])  # the series before has taken the row that both could have
+    is_left = stop - first > 2
+    first, stop = first[is_left], stop[is_left]
     depth = np.zeros(count + 1, np.int64)
     np.add.at(depth, first + 1, 1)
     np.add.at(depth, stop, -1)

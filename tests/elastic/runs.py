@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.elastic.messages import Status
-from tests.elastic.agents import ROOT, Job, processes
+from tests.elastic.agents import ROOT, TIMES, Job, processes
 
 SCRIPT = Path(__file__).with_name("training.py")
 STATIC_STEPS = 200
@@ -44,7 +44,8 @@ def training(
     """A job of `training.py`; own, block: see `settings`; given: see `Job`."""
     variables = {"SETTINGS": json.dumps(settings(stage, own, **(block or {}))), "DS_ACCELERATOR": "cpu"}
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
-    return Job(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, **given})
+    times = {**TIMES, "silent_seconds": 5.0}  # the default: other tests compile for minutes beside this one
+    return Job(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, "times": times, **given})
 
 
 Losses = dict[int, float]

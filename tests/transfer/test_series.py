@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_dynatrain.space import BufferId, Piece
@@ -17,6 +17,7 @@ small = st.integers(0, 3)
 
 
 @given(st.lists(st.tuples(small, small, small), max_size=30))
+@example([(0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 1, 0), (0, 2, 0)])
 def test_series_tile_the_rows_and_grow_by_one_step(rows: list[tuple[int, int, int]]) -> None:
     same, first, other = (np.array([row[part] for row in rows], dtype=np.int64) for part in range(3))
     opens, counts = series(same, first, other)
