@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
+import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ds_dynatrain.elastic.address import Address, listen
@@ -36,6 +40,32 @@ def node_store(host: str, port: int, node: str, seconds: float) -> Store:
 
 
 def _store(host: str, port: int, prefix: str, seconds: float) -> Store:
-    wait = timedelta(seconds=seconds)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-    return PrefixStore(prefix, store)
+    def connect() -> Store:
+        wait = timedelta(seconds=seconds)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+    return PrefixStore(prefix, connected(connect, 2 * seconds))
+
+
+def connected(connect: Callable[[], Store], seconds: float) -> Store:
+    """What `connect` returns; torch's DistError after `seconds`.
+
+    torch's own time-out ends where a connection is accepted: who accepts and never answers, as the kernel does for a
+    process that hangs, holds a `TCPStore` for ever (measured on 2.13). So it is made in a thread, which is left behind.
+    """
+    found: queue.SimpleQueue[Store | BaseException] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            found.put(connect())
+        except BaseException as error:  # whatever it is, it is raised by who waits
+            found.put(error)
+
+    threading.Thread(target=make, name="dynatrain-connect", daemon=True).start()
+    try:
+        made = found.get(timeout=seconds)
+    except queue.Empty:
+        raise td.DistNetworkError(f"the store has accepted a connection, and not answered for {seconds:g} s") from None
+    if isinstance(made, BaseException):
+        raise made
+    return made

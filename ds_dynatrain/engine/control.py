@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ds_dynatrain.elastic.store import connected
 from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
@@ -69,7 +70,8 @@ class Control:
         Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
         connection, and a name server that does not answer holds up the whole store for seconds.
         """
-        return Control(self._base.clone(), self._prefix, self.member, self.timeout_seconds, self.watch, self._seal)
+        base = connected(self._base.clone, self._base.timeout.total_seconds())
+        return Control(base, self._prefix, self.member, self.timeout_seconds, self.watch, self._seal)
 
     def post(self, key: str, value: Any) -> None:
         """Write `value` (see `pack`) under `key`."""
@@ -112,7 +114,7 @@ class Control:
         patience = self._base.timeout
         self._base.set_timeout(timedelta(seconds=self.timeout_seconds))
         try:
-            self._base = self._base.clone()
+            self._base = connected(self._base.clone, self.timeout_seconds)
         finally:
             self._base.set_timeout(patience)
         self._store = PrefixStore(self._prefix, self._base)
