@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ds_dynatrain.elastic.store import connected
 from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.engine.seals import Seal
+from ds_dynatrain.engine.teardowns import Teardowns
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
 
 LONGEST_POLL_SECONDS = 0.005
@@ -46,12 +47,13 @@ class Control:
         timeout_seconds: float,
         watch: Callable[[], None] | None = None,
         seal: Seal | None = None,
+        teardowns: Teardowns | None = None,
     ) -> None:
         self._base = store
         self._prefix = prefix
         self._store = PrefixStore(prefix, store)
         self._seal = seal
-        self._teardowns: list[threading.Thread] = []
+        self._teardowns = Teardowns() if teardowns is None else teardowns
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
@@ -71,7 +73,8 @@ class Control:
         connection, and a name server that does not answer holds up the whole store for seconds.
         """
         base = connected(self._base.clone, self._base.timeout.total_seconds())
-        return Control(base, self._prefix, self.member, self.timeout_seconds, self.watch, self._seal)
+        of_this = self.member, self.timeout_seconds, self.watch, self._seal, self._teardowns
+        return Control(base, self._prefix, *of_this)
 
     def post(self, key: str, value: Any) -> None:
         """Write `value` (see `pack`) under `key`."""
@@ -194,15 +197,9 @@ class Control:
         return unpack(data if self._seal is None else self._seal.take(f"{self._prefix}/{key}", data))
 
     def track_teardown(self, thread: threading.Thread) -> None:
-        """Remember a thread that takes process groups down."""
-        self._teardowns = [each for each in self._teardowns if each.is_alive()]
-        self._teardowns.append(thread)
-
-    def succeed(self, former: Control) -> None:
-        """Take over what another board's threads are still taking down."""
-        self._teardowns += former._teardowns
+        """Remember a thread that takes process groups down. All boards of a process have one list of them."""
+        self._teardowns.add(thread)
 
     def finish_teardowns(self) -> None:
         """Wait until no group is left half alive, at most the time-out each."""
-        while self._teardowns:
-            self._teardowns.pop().join(self.timeout_seconds)
+        self._teardowns.finish(self.timeout_seconds)

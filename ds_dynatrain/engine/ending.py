@@ -52,7 +52,6 @@ def end_job(engine: EngineParts) -> bool:
         engine.saver.settle()
         PROCESS.membership.say_end(engine)
         engine.close_preparation()
-        engine.context.background.finish_teardowns()
         engine.close_loaders()
     except RuntimeError:  # the store is gone: there is nobody left to tell
         pass

@@ -344,3 +344,14 @@ def test_a_script_that_ended_with_an_error_is_named(
     with pytest.raises(SystemExit) as end:
         Watch(boards(2)).look((0, 1))
     assert end.value.code == 1 and "script of member [1] ended with an error" in caplog.text
+
+
+def test_what_any_board_of_a_process_takes_down_is_waited_for(boards: Any) -> None:
+    """A leaver whose newest board was opened by another thread ended while that one's group was half gone."""
+    one = boards(0)
+    done = threading.Event()
+    slow = threading.Thread(target=done.wait, args=(0.2,))
+    slow.start()
+    one.clone().track_teardown(slow)
+    one.finish_teardowns()
+    assert not slow.is_alive()

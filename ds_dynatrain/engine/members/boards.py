@@ -52,10 +52,7 @@ class GenerationBoards:
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
         """They are the engine's from here on. place: among those of the process."""
-        boards = self.of(place)
-        if boards[0] is not engine.control:
-            boards[0].succeed(engine.control)
-        engine.context = Context(engine.launch, candidates, *boards)
+        engine.context = Context(engine.launch, candidates, *self.of(place))
 
     def _open(self) -> None:
         opened: list[Boards] = []

@@ -255,5 +255,4 @@ class Boundaries:
                 boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
             except (td.DistError, OSError) as error:
                 raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
-            boards[0].succeed(engine.control)
             engine.context = Context(engine.launch, engine.candidates, *boards)

@@ -22,6 +22,7 @@ from ds_dynatrain.engine.context import Boards, Candidates
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.seals import Seal
+from ds_dynatrain.engine.teardowns import Teardowns
 from ds_dynatrain.errors import WorldChanged
 
 CONNECT_SECONDS = 2.0
@@ -56,6 +57,7 @@ class Elastic:
         self._coming: dict[int, WorldSockets] = {}
         self._lock = threading.Lock()
 
+        self._teardowns = Teardowns()
     def configure(self, settings: DynatrainConfig) -> None:
         """Go by these settings from now on; before the first generation is entered."""
         self.timeout_seconds = settings.timeout_seconds
@@ -168,7 +170,8 @@ class Elastic:
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
             watch = partial(self._stop_if_torn_after, world.generation)
-            boards.append(Control(store, prefix, number, self.timeout_seconds, watch, self._seal(world)))
+            given = self.timeout_seconds, watch, self._seal(world), self._teardowns
+            boards.append(Control(store, prefix, number, *given))
         return boards[0], boards[1]
 
     def _seal(self, world: World) -> Seal | None:
