@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 
-WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.transfer")
-"""Modules in which a thread waits for other processes: who is stuck there may well be fine."""
+WAITING = ("torch.distributed",)
+"""Modules, with all below them, in which a thread waits for other processes: who is stuck there may well be fine."""
 
 
 class MainThread:
-    """Asked by one other thread, again and again."""
+    """Asked by one other thread, again and again. waits_in: see `WAITING`."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits_in: tuple[str, ...] = WAITING) -> None:
+        self._waits_in = waits_in
         self._asked_at = 0.0
         self._is_asked = False
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -35,18 +36,18 @@ class MainThread:
             self._asked_at, self._is_asked = time.monotonic(), True
             self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: next time
         seconds = time.monotonic() - self._asked_at
-        return 0.0 if waits_for_others() else seconds
+        return 0.0 if is_in(self._waits_in) else seconds
 
     def _run(self, _: object) -> int:
         self._is_asked = False
         return 0
 
 
-def waits_for_others() -> bool:
-    """Whether the main thread is in a collective, or makes a group."""
+def is_in(modules: tuple[str, ...]) -> bool:
+    """Whether the main thread is in a call of one of these modules."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(WAITING):
+        if str(frame.f_globals.get("__name__", "")).startswith(modules):
             return True
         frame = frame.f_back
     return False

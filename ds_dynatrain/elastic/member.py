@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.elastic.main_thread import MainThread
+from ds_dynatrain.elastic.main_thread import WAITING, MainThread
 from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
@@ -54,7 +54,7 @@ class Member:
     on_world: called on the member's own thread with every new generation, before anybody who waits for it wakes up; it
     returns whether nothing of the world that this member trains in can be used any more. It should be short, because
     heartbeats wait for it: abort what is in flight if so. on_end: called there when the process has to end; by default
-    it does.
+    it does. waits_in: modules in which the main thread waits for other members, who are to blame if that never ends.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Member:
         on_world: Callable[[World], bool] = lambda world: True,
         on_end: Callable[[Ending, str], object] = end_process,
         orphan_seconds: float = ORPHAN_SECONDS,
+        waits_in: tuple[str, ...] = WAITING,
     ) -> None:
         self.id = member_id(place.node, place.local_rank)
         self.place = place
@@ -75,7 +76,7 @@ class Member:
         self._termination = Termination()
         self._report = Report()
         self._reporting = threading.RLock()
-        self._main_thread = MainThread()
+        self._main_thread = MainThread(waits_in)
         self._is_stuck = False
         self._newest: World | None = None
         self._has_breach = False
@@ -348,11 +349,7 @@ class Member:
                 self._announce()
                 logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
                 return True
-            except (
-                OSError,
-                MessageError,
-                CoordinatorUnproved,
-            ) as error:  # whoever has taken its port is not the coordinator
+            except (OSError, MessageError, CoordinatorUnproved) as error:  # also where another one has taken its port
                 if time.monotonic() - begin > self._orphan_seconds:
                     self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
                     return False

@@ -26,6 +26,8 @@ from ds_dynatrain.engine.teardowns import Teardowns
 from ds_dynatrain.errors import WorldChanged
 
 CONNECT_SECONDS = 2.0
+WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.transfer")
+"""Where the main thread waits for other members: in a collective, while a group is made, in a transfer."""
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
 
@@ -42,7 +44,7 @@ class Elastic:
 
     def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
         self._token = token_from()
-        self.member = Member(place, self._token, on_world=self._hear)
+        self.member = Member(place, self._token, on_world=self._hear, waits_in=WAITING)
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
         self.world: World | None = None
