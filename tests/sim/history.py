@@ -36,6 +36,7 @@ class SimulatedJob(Job):
         self.chance = random.Random(self.seed)
         self.network = Network(Settings(1, self.most, **SETTINGS), self.chance, self._hear, self._end)
         self.driver = self.network  # type: ignore[assignment]
+        self.broken: set[str] = set()
         self.network.start_coordinator()
         for _ in range(self.nodes):
             self.join()
@@ -62,7 +63,9 @@ class SimulatedJob(Job):
     def _take_turns(self, member: Member) -> None:
         if member.end:
             return
-        if not self.network.hangs(member.id):
+        if member.elastic.is_aborted:
+            self.broken.discard(member.id)
+        if not self.network.hangs(member.id) and member.id not in self.broken:
             member.turn()
         self.network.after(TURN_SECONDS * self.chance.uniform(0.2, 2.0), lambda: self._take_turns(member))
 
@@ -120,9 +123,11 @@ class SimulatedJob(Job):
         member.elastic.member._report = member.elastic.member._report.model_copy(update={"leaving": True})
 
     def _breach(self, member: Member) -> None:
-        if member.engines and member.engines[0].works:
+        """A collective of it fails: it says so, and waits until all know (`Losses`)."""
+        if member.engines and member.engines[0].works and not member.elastic.is_aborted and member.waits_in is None:
             member.elastic.breach()
             member.say()
+            self.broken.add(member.id)
 
     def _restart_coordinator(self) -> None:
         if self.network.membership is not None:
@@ -149,6 +154,10 @@ class SimulatedJob(Job):
             return f"{held_up[0]} hangs"
         training = [self.members[one] for one in world.members if not self.members[one].end]
         for member in live:
+            if not self.network.lines[member.id].term:
+                return f"{member.id} has no coordinator"
+            if member.id in self.broken:
+                return f"{member.id} has said that a collective failed, and nothing follows"
             if member.waits_in is not None:
                 return f"{member.id} waits in {member.waits_in[0]}"
             if member.id in world.leaving or (member.elastic.is_aborted and member.engines):

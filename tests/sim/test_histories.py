@@ -8,7 +8,7 @@ from tests.sim.bugs import BUGS, put_in
 from tests.sim.history import history
 
 HISTORIES = 1000
-MOST_TO_FIND = 1000
+MOST_TO_FIND = 10_000
 
 
 @pytest.mark.parametrize("part", range(4))
