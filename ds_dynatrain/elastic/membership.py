@@ -46,12 +46,16 @@ class Membership:
         """The last generations, and when each was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
+        """When no member of an earlier job can be alive any more."""
         self._is_starter = False
+        """Whether the present job was begun here, and not taken over from members of an earlier one."""
         self._newest = 0
+        """The highest number that was ever published or taken over here."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         self._entered = 0
         self._has_begun = False
+        """Whether somebody has said that it made a step; see `World.begun`."""
         self._breach = ""
         self._mute: dict[str, list[float]] = {}
         """By member, when generations failed of which it has said neither that it has entered nor that it could not."""
@@ -125,7 +129,7 @@ class Membership:
         """When `advance` has to be called at the latest."""
         times = [self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
-            times.append(self._recovery.until)
+            times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
         elif self._decide_at is not None and not self.is_finished:
             times.append(self._decide_at)
         return min(times)

@@ -19,18 +19,22 @@ class Recovery:
         self._seconds = seconds
         self._patience = until
         self._told: dict[str, World] = {}
+        self._worlds: dict[tuple[int, bool, str], World] = {}
+        self._votes: Counter[tuple[int, bool, str]] = Counter()
         self._reported: set[str] = set()
 
     @property
     def until(self) -> float:
-        """When it ends, on the caller's clock."""
+        """When it ends at the latest, on the caller's clock."""
         return self._until if self._told else max(self._until, self._patience)
 
     @property
     def is_complete(self) -> bool:
         """Whether nobody else of the newest world can come back, and all have said what they are."""
         world = self.choose()
-        return world is not None and self._reported >= {*world.members, *world.leaving}
+        if world is None or len(self._reported) < len(world.members) + len(world.leaving):
+            return False
+        return self._reported >= {*world.members, *world.leaving}
 
     def expect(self, patience: float) -> None:
         """There was a job before: until then, its members may come back."""
@@ -44,6 +48,9 @@ class Recovery:
         """Take the newest world that a member was told of."""
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
+        name = world.generation, world.begun, world.term
+        self._worlds.setdefault(name, world)
+        self._votes[name] += 1
 
     def report(self, member: str) -> None:
         """A member that is there has said what it is."""
@@ -54,11 +61,9 @@ class Recovery:
         """The newest world that anybody was told of; of two with one number that of the job in which somebody has made
         a step, or else that more know; None if there is none. Members that were told of an older one, or of none, are
         told of this one next."""
-        if not self._told:
+        if not self._worlds:
             return None
-        votes = Counter((world.generation, world.begun, world.term) for world in self._told.values())
-        generation, _, term = max(votes, key=lambda name: (name[0], name[1], votes[name], name[2]))
-        return next(world for world in self._told.values() if (world.generation, world.term) == (generation, term))
+        return self._worlds[max(self._worlds, key=lambda name: (name[0], name[1], self._votes[name], name[2]))]
 
     def told(self, member: str) -> int:
         """The newest generation that a member knew of when it came back; 0 if it did not."""

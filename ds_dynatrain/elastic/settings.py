@@ -39,8 +39,10 @@ class Settings:
             value = getattr(self, field.name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{field.name}: expected a number of at least 0, got {value!r}")
-        if self.beat_seconds <= 0 or self.silent_seconds < 3 * self.beat_seconds:
-            raise ConfigError(
-                f"silent_seconds: {self.silent_seconds:g} s hold fewer than three heartbeats of {self.beat_seconds:g} "
-                f"s, and a busy machine would lose members; give at least {3 * self.beat_seconds:g}"
-            )
+        for name in ("silent_seconds", "stuck_seconds"):
+            seconds, is_off = getattr(self, name), name == "stuck_seconds" and self.stuck_seconds == 0
+            if not is_off and (self.beat_seconds <= 0 or seconds < 3 * self.beat_seconds):
+                raise ConfigError(
+                    f"{name}: {seconds:g} s hold fewer than three heartbeats of {self.beat_seconds:g} s, and a busy "
+                    f"machine would lose members; give at least {3 * self.beat_seconds:g}"
+                )

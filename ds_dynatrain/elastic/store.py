@@ -65,7 +65,7 @@ def connected(connect: Callable[[], Store], seconds: float) -> Store:
     try:
         made = found.get(timeout=seconds)
     except queue.Empty:
-        raise td.DistNetworkError(f"the store has accepted a connection, and not answered for {seconds:g} s") from None
+        raise td.DistNetworkError(f"the store has not answered for {seconds:g} s") from None
     if isinstance(made, BaseException):
         raise made
     return made

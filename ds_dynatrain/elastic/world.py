@@ -48,7 +48,7 @@ class World(Record):
     """The newest generation that was known when a collective failed, or a hand-over broke off; 0: none ever did.
     Whatever else this record says: nobody trains on in that generation, or in an earlier one."""
     begun: bool = False
-    """Steps were made before: where nobody holds the state any more, it comes from a checkpoint, never from step 0."""
+    """Steps were made before: where nobody holds the state any more, it comes from a checkpoint if there is one."""
     paused: bool = False
     """Fewer nodes than the job's minimum: keep the state, do not train."""
     reason: Text = ""
