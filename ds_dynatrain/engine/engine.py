@@ -182,7 +182,7 @@ class DynatrainEngine(OverridingEngine):
         """
         parts = self._parts
         parts.switcher.at_boundary(BOUNDARY)
-        if not PROCESS.membership.keeps_void(parts):
+        if not PROCESS.membership.stays_discarded(parts):
             parts.is_discarded = False
 
     @in_turn

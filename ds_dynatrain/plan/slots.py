@@ -163,10 +163,10 @@ def _cheapest(cost: Ints) -> list[int]:
     square[:, :columns] = cost
     taken = linear_sum_assignment(square)[1]
     tight = _tight(square, taken)
-    wish = np.arange(rows, dtype=np.int64)[:, None]
-    tie = (wish - np.arange(rows, dtype=np.int64)[None, :]) ** 2
+    place = np.arange(rows, dtype=np.int64)[:, None]
+    tie = (place - np.arange(rows, dtype=np.int64)[None, :]) ** 2
     tie[:, columns:] = 0
-    tie[:, :columns] += 2 * rows * rows * wish
+    tie[:, :columns] += 2 * rows * rows * place
     forbidden = int(tie.max(initial=0)) * rows + 1
     final = linear_sum_assignment(np.where(tight, tie, forbidden))[1]
     answer = [0] * columns

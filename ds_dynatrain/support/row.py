@@ -1,4 +1,4 @@
-"""A row of the support table: a key of DeepSpeed's configuration or a practice of users, and what comes of it."""
+"""A row of the support table: a key of DeepSpeed's configuration or a usage, and what comes of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LayoutCheck = Callable[[Target], Refusal | None]
 class Row:
     """One line of the table.
 
-    key: dotted (`zero_optimization.stage`), or the name of a practice. why: the note or the reason. instead: what to
+    key: dotted (`zero_optimization.stage`), or the name of a usage. why: the note or the reason. instead: what to
     do. values: those that the row is about, if there are several rows of one key; none: all others. off: values that
     ask for nothing. switch: of a section, the key in it that turns it on, and the value that leaves it off. below: the
     row stands for every key below its own as well. proof: the test that shows a row that works, in real ranks.

@@ -255,7 +255,7 @@ def test_the_fused_optimizer_of_deepspeed_needs_a_compiler(monkeypatch: pytest.M
     refuse_unsupported(settings(), nn.Linear(2, 2), None, None)
 
 
-# ---- practices ---------------------------------------------------------------------------------------------------
+# ---- usage -------------------------------------------------------------------------------------------------------
 
 
 def test_mpu() -> None:

@@ -56,7 +56,7 @@ def test_a_checkpoint_while_a_change_is_being_prepared(pool: RankPool, tmp_path:
     assert saved[0] == saved[1] == ("step1", "step2")
 
 
-def test_a_void_batch_has_no_collective(pool: RankPool, tmp_path: Path) -> None:
+def test_a_discarded_batch_has_no_collective(pool: RankPool, tmp_path: Path) -> None:
     mean, said = pool.run(discarded_case, folder=str(tmp_path))[1]
     assert mean == 3.0
     assert len(said) == 4 and all("formed anew in this global batch" in words for words in said), said

@@ -21,7 +21,7 @@ class Loader:
         self.at = int(state["at"])
 
 
-def test_a_void_batch_after_a_restoration_is_dealt_again_from_there() -> None:
+def test_a_discarded_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     """Torn between two batches, taken back, asked once more before the first engine's next batch."""
     loader = Loader()
     window = Window(SimpleNamespace(train_loaders={"train": loader}, is_discarded=False))  # type: ignore[arg-type]

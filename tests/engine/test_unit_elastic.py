@@ -74,7 +74,7 @@ def test_what_failed_in_an_earlier_world_tears_nothing(elastic: Elastic) -> None
     assert not elastic.is_aborted
 
 
-def test_it_stays_torn_whatever_follows(elastic: Elastic) -> None:
+def test_it_stays_aborted_whatever_follows(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "c/0", "d/0", change="failure", survivors=2, lost=("b/0",)))
     hear(elastic, world(4, "a/0", "c/0", change="failure", survivors=2, lost=("d/0",)))
     assert elastic.is_aborted

@@ -58,7 +58,7 @@ def test_numbers_with_a_graph_are_guarded(engine: Any) -> None:
     assert weight.grad is not None and weight.grad.tolist() == [2, 2, 2]
 
 
-def test_in_a_void_batch_it_trains_nothing(engine: Any) -> None:
+def test_in_a_discarded_batch_it_trains_nothing(engine: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
     loss = guarded(weight.sum(), engine, FixedLaunch())
     engine.is_discarded = True

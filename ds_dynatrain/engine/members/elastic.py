@@ -57,9 +57,9 @@ class Elastic:
         self._aborted_at = 0
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
+        self._teardowns = Teardowns()
         self._lock = threading.Lock()
 
-        self._teardowns = Teardowns()
     def configure(self, settings: DynatrainConfig) -> None:
         """Go by these settings from now on; before the first generation is entered."""
         self.timeout_seconds = settings.timeout_seconds
@@ -89,7 +89,7 @@ class Elastic:
             newest = self.member.newest
             raise WorldChanged("a failure came in between" if newest is None else newest.reason)
 
-    def _stop_if_torn_after(self, generation: int) -> None:
+    def _stop_if_aborted_after(self, generation: int) -> None:
         if self._aborted_at > generation:
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
@@ -110,7 +110,7 @@ class Elastic:
         with self._lock:
             self._training = training
 
-    def tear(self) -> None:
+    def abort(self) -> None:
         """What the others hold is not known any more: all have to say it, in a new generation."""
         with self._lock:
             self.is_aborted = True
@@ -124,7 +124,7 @@ class Elastic:
                 self.member.breach()
 
     def _hear(self, world: World) -> bool:
-        """On the member's thread, before anybody else learns of a generation; whether it tears the one that trains."""
+        """On the member's thread, before anybody else learns of a generation; whether it aborts the one that trains."""
         spare = self.member.descriptors()
         if world.change == "failure":
             _abort(self._coming, spare)
@@ -171,7 +171,7 @@ class Elastic:
         for _ in range(2):
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
-            watch = partial(self._stop_if_torn_after, world.generation)
+            watch = partial(self._stop_if_aborted_after, world.generation)
             given = self.timeout_seconds, watch, self._seal(world), self._teardowns
             boards.append(Control(store, prefix, number, *given))
         return boards[0], boards[1]

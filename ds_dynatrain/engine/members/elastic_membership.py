@@ -140,9 +140,9 @@ class ElasticMembership:
 
     def open_window(self, engine: EngineCore) -> None:
         """Remember where it begins, in case that it is discarded."""
-        parts_of(engine).window.open(stays_discarded=self.keeps_void(engine))
+        parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
 
-    def keeps_void(self, engine: EngineCore) -> bool:
+    def stays_discarded(self, engine: EngineCore) -> bool:
         """The first engine's batch, in which the world was aborted, is not over."""
         first = self._boundaries.first
         return engine is not first and first.is_discarded
@@ -198,7 +198,7 @@ class ElasticMembership:
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """If this member cannot know how, all have to say what they hold."""
         if outcome.is_uncertain:
-            self.elastic.tear()
+            self.elastic.abort()
         if outcome.committed:
             self.elastic.settle(engine.job.number)
             self.retrain(proposal.members)
@@ -206,7 +206,7 @@ class ElasticMembership:
             self.elastic.let_go(engine.job.number)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Their deaths tear the world."""
+        """Their deaths abort the world."""
         self.elastic.retrain(self.elastic.registry.ids_of(members))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class Executor:
             joint = JointSwitch(self.engines, self._place, record)
             outcome = joint.run()
         if outcome.is_uncertain:
-            self.elastic.tear()
+            self.elastic.abort()
         for engine in joint.engines:
             (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
         self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))

@@ -133,7 +133,7 @@ class FixedLaunch:
     def open_window(self, engine: EngineCore) -> None:
         """It will not be dealt again."""
 
-    def keeps_void(self, engine: EngineCore) -> bool:
+    def stays_discarded(self, engine: EngineCore) -> bool:
         """No batch is discarded."""
         return False
 

@@ -117,7 +117,7 @@ class Membership(Protocol):
     def open_window(self, engine: EngineCore) -> None:
         """A loader is about to deal the first micro-batch of a global batch."""
 
-    def keeps_void(self, engine: EngineCore) -> bool:
+    def stays_discarded(self, engine: EngineCore) -> bool:
         """Whether what an engine deals trains nothing for the time being."""
 
     def before_micro_batch(self, engine: EngineCore) -> None:
