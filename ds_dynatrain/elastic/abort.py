@@ -42,7 +42,7 @@ class WorldSockets:
                 raise WorldChanged("another generation was published before this one was built")
             yield
         finally:
-            self._built |= _new(before, open_sockets())
+            self._built |= new_sockets(before, open_sockets())
             self._before = None
 
     def abort(self, spare: frozenset[int] = frozenset()) -> int:
@@ -53,7 +53,7 @@ class WorldSockets:
         mine = dict(self._built)
         before = self._before
         if before is not None:
-            mine |= _new(before, open_sockets())
+            mine |= new_sockets(before, open_sockets())
         return sum(_shut(descriptor, inode) for descriptor, inode in mine.items() if descriptor not in spare)
 
     def forget(self) -> None:
@@ -74,7 +74,8 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def _new(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
+def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
+    """Those of `after` that were not there before."""
     return {descriptor: inode for descriptor, inode in after.items() if before.get(descriptor) != inode}
 
 

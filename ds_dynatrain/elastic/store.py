@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from ds_dynatrain.elastic.abort import new_sockets, open_sockets
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.world import World
+
+ANSWER_SECONDS = 10.0
+"""So long a store may take to answer; a busy one needs milliseconds."""
+Answer = TypeVar("Answer")
+StoreT = TypeVar("StoreT", bound=Store)
 
 
 def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
@@ -47,25 +57,52 @@ def _store(host: str, port: int, prefix: str, seconds: float) -> Store:
     return PrefixStore(prefix, connected(connect, 2 * seconds))
 
 
-def connected(connect: Callable[[], Store], seconds: float) -> Store:
-    """What `connect` returns; torch's DistError after `seconds`.
+def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
+    """What `connect` returns, over a new connection; torch's DistError after `seconds`.
 
-    torch's own time-out ends where a connection is accepted: who accepts and never answers, as the kernel does for a
-    process that hangs, holds a `TCPStore` for ever (measured on 2.13). So it is made in a thread, which is left behind.
+    Later calls raise it where the store does not answer within `ANSWER_SECONDS`: torch's own time-out is for keys that
+    are not there, and who hangs holds a caller for ever (measured on 2.13). On Linux; elsewhere calls have no end.
     """
-    found: queue.SimpleQueue[Store | BaseException] = queue.SimpleQueue()
+    with suppress(OSError):
+        before = open_sockets()
+    made = answered(connect, seconds)
+    with suppress(OSError):
+        _limit(made, new_sockets(before, open_sockets()))
+    return made
 
-    def make() -> None:
+
+def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
+    """What `ask` returns; torch's DistError after `seconds`, when the thread that asks is left behind.
+
+    For what has no time-out of its own: torch's ends where a connection is accepted, as the kernel does for a process
+    that hangs.
+    """
+    found: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
         try:
-            found.put(connect())
+            found.put((ask(), None))
         except BaseException as error:  # whatever it is, it is raised by who waits
-            found.put(error)
+            found.put((None, error))
 
-    threading.Thread(target=make, name="dynatrain-connect", daemon=True).start()
+    threading.Thread(target=run, name="dynatrain-ask", daemon=True).start()
     try:
-        made = found.get(timeout=seconds)
+        answer, error = found.get(timeout=seconds)
     except queue.Empty:
         raise td.DistNetworkError(f"the store has not answered for {seconds:g} s") from None
-    if isinstance(made, BaseException):
-        raise made
-    return made
+    if error is not None:
+        raise error
+    return cast(Answer, answer)
+
+
+def _limit(store: Any, sockets: Mapping[int, int]) -> None:
+    """Let calls on a store end if there is no answer. sockets: new ones, its own among them."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return
+    limit = struct.pack("ll", int(ANSWER_SECONDS), 0)
+    for descriptor in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == store.port:
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

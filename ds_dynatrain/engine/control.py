@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ds_dynatrain.elastic.store import connected
+from ds_dynatrain.elastic.store import answered, connected
 from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.engine.teardowns import Teardowns
@@ -133,6 +133,14 @@ class Control:
     def read_list(self, key: str) -> list[int]:
         """The numbers on a list, ascending; it waits for the first one."""
         return sorted(int(entry) for entry in self._store.get(key).decode().split(",") if entry)
+
+    def answers(self, seconds: float) -> bool:
+        """Whether the store answers within so many seconds; whoever asks it again before it does waits longer."""
+        try:
+            answered(lambda: self._store.check(["alive"]), seconds)
+        except td.DistError:
+            return False
+        return True
 
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
         """Whether `key/member` is there for every member."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.checkpoint import Saved
+from ds_dynatrain.engine.checkpoints import due
 from ds_dynatrain.engine.checkpoints.restore import restore
+from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import OpenBatch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
@@ -354,21 +359,55 @@ def test_in_the_background(pool: RankPool, tmp_path: Path) -> None:
 # ---- saved by itself ------------------------------------------------------------------------------------------------
 
 
-def fallback_case(folder: Path, background: bool) -> Any:
-    """Periodic saves, by steps and by time, over a switch."""
+def fallback_case(folder: Path, background: bool, **when: float) -> Any:
+    """Periodic saves over a switch."""
     settings = jobs.config("fp32", (2, 1))
-    settings["dynatrain"]["fallback"] = {"path": str(folder), "every_steps": 3, "every_seconds": 0.001, "keep": 4}
-    settings["dynatrain"]["fallback"]["background"] = background
+    settings["dynatrain"]["fallback"] = {"path": str(folder), "keep": 4, "background": background, **when}
     record = jobs.run(settings, 11, {4: (4, 3)})
     return record.notes.get("last"), record.losses
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_fallback_by_itself(pool: RankPool, tmp_path: Path, background: bool) -> None:
-    pool.run(fallback_case, folder=tmp_path, background=background)
-    tags = sorted(each.name for each in tmp_path.iterdir() if not each.name.startswith("."))
-    assert len(tags) == 5 and "latest" in tags
-    assert {"step6", (tmp_path / "latest").read_text()} <= set(tags)
+@pytest.mark.parametrize(
+    ("background", "when", "steps"),
+    [
+        (False, {"every_steps": 3}, (3, 6, 9)),
+        (False, {"every_seconds": 0.001}, (7, 8, 9, 10)),
+        (True, {"every_steps": 3, "every_seconds": 0.001}, (7, 8, 9, 10)),
+        (True, {"every_steps": 4, "every_seconds": 1e6}, (4, 8)),
+    ],
+)
+def test_fallback_by_itself(
+    pool: RankPool, tmp_path: Path, background: bool, when: dict[str, float], steps: tuple[int, ...]
+) -> None:
+    pool.run(fallback_case, folder=tmp_path, background=background, **when)
+    tags = {each.name for each in tmp_path.iterdir() if not each.name.startswith(".")}
+    assert tags - {"latest"} == {f"step{step}" for step in steps}
+    assert (tmp_path / "latest").read_text() == f"step{steps[-1]}"
+
+
+def put_off_case(folder: Path, cause: str) -> None:
+    """What would keep one member waiting keeps nobody waiting; it is over after a few steps."""
+    settings = jobs.config("fp32", (2, 1))
+    settings["dynatrain"]["fallback"] = {"path": str(folder), "keep": 9, "every_steps": 3}
+    slow = threading.Event()
+
+    def is_slow() -> bool:
+        return td.get_rank() == 1 and not slow.is_set()
+
+    answers, settle = Control.answers, Saver.settle
+    patches = {
+        "board": patch.object(Control, "answers", lambda self, seconds: not is_slow() and answers(self, seconds)),
+        "disk": patch.object(Saver, "settle", lambda self, *seconds: not is_slow() and settle(self, *seconds)),
+    }
+    with patches[cause], patch.object(due, "AGAIN_SECONDS", 0.001):
+        jobs.run(settings, 9, {}, each=lambda made: slow.set() if made.engine.global_steps == 5 else None)
+
+
+@pytest.mark.parametrize("cause", ["board", "disk"])
+def test_one_that_would_wait_is_put_off(pool: RankPool, tmp_path: Path, cause: str) -> None:
+    pool.run(put_off_case, folder=tmp_path, cause=cause)
+    tags = {each.name for each in tmp_path.iterdir() if each.name.startswith("step")}
+    assert "step3" not in tags and {"step6"} <= tags
 
 
 # ---- every pair of the table ----------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
 """The fallback checkpoint: saved by itself at boundaries, so that there is one when it is needed.
 
-All members come by the same boundaries. By steps, each of them knows from the number of steps whether a save is due. By
-time, rank 0 alone looks at its clock: it posts that its next step is the one, which nobody can be past, since each step
-needs rank 0's gradients and every member reads the board at every boundary. So it is with SIGTERM, if that is asked
-for: whoever gets one says so, and after the save that follows all working members end. Of several engines in a process
-the first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members
-come and go, all engines are saved when the first one is (`joint`).
+When, `due` decides on all members alike. With SIGTERM, if that is asked for, it is the board: whoever gets one says so,
+rank 0 posts that its next step is the one, which nobody can be past, since each step needs rank 0's gradients and every
+member reads the board at every boundary; after the save all working members end. Of several engines in a process the
+first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members come
+and go, all engines are saved when the first one is (`joint`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.signals import Termination
+from ds_dynatrain.engine.checkpoints.due import Due
 from ds_dynatrain.engine.checkpoints.joint import next_tag
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
@@ -35,8 +34,8 @@ class Fallback:
         """others: those of the other engines of this process."""
         self.engine, self._saver, self._others = engine, saver, others
         self._settings = settings = engine.settings.fallback
-        self._posted = 0
-        self._world = ""
+        self._due = None if settings is None else Due(engine, settings)
+        self._asked = "", -1
         self._is_told = False
         self._termination: Termination | None = None
         if settings is not None and settings.on_sigterm and not PROCESS.membership.takes_sigterm:
@@ -59,12 +58,18 @@ class Fallback:
             for other in self._others():
                 other.save_before_the_end()
             raise SystemExit(TERMINATED)
-        if settings is None or engine.safe_at == (engine.segment, engine.global_steps):
+        now = engine.segment, engine.global_steps
+        if settings is None or self._due is None or now in (engine.safe_at, self._asked):
             return
-        by_time = self._is_due_by_time(settings)  # asked at each boundary, or what was posted for it would be left over
-        if not (by_time or self._is_due_by_steps(settings)):
-            return
-        self._save(settings, self._saver.start if settings.background else self._saver.save)
+        self._asked = now
+        if self._due.is_now() and self._due.can_be_saved(self._savers):
+            self._save(settings, self._saver.start if settings.background else self._saver.save)
+
+    @property
+    def _savers(self) -> list[Saver]:
+        """Of all engines that are saved with this one."""
+        others = self._others() if PROCESS.membership.saves_jointly else []
+        return [self._saver, *(other._saver for other in others)]
 
     def save_now(self) -> None:
         """Before all working members end: save, and wait for it. One that fails is logged."""
@@ -121,22 +126,3 @@ class Fallback:
         if due is None or now < due:
             return False
         return now > due + PATIENCE_STEPS or not any(other.engine.has_open_window for other in self._others())
-
-    def _is_due_by_steps(self, settings: FallbackConfig) -> bool:
-        steps = self.engine.global_steps
-        return settings.every_steps is not None and steps > 0 and steps % settings.every_steps == 0
-
-    def _is_due_by_time(self, settings: FallbackConfig) -> bool:
-        engine = self.engine
-        if settings.every_seconds is None:
-            return False
-        if self._world != engine.segment:
-            self._world, self._posted = engine.segment, 0
-        key, now = f"fallback/{engine.segment}/due/{self._posted + 1}", engine.global_steps
-        due = engine.control.read(key)
-        if due is not None and now >= due:
-            self._posted += 1
-            return bool(now == due)
-        if due is None and engine.rank == 0 and time.monotonic() - engine.safe_since >= settings.every_seconds:
-            engine.control.post(key, now + 1)
-        return False

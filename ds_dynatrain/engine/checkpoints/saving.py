@@ -100,12 +100,17 @@ class Saver:
         if self._running is not None and self._running[0].done:
             self.settle()
 
-    def settle(self) -> None:
-        """Wait for a save that runs, and log its error if it had one: `PendingSave.wait` raises it."""
+    def settle(self, seconds: float | None = None) -> bool:
+        """Wait for a save that runs, and log its error if it had one: `PendingSave.wait` raises it.
+
+        seconds: at most so long. Whether none runs any more.
+        """
         if self._running is None:
-            return
+            return True
         pending, thread = self._running
-        thread.join()
+        thread.join(seconds)
+        if thread.is_alive():
+            return False
         self._running = None
         try:
             path = pending.wait()
@@ -115,6 +120,7 @@ class Saver:
         else:
             if self.engine.rank == 0:
                 logger.info("saved a checkpoint of step %d: %s", pending.step, path)
+        return True
 
 
 def _run(saving: _Saving, pending: PendingSave) -> None:

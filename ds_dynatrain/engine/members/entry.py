@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.store import connected
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.context import Boards, Candidates, Context
 from ds_dynatrain.engine.control import Control
@@ -86,7 +87,7 @@ class Entry:
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
     """With all processes of a launch, each of which makes its engines in the same order. known: of those before."""
-    launch, store = LaunchWorld.current(), launch_store()
+    launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
     control = Control(store, f"dynatrain/{number}", launch.member, seconds)
     return Entry(launch, control, control.clone(), launch.member, launch.size, known or FixedLaunch(), number)
