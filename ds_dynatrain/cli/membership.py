@@ -93,7 +93,7 @@ def show_status(status: Status) -> None:
 
 def _members(status: Status) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("rank", "member", "phase", "step", "layout", "last pause", "heard of"):
+    for title in ("rank", "member", "phase", "step", "layout", "last pause", "heard of", "waits for"):
         table.add_column(title, no_wrap=True)
     for one in status.members:
         table.add_row(
@@ -104,5 +104,6 @@ def _members(status: Status) -> Table:
             escape(one.layout),
             f"{one.pause_ms:.0f} ms" if one.pause_ms else "",
             f"{one.heard_seconds:.1f} s ago",
+            escape(one.waits_for),
         )
     return table

@@ -200,7 +200,7 @@ class Coordinator:
             while True:
                 message = await peer.receive()
                 if isinstance(message, Bye):
-                    self.membership.bye(member, time.monotonic(), message.newest)
+                    self.membership.bye(member, message, time.monotonic())
                     return
                 if not isinstance(message, Report):
                     raise MessageError(f"{message.kind}: a worker sends report or bye")

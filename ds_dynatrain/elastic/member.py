@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import Store
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import WAITING, MainThread
-from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report, clipped
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.elastic.store import node_store, world_store
-from ds_dynatrain.elastic.world import World, member_id
+from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
 JOIN_SECONDS = 600.0
@@ -80,6 +80,7 @@ class Member:
         self._is_stuck = False
         self._newest: World | None = None
         self._has_breach = False
+        self._has_left = False
         self._is_finished = False
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -104,11 +105,25 @@ class Member:
         """Everything is imported and built: the next generation may have this member in it."""
         self._say(ready=True)
 
+    def building(self) -> None:
+        """It makes its engines for a job that runs; nobody has to wait for that."""
+        if self._report.engines == "none":
+            self._say(engines="building")
+
+    def built(self) -> None:
+        """Its script has come to its loop, with all engines made."""
+        if self._report.engines != "built":
+            self._say(engines="built")
+
     def leave(self) -> None:
         """Ask to go, as SIGTERM does: a generation without this member comes, with it among the leaving."""
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
+
+    def left(self) -> None:
+        """Nobody needs anything of it any more: what it held is with others, or saved. Said when it stops."""
+        self._has_left = True
 
     def enter(self, world: World) -> None:
         """This member trains in that generation now: the switch to it is committed."""
@@ -141,6 +156,11 @@ class Member:
             if is_first:
                 self._say()
 
+    def waits_for(self, whom: str) -> None:
+        """For the status; told with the next heartbeat. Empty: nobody."""
+        with self._reporting:
+            self._report = self._report.model_copy(update={"waits_for": clipped(whom, LONGEST_TEXT)})
+
     @property
     def newest(self) -> World | None:
         """The newest generation that this member was told of."""
@@ -165,7 +185,7 @@ class Member:
         """The newest generation, as soon as it is later than `after`; it may not have this member in it.
 
         JobFinished if nothing will come: the scripts of those that worked have ended, or this member was told to leave
-        before it ever joined. TimeoutError after `seconds`.
+        while it was in none. TimeoutError after `seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
@@ -207,7 +227,8 @@ class Member:
         if self._connection is not None:
             try:
                 if has_ended:
-                    self._connection.send(Bye(newest=0 if self._newest is None else self._newest.generation))
+                    newest = 0 if self._newest is None else self._newest.generation
+                    self._connection.send(Bye(newest=newest, has_left=self._has_left))
             except OSError:
                 pass
             self._connection.close()
@@ -216,7 +237,7 @@ class Member:
         newest = self._newest
         if self._is_finished or (newest is not None and newest.generation > after):
             return True
-        return self._report.leaving and newest is None
+        return self._report.leaving and (newest is None or self.id not in (*newest.members, *newest.leaving))
 
     # -- what it says ------------------------------------------------------------------------------------------------
 

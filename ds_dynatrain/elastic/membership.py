@@ -10,6 +10,9 @@ Every event has a method, with the time as an argument; `advance` then says what
   whatever else the generation changes.
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
   members were told to leave, nodes wait until the last of them has gone.
+- Nobody waits long for a **late** node, one that still makes its engines. After a failure those that hold the state go
+  on without it, if they are MIN nodes; who leaves waits for it `LEAVER_SECONDS`, other nodes `stuck_seconds`. It joins
+  once it has made them.
 - A member that was given up never comes back under its id.
 - After a restart the members that come back tell which world there is. Where others come first, a job is begun only
   once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
@@ -21,13 +24,14 @@ from collections import deque
 from collections.abc import Iterable
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
-from ds_dynatrain.elastic.messages import Announce, Phase, Report, clipped
+from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Report, clipped
 from ds_dynatrain.elastic.recovery import Recovery
 from ds_dynatrain.elastic.roster import Entry, Roster
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, nodes_of
+from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
+LEAVER_SECONDS = 5.0
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
 """Members that were given up and must not come back; those of the longest ago are forgotten."""
@@ -98,14 +102,18 @@ class Membership:
                 self._breach = f"a collective failed on {member}"
             self._note(now)
 
-    def bye(self, member: str, now: float, newest: int) -> None:
-        """A worker's script has ended. newest: the last generation that it was told of."""
+    def bye(self, member: str, said: Bye, now: float) -> None:
+        """A worker's script has ended."""
         entry = self.roster.remove(member)
         if entry is None:
             return
-        if self.world is not None and member in self.world.leaving and newest < self.world.generation:
-            self._is_gone(member, "ended before it heard that the others may ask for its state", now)
-            return
+        if self.world is not None and member in self.world.leaving and not self._is_handed_over:
+            if said.newest < self.world.generation:
+                self._is_gone(member, "ended before it heard that the others may ask for its state", now)
+                return
+            if not said.has_left:
+                self._is_gone(member, "its script ended by itself", now)
+                return
         came_back = self._recovery is not None and self._recovery.heard_of(member)
         if not self._works(member) and not came_back:
             if self._may_be_the_last_holder(member):
@@ -141,9 +149,11 @@ class Membership:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
             effects += self._recall(now)
+        if self._is_overdue(now):
+            self._note(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
             self._decide_at = None
-            world = self._next_world()
+            world = self._next_world(now)
             if world is not None:
                 effects.append(self._publish(world, now))
         effects += self._finish()
@@ -164,13 +174,13 @@ class Membership:
         return [GiveUp(entry.member, entry.pid, reason) for entry in silent]
 
     def _give_up_stuck(self, now: float) -> list[GiveUp]:
-        """Members that have trained, and hold up the others: alive, but their main thread does not get on."""
+        """Members that hold up others that hold the state: alive, but their main thread does not get on."""
         most, given_up = self.settings.stuck_seconds, list[GiveUp]()
         for entry in list(self.roster):
             failed = self._mute.get(entry.member, [])
             if not 0 < most or not self._takes_part(entry.member):
                 continue
-            if most <= entry.report.blocked_seconds and entry.report.step:
+            if most <= entry.report.blocked_seconds and (entry.report.step or self._is_needed):
                 reason = f"its main thread has not moved for {most:g} s"
             elif len(failed) > 1 and most <= now - failed[0]:
                 reason = f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
@@ -220,7 +230,8 @@ class Membership:
         for member, report in said:
             if report.broken == self.world.generation:
                 self._breach = f"a collective failed on {member}"
-        present = self._present((*self.world.members, *self.world.leaving, *self._let_go(recovery)))
+        told = *self._let_go(recovery), *self._passed_over(recovery, started)
+        present = self._present((*self.world.members, *self.world.leaving, *told))
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
         effects: list[Effect] = [self._give_up(one, now) for one in strangers if one not in present]
         effects += self._miss(now)
@@ -232,6 +243,17 @@ class Membership:
         newest = 0 if self.world is None else self.world.generation
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
         return [member for member in leaving if recovery.told(member) < newest]
+
+    def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
+        """Late newcomers that the others went on without, and that have not joined since: they may still."""
+        world, found = self.world, list[str]()
+        for entry in self.roster:
+            told = recovery.world_of(entry.member)
+            if world is None or told is None or entry.report.entered or entry.member in (*world.members, *started):
+                continue
+            if told.generation < world.generation or told.term == world.term:
+                found.append(entry.member)
+        return found
 
     def _give_up(self, member: str, now: float) -> GiveUp:
         """A member that the world does not know: it is of an older one, or of a job that was begun by mistake."""
@@ -255,17 +277,22 @@ class Membership:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def _next_world(self) -> World | None:
+    def _next_world(self, now: float) -> World | None:
         """The generation that follows from who is there; None if the present one stands, or is still being entered."""
         old = self.world
         members = () if old is None else old.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
-        is_failure = bool(dead or self._breach)
+        is_failure = bool(dead or self._breach or self._is_overdue(now))
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
-        leaving = self._leaving(old)
-        joined = self._newcomers(stay) if stay or not leaving else ()  # who begins anew needs what these save
+        leaving, late = self._leaving(old), tuple[str, ...]()
+        if is_failure and self._can_go_alone(now):
+            late = self._late
+            stay = tuple(one for one in stay if one not in late)
+            joined = self._newcomers(stay, are_built=True)
+        else:
+            joined = self._newcomers(stay) if stay or not leaving else ()  # who begins anew needs what these save
         if not is_failure and (stay + joined == members or self._done):
             return None
         if old is None and not joined:
@@ -281,14 +308,18 @@ class Membership:
             broken=0 if old is None else old.generation if self._breach else old.broken,
             begun=self._has_begun and (is_failure or not self._have_all_left),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
-            reason=self._reason(joined, set(members) & set(leaving), dead),
+            reason=self._reason(joined, set(members) & set(leaving), dead, late),
         )
 
-    def _newcomers(self, stay: tuple[str, ...]) -> tuple[str, ...]:
-        """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody."""
+    def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
+        """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
+
+        are_built: only those that have made their engines.
+        """
         if self._done:
             return ()
         nodes = self.roster.complete_nodes(apart=() if self.world is None else self.world.members)
+        nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
             return ()
@@ -300,6 +331,53 @@ class Membership:
             return ()
         told = tuple(one for one in old.members if one in self.roster and self.roster[one].report.leaving)
         return told + self._present(old.leaving)
+
+    def _has_built(self, member: str) -> bool:
+        return self.roster[member].report.engines == "built"
+
+    @property
+    def _late(self) -> tuple[str, ...]:
+        """Newcomers of a generation that nobody has entered, on nodes that have not made all their engines."""
+        world = self.world
+        if world is None or self._is_entered:
+            return ()
+        coming = self._present(world.members[world.survivors :])
+        nodes = nodes_of(one for one in coming if not self._has_built(one))
+        return tuple(one for one in coming if node_of(one) in nodes)
+
+    def _waited(self, now: float) -> float:
+        """For how many seconds a generation that has followed another one is being entered; 0 once anybody has."""
+        if self.world is None or self._is_entered or not self.world.survivors:
+            return 0.0
+        return now - self.changes[-1][1]
+
+    def _can_go_alone(self, now: float) -> bool:
+        """Whether those that hold the state, and stay, can train without newcomers; not if that was tried in vain."""
+        world = self.world
+        if world is None:
+            return False
+        most, holders = self.settings.stuck_seconds, world.members if self._is_entered else self._survivors
+        stay = [one for one in holders if one in self.roster and not self.roster[one].report.leaving]
+        is_in_vain = world.change == "failure" and 0 < most <= self._waited(now)
+        return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not is_in_vain
+
+    def _is_overdue(self, now: float) -> bool:
+        """Whether others cannot wait any longer until the present generation is entered."""
+        world, most, waited = self.world, self.settings.stuck_seconds, self._waited(now)
+        if world is None or self._recovery is not None or not waited:
+            return False
+        late = self._late if self._can_go_alone(now) else ()
+        if late and self._leaving(world) and waited >= LEAVER_SECONDS:
+            return True
+        others_come = world.survivors + len(late) < len(world.members)
+        if late and others_come and 0 < most <= waited:
+            return True
+        return (world.paused or 0 < most <= waited) and bool(self._newcomers(world.members))
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether all of a generation stand still until each of its members has entered it."""
+        return self.world is not None and self.world.change == "failure" and not self._is_entered
 
     @property
     def _is_settled(self) -> bool:
@@ -338,14 +416,16 @@ class Membership:
     def _survivors(self) -> tuple[str, ...]:
         return () if self.world is None else self.world.members[: self.world.survivors]
 
-    def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str]) -> str:
+    def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str], late: Iterable[str]) -> str:
         parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
         parts += [self._breach] if self._breach else []
+        parts += [f"{node} is not waited for until it has made its engines" for node in sorted(nodes_of(late))]
         parts += [f"{node} joined" for node in sorted(nodes_of(joined))]
         parts += [f"{one} leaves" for one in sorted(left)]
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
+        passed_over = () if self.world is None else self._present(self.world.members)
         if self._breach and self.world is not None:
             self._see_who_is_mute(self.world, now)
         self._is_starter = self._is_starter or self.world is None
@@ -353,7 +433,7 @@ class Membership:
         self._breach = ""
         self._has_begun = world.begun
         self.changes.append((world, now))
-        return Publish(world, (*world.members, *world.leaving))
+        return Publish(world, tuple(dict.fromkeys((*world.members, *world.leaving, *passed_over))))
 
     def _finish(self) -> list[Finish]:
         """The job is over when some scripts have ended and nobody is left to end who ever was in a world."""
@@ -371,6 +451,8 @@ class Membership:
         """What a member is doing, in the words of the status."""
         if entry.report.leaving:
             return "leaving"
+        if entry.report.engines == "building":
+            return "building"
         if self._works(entry.member):
             return "working"
         return "waiting" if entry.report.ready else "warming"

@@ -34,7 +34,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Phase = Literal["warming", "waiting", "working", "leaving"]
+Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
 class Challenge(Record):
@@ -90,6 +90,9 @@ class Announce(Record):
     world: World | None = None
 
 
+Engines = Literal["none", "building", "built"]
+
+
 class Report(Record):
     """What a worker is now; also its heartbeat."""
 
@@ -109,6 +112,10 @@ class Report(Record):
     """How long its last change of world held up training."""
     blocked_seconds: Seconds = 0.0
     """For how long its main thread has run no Python code, and waited for nobody."""
+    engines: Engines = "none"
+    """Whether it makes its engines for a job that runs, and whether its script has come to its loop with them."""
+    waits_for: Text = ""
+    """Whom its main thread has been waiting for, for a while already; for people."""
 
 
 class Bye(Record):
@@ -117,6 +124,8 @@ class Bye(Record):
     kind: Literal["bye"] = "bye"
     newest: Count = 0
     """The last generation that the worker was told of."""
+    has_left: bool = False
+    """It was told to go, and nobody needs anything of it any more: what it held is with others, or saved."""
 
 
 class Agent(Record):
@@ -195,6 +204,7 @@ class MemberStatus(Record):
     pause_ms: Seconds
     heard_seconds: Seconds
     """How long ago something came from it."""
+    waits_for: Text
 
 
 class ChangeStatus(Record):

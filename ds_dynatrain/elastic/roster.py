@@ -26,8 +26,8 @@ class Entry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it could join now."""
-        return self.report.ready and not self.report.leaving
+        """Whether it could join now; not while it makes its engines for a generation that went on without it."""
+        return self.report.ready and not self.report.leaving and self.report.engines != "building"
 
 
 class Roster:
@@ -112,6 +112,7 @@ class Roster:
             entry.heard += seconds
 
 
-def _standing(report: Report) -> tuple[int, int, int, int]:
+def _standing(report: Report) -> tuple[int, ...]:
     """What of a report matters for membership; none of it ever goes back."""
-    return report.ready, report.leaving, report.entered, report.broken
+    engines = ("none", "building", "built").index(report.engines)
+    return report.ready, report.leaving, report.entered, report.broken, engines

@@ -22,6 +22,7 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
             layout=entry.report.layout,
             pause_ms=entry.report.pause_ms,
             heard_seconds=max(0.0, now - entry.heard),
+            waits_for=entry.report.waits_for,
         )
         for entry in membership.roster
     ]

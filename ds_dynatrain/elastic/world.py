@@ -35,7 +35,8 @@ class World(Record):
     """The run of the coordinator that made it: with the generation it names keys that nobody ever used."""
     generation: Annotated[int, Field(ge=1, lt=1 << 53)]
     change: Change
-    """"failure": someone in the world before is dead, so abort what is in flight; "planned": all can finish first."""
+    """"planned": all can finish first what they do; "failure": someone in the world before is dead, or too late to be
+    waited for, so abort what is being formed."""
     members: Members
     """In the order of their ranks: survivors in their old order, then newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0

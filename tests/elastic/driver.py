@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import Announce, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Report
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World, member_id
 
@@ -69,9 +69,10 @@ class Driver:
         self.trained |= {member} if self.reports[member].step else set()
         self.membership.report(member, self.reports[member], self.now)
 
-    def bye(self, member: str) -> None:
+    def bye(self, member: str, has_left: bool = True) -> None:
         """A member's script has ended, or it was let go."""
-        self.membership.bye(member, self.now, self.told[member].generation if member in self.told else 0)
+        newest = self.told[member].generation if member in self.told else 0
+        self.membership.bye(member, Bye(newest=newest, has_left=has_left), self.now)
 
     def die(self, member: str) -> None:
         """A member's process is gone."""

@@ -73,14 +73,122 @@ def test_planned_changes_wait_until_everybody_has_entered() -> None:
     assert driver.world.generation == 3 and driver.world.members[-1] == "d/0"
 
 
-def test_a_failure_does_not_wait() -> None:
+@pytest.mark.parametrize("engines", ["building", "built"])
+def test_a_failure_does_not_wait(engines: str) -> None:
     driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines=engines)
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    stay = ("a/0",) if engines == "building" else ("a/0", "c/0")
+    assert driver.world.change == "failure" and driver.world.members == stay
+    assert driver.world.survivors == 1, "c has got nothing yet"
+    assert driver.told["c/0"] == driver.world, "who is not waited for knows that it has to wait"
+    driver.enter("a/0")
+    driver.wait(5)
+    assert driver.world.generation == 3
+    driver.say("c/0", engines="built")
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0")
+    assert driver.world.change == ("planned" if engines == "building" else "failure")
+
+
+def test_a_node_is_late_as_a_whole() -> None:
+    driver = running("a", "b")
+    driver.start("c", size=2)
+    driver.wait()
+    driver.say("c/0", engines="built")
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("a/0",)
+
+
+def test_below_min_late_nodes_are_needed() -> None:
+    driver = running("a", "b", least=2)
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines="building")
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0") and not driver.world.paused
+
+
+def test_a_node_comes_into_a_paused_world_that_nobody_can_enter() -> None:
+    """Those that are left have no layout, and whoever comes makes one possible."""
+    driver = running("a", "b", least=2)
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait(20)
+    assert driver.world.paused and driver.world.members == ("a/0",)
+    driver.start("c")
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0") and not driver.world.paused and driver.world.change == "failure"
+
+
+def test_who_leaves_waits_for_late_nodes_only_for_a_moment() -> None:
+    driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines="building")
+    driver.say("b/0", leaving=True)
+    driver.wait(4)
+    assert driver.world.generation == 2
+    driver.wait(2)
+    world = driver.world
+    assert world.members == ("a/0",) and world.leaving == ("b/0",) and world.survivors == 1 and not world.broken
+    driver.wait(10)
+    assert driver.world == world, "and not again"
+
+
+def test_the_only_one_with_the_state_waits_for_who_takes_it() -> None:
+    driver = running("a")
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines="building")
+    driver.say("a/0", leaving=True)
+    driver.wait(30)
+    assert driver.world.generation == 2
+
+
+def test_a_node_that_never_makes_its_engines_keeps_no_others_out() -> None:
+    driver = running("a")
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines="building")
+    driver.wait(10)
+    driver.start("d")
+    driver.wait(driver.settings.stuck_seconds - 12)
+    assert driver.world.generation == 2
+    driver.wait(4)
+    assert driver.world.members == ("a/0",) and "c is not waited for" in driver.world.reason
+    driver.enter("a/0")
+    driver.wait()
+    assert driver.world.members == ("a/0", "d/0")
+    driver.say("c/0", engines="built")
+    driver.enter("a/0", "d/0")
+    driver.wait()
+    assert driver.world.members == ("a/0", "d/0", "c/0")
+
+
+def test_a_node_that_never_makes_its_engines_keeps_nobody_out_who_came_with_it() -> None:
+    driver = running("a")
+    driver.start("c", "d")
+    driver.wait()
+    driver.say("c/0", engines="building")
+    driver.say("d/0", engines="built")
+    driver.wait(driver.settings.stuck_seconds + 1)
+    assert driver.world.members == ("a/0", "d/0") and driver.world.survivors == 1
+
+
+def test_a_late_member_that_is_needed_and_hangs_is_given_up() -> None:
+    driver = running("a", "b", least=2)
     driver.start("c")
     driver.wait()
     driver.membership.lost("b/0", "the connection ended", driver.now)
     driver.wait()
-    assert driver.world.change == "failure" and driver.world.members == ("a/0", "c/0")
-    assert driver.world.survivors == 1, "c has got nothing yet"
+    driver.say("c/0", engines="building", blocked_seconds=driver.settings.stuck_seconds)
+    driver.wait()
+    assert driver.fenced == ["c/0"] and driver.world.lost == ("c/0",)
 
 
 def test_who_died_after_the_switch_has_passed_on_the_state() -> None:
@@ -274,7 +382,10 @@ def test_above_max_a_spare_waits_and_steps_in() -> None:
     assert len(driver.worlds) == 1
     driver.membership.lost("a/0", "the connection ended", driver.now)
     driver.wait()
-    assert driver.world.members == ("b/0", "c/0", "c/1") and driver.world.change == "failure"
+    assert driver.world.members == ("b/0",) and driver.world.change == "failure"
+    driver.enter("b/0")
+    driver.wait()
+    assert driver.world.members == ("b/0", "c/0", "c/1") and driver.world.change == "planned"
 
 
 def test_below_min_the_world_is_paused() -> None:
@@ -549,8 +660,28 @@ class TestRestart:
         for member in ("a/0", "b/0", "c/0"):
             driver.announce(member)
             driver.say(member)
-        driver.wait(4)
+        driver.wait(2)
         assert not driver.fenced and driver.told["a/0"].generation == 3
+
+    def test_a_late_node_that_others_went_on_without_may_still_join(self) -> None:
+        driver = running("a", "b")
+        driver.start("c")
+        driver.wait()
+        driver.say("c/0", engines="building")
+        old = driver.told["c/0"]
+        driver.membership.lost("b/0", "the connection ended", driver.now)
+        driver.wait()
+        driver.enter("a/0")
+        driver.told["c/0"] = old
+        driver.restart()
+        for member in ("a/0", "c/0"):
+            driver.announce(member)
+            driver.say(member)
+        driver.wait(4)
+        assert not driver.fenced and driver.told["c/0"].generation == 3
+        driver.say("c/0", engines="built")
+        driver.wait()
+        assert driver.world.members == ("a/0", "c/0")
 
     def test_who_was_leaving_still_is_before_it_says_so_again(self) -> None:
         driver = running("a", "b")
@@ -659,3 +790,22 @@ def test_the_status_has_ranks_first() -> None:
         ("d/0", None, "warming"),
     ]
     assert status.members[1].step == 7 and status.generation == 1 and len(status.changes) == 1
+
+
+def test_a_script_that_ends_by_itself_has_handed_nothing_over() -> None:
+    driver = running("a", "b")
+    driver.say("b/0", leaving=True)
+    driver.wait()
+    driver.bye("b/0", has_left=False)
+    driver.wait()
+    assert driver.world.change == "failure" and "its script ended by itself" in driver.world.reason
+
+
+def test_once_all_have_entered_it_may_end_as_it_likes() -> None:
+    driver = running("a", "b")
+    driver.say("b/0", leaving=True)
+    driver.wait()
+    driver.enter("a/0")
+    driver.bye("b/0", has_left=False)
+    driver.wait()
+    assert driver.world.generation == 2

@@ -1,10 +1,10 @@
 """A user's training script: DeepSpeed's loop, and nothing about membership. Run by torchrun, also for static runs.
 
-Writes a line of JSON for each step and each event into `$OUT/PID.jsonl`: the loss and the samples of every
-micro-batch that this rank had. It ends after `$STEPS` optimizer steps, or at the end of the step in which `$OUT/stop`
-appears; if a number of steps stands in that, after so many. `$GATE` names a file in `$OUT` that it waits for, warm, but
-unknown to the job; `$LATE` is how many seconds it takes from `initialize` to the loop. `$FAULT`: see `faulted.py`.
-The main thread of process PID stands still for ever once `$OUT/hang-PID` is there.
+Writes a line of JSON for each step and each event into `$OUT/PID.jsonl`: the loss and the samples of every micro-batch
+that this rank had. It ends after `$STEPS` optimizer steps, or at the end of the step in which `$OUT/stop` appears; if a
+number of steps stands in that, after so many. `$GATE` names a file in `$OUT` that it waits for, warm, but unknown to
+the job; `$LATE` is how many seconds it takes from `initialize` to the loop, or names a file in `$OUT` that it waits for
+there. `$FAULT`: see `faulted.py`. The main thread of process PID stands still for ever once `$OUT/hang-PID` is there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FEED = os.environ.get("FEED", "")
 """Of a pipeline: "own" for an iterator of the user's own, which the second pipeline never gets anything from once
 `$OUT/hold` is there."""
 GATE = os.environ.get("GATE", "")
-LATE = float(os.environ.get("LATE", "0"))
+LATE = os.environ.get("LATE", "0")
 LIMIT = int(os.environ.get("LIMIT", "0"))
 """Megabytes, see `limited`."""
 
@@ -60,6 +60,15 @@ def hang() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def wait_at(gate: str) -> None:
+    """Until that file is there, or the agent has gone."""
+    agent = os.getppid()
+    while gate and not (OUT / gate).exists():
+        if os.getppid() != agent:
+            os._exit(1)
+        time.sleep(0.05)
 
 
 def built() -> tuple[torch.nn.Module, Any]:
@@ -116,11 +125,7 @@ class Script:
         if LIMIT:
             limited(LIMIT)
         model, trained = built()
-        agent = os.getppid()
-        while GATE and not (OUT / GATE).exists():
-            if os.getppid() != agent:
-                os._exit(1)
-            time.sleep(0.05)
+        wait_at(GATE)
         self.engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=trained, config=SETTINGS)
         data = Sequences() if KIND == "pipeline" else Numbered()
         self.loader = self.engine.loader(data, num_workers=WORKERS)
@@ -129,7 +134,10 @@ class Script:
             self.engine.on_switch(self.give)
             self.give()
         self.say(event="ready")
-        time.sleep(LATE)
+        if LATE.isdecimal():
+            time.sleep(int(LATE))
+        else:
+            wait_at(LATE)
 
     def run(self) -> None:
         while not (self.batches() if KIND == "pipeline" else self.epoch()):

@@ -86,6 +86,8 @@ class Job:
     entered: dict[tuple[int, int], tuple[Proposal, ...]] = field(default_factory=dict)
     starts: int = 0
     """How often a job was begun."""
+    building: list[int] = field(default_factory=list)
+    """So many turns the next newcomers need to make their engines; none when they are used up."""
 
     def __post_init__(self) -> None:
         self.driver = Driver(Settings(1, self.most))
@@ -146,6 +148,8 @@ class Member:
         self.waits_in: tuple[str, World, do.Proposals] | None = None
         self.is_past = False
         self.starts = 0
+        self.turns_to_build = 0
+        self.coming: list[Engine] = []
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -159,8 +163,9 @@ class Member:
         """To the coordinator, what has changed in the report."""
         now, known = self.elastic.member._report, self.job.driver.reports[self.id]
         step = max((engine.step for engine in self.engines), default=0)
-        if (now.entered, now.broken, step > 0) != (known.entered, known.broken, known.step > 0):
-            self.job.driver.say(self.id, entered=now.entered, broken=now.broken, step=step)
+        said = now.entered, now.broken, now.engines, step > 0
+        if said != (known.entered, known.broken, known.engines, known.step > 0):
+            self.job.driver.say(self.id, entered=now.entered, broken=now.broken, engines=now.engines, step=step)
 
     # ---- its main thread ---------------------------------------------------------------------------------------------
 
@@ -168,7 +173,9 @@ class Member:
         """Go on until it waits for others, or has begun a step."""
         if self.end:
             return
-        if not self.engines:
+        if self.coming:
+            self._build()
+        elif not self.engines:
             self._begin()
         elif self.waits_in is not None:
             self._wait()
@@ -194,7 +201,8 @@ class Member:
             )
             for one in self.engines
         )
-        return do.Own(self.id, self.elastic.world, self.elastic.registry, self.elastic.is_aborted, held)
+        elastic, is_leaving = self.elastic, self.elastic.member.is_leaving
+        return do.Own(self.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
 
     def _begin(self) -> None:
         """With all that start the job; or by the record of one that runs."""
@@ -202,7 +210,7 @@ class Member:
         if world is None or self.id not in world.members:
             if world is not None and world.change == "failure" and self.id in world.leaving:
                 self.job.board(world).values[0, f"survivor/{self.id}"] = {"holds": [], "released": []}
-            if world is not None or self.job.driver.reports[self.id].leaving:
+            if self.job.driver.reports[self.id].leaving or (world is not None and not world.members):
                 self._go("was told to leave")
             return
         board, is_led = self.job.board(world), bool(world.survivors)
@@ -216,13 +224,21 @@ class Member:
         if is_led and record is not None:
             number, self.starts = Registry.from_json(record["registry"]).numbers[self.id], record["starts"]
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
-            self.engines = [Engine(*where, number, False) for _ in range(self.job.engines)]
+            self.coming = [Engine(*where, number, False) for _ in range(self.job.engines)]
+            self.turns_to_build = self.job.building.pop() if self.job.building else 0
+            self.elastic.member.building()
+            self._build()
         elif not is_led and all(self._starts_with(one, world) for one in world.members):
             self.job.begin(world)
 
+    def _build(self) -> None:
+        self.turns_to_build -= 1
+        if self.turns_to_build <= 0:
+            self.engines, self.coming = self.coming, []
+
     def _starts_with(self, other: str, world: World) -> bool:
         member = self.job.members[other]
-        return not member.end and not member.engines and member.elastic.member.newest == world
+        return not member.end and not member.engines and not member.coming and member.elastic.member.newest == world
 
     def start(self, world: World, step: int) -> None:
         """Start the job with all members of a world."""
@@ -250,6 +266,7 @@ class Member:
         first = self.engines[0]
         if first.works and self.job.begun.get((self.starts, first.generation, first.number), 0) > first.step:
             return  # in the middle of a step
+        self.elastic.member.built()
         for _ in range(MOST_TURNS):
             boards = [] if self.world is None else self.job.board(self.world).of_all(self.job.engines)
             actions = self.machine.advance(self.own, self.elastic.member.newest, boards)

@@ -66,6 +66,10 @@ class Processes(RuleBasedStateMachine):
     def attempts_will_fail(self, votes: list[bool]) -> None:
         self.job.votes = votes
 
+    @rule(turns=st.lists(st.integers(1, 12), min_size=1, max_size=2))
+    def newcomers_will_be_late(self, turns: list[int]) -> None:
+        self.job.building = turns
+
     # -- how it goes on ------------------------------------------------------------------------------------------------
 
     @rule(data=st.data())

@@ -5,20 +5,32 @@ Each is a method of the product's that does less, or something else, than it sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from ds_dynatrain.elastic.effects import Publish
+from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import Report
+from ds_dynatrain.elastic.messages import Bye, Report
 from ds_dynatrain.elastic.recovery import Recovery
 from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.members import change
+from ds_dynatrain.engine.members.actions import Action, GiveUp, Open
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.elastic import Elastic
 
-Bug = tuple[Any, str, Any]
-"""Whose, which method, and what is there instead."""
+
+@dataclass(frozen=True)
+class Bug:
+    """owner: whose `method` it is; instead: what is there in its place; seed: of the first history that finds it."""
+
+    owner: Any
+    method: str
+    instead: Any
+    seed: int
 
 
 def _plain_harmless(self: Elastic, world: World) -> bool:
@@ -29,9 +41,13 @@ def _deaf_report(self: Membership, member: str, said: Report, now: float) -> Non
     self.roster.update(member, said, now)
 
 
-def _trusting_bye(self: Membership, member: str, now: float, newest: int) -> None:
+def _trusting_bye(self: Membership, member: str, said: Bye, now: float) -> None:
     if self.roster.remove(member) is not None:
         self._note(now)
+
+
+def _content_bye(self: Membership, member: str, said: Bye, now: float) -> None:
+    _BYE(self, member, said.model_copy(update={"has_left": True}), now)
 
 
 def _oldest(self: Recovery) -> World | None:
@@ -47,34 +63,83 @@ def _silent_agree(self: ChangeMachine, own: Any, world: World, boards: Any) -> l
     return [] if own.is_all_idle else _AGREE(self, own, world, boards)
 
 
-_AGREE = ChangeMachine._agree
+def _answers_of_those_that_stay(
+    self: ChangeMachine, stay: Sequence[str], world: World, boards: Sequence[Any]
+) -> dict[str, Any] | None:
+    if not boards[0].all_posted("survivor", stay):
+        return None
+    return {one: boards[0].read(f"survivor/{one}") or {} for one in stay}
+
+
+def _as_before(self: ChangeMachine, reason: str) -> list[Action]:
+    return [GiveUp(reason)] if self.world is None else [GiveUp(reason), Open(self.world)]
+
+
+def _said_once(self: Member) -> None:
+    if self._newest is not None:
+        self.broken(self._newest)
+
+
+def _forgetful_publish(self: Membership, world: World, now: float) -> Publish:
+    published = _PUBLISH(self, world, now)
+    self._has_begun = False
+    return published
+
+
+def _narrow_publish(self: Membership, world: World, now: float) -> Publish:
+    _PUBLISH(self, world, now)
+    return Publish(world, (*world.members, *world.leaving))
+
+
+_AGREE, _BYE, _PUBLISH = ChangeMachine._agree, Membership.bye, Membership._publish
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *arguments: value
+
 
 BUGS: dict[str, Bug] = {
-    "a planned change hides that a collective has failed": (Elastic, "is_harmless", _plain_harmless),
-    "reports are kept, and nothing follows": (Membership, "report", _deaf_report),
-    "who leaves is not missed": (Membership, "bye", _trusting_bye),
-    "the oldest world counts after a restart": (Recovery, "choose", _oldest),
-    "a hand-over that breaks off is no failure": (Membership, "_is_gone", _no_breach),
-    "all count as having entered": (Membership, "_is_settled", property(lambda self: True)),
-    "nobody counts as having entered": (Membership, "_is_entered", property(lambda self: False)),
-    "where all leave, nobody is waited for": (Membership, "_is_handed_over", property(lambda self: self._is_settled)),
-    "a coordinator recovers from nothing": (Membership, "_may_recall", lambda self, world, now: False),
-    "those that did not come back are not missed": (Membership, "_miss", lambda self, now: []),
-    "the silent are never given up": (Membership, "_give_up_silent", lambda self, now: []),
-    "idle members say nothing after a failure": (ChangeMachine, "_agree", _silent_agree),
-    "a later generation is not looked at on the way": (
+    "a planned change hides that a collective has failed": Bug(Elastic, "is_harmless", _plain_harmless, seed=29),
+    "a failed collective is said once": Bug(Member, "breach", _said_once, seed=52),
+    "reports are kept, and nothing follows": Bug(Membership, "report", _deaf_report, seed=1),
+    "who leaves is not missed": Bug(Membership, "bye", _trusting_bye, seed=480),
+    "a script that ends by itself has handed over": Bug(Membership, "bye", _content_bye, seed=480),
+    "a hand-over that breaks off is no failure": Bug(Membership, "_is_gone", _no_breach, seed=30),
+    "leavers are not asked": Bug(ChangeMachine, "_answers", _answers_of_those_that_stay, seed=3467),
+    "where all leave, nobody is waited for": Bug(
+        Membership, "_is_handed_over", property(lambda self: self._is_settled), seed=30
+    ),
+    "the oldest world counts after a restart": Bug(Recovery, "choose", _oldest, seed=31),
+    "a coordinator recovers from nothing": Bug(Membership, "_may_recall", _always(False), seed=207),
+    "those that did not come back are not missed": Bug(Membership, "_miss", _always([]), seed=3681),
+    "all count as having entered": Bug(Membership, "_is_settled", property(_always(True)), seed=7),
+    "nobody counts as having entered": Bug(Membership, "_is_entered", property(_always(False)), seed=0),
+    "whoever entered once has entered": Bug(
+        Membership, "_is_entered", property(lambda self: self.world is not None and self._entered > 0), seed=52
+    ),
+    "that steps were made is forgotten": Bug(Membership, "_publish", _forgetful_publish, seed=1),
+    "the silent are never given up": Bug(Membership, "_give_up_silent", _always([]), seed=0),
+    "the stuck are never given up": Bug(Membership, "_give_up_stuck", _always([]), seed=7),
+    "late nodes are waited for": Bug(Membership, "_can_go_alone", _always(False), seed=3516),
+    "others wait for late nodes for ever": Bug(Membership, "_is_overdue", _always(False), seed=1128),
+    "who is passed over is not told": Bug(Membership, "_publish", _narrow_publish, seed=3586),
+    "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=78),
+    "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=33),
+    "idle members say nothing after a failure": Bug(ChangeMachine, "_agree", _silent_agree, seed=7),
+    "what was proposed on a lost board still counts": Bug(ChangeMachine, "board_is_lost", _as_before, seed=3499),
+    "a later generation is not looked at on the way": Bug(
         ChangeMachine,
         "_is_later",
         lambda self, own, newest: (
             self.world is None and (own.world is None or newest.generation > own.world.generation)
         ),
+        seed=7,
     ),
 }
 
 
 @contextmanager
-def put_in(name: str) -> Iterator[None]:
-    """One of them is in the product."""
-    owner, method, instead = BUGS[name]
-    with patch.object(owner, method, instead):
+def put_in(bug: Bug) -> Iterator[None]:
+    """It is in the product."""
+    with patch.object(bug.owner, bug.method, bug.instead):
         yield

@@ -19,6 +19,8 @@ FOR_EVER = 1e6
 FAULT_SECONDS = 4.0
 REST_SECONDS = 60.0
 TURN_SECONDS = 0.03
+BUILD_TURNS = (3, 30, 300)
+"""How long newcomers may take to make their engines."""
 
 
 class StuckError(AssertionError):
@@ -91,6 +93,7 @@ class SimulatedJob(Job):
         on_one: list[Callable[[Member], None]] = [
             self.kill,
             self._leave,
+            self._end_early,
             self._breach,
             lambda member: self.network.cut(member.id, seconds),
             lambda member: self.network.hang(member.id, seconds),
@@ -102,6 +105,7 @@ class SimulatedJob(Job):
             lambda: self.votes.extend(self.chance.choices((True, False), k=2)),
             self._restart_coordinator,
             lambda: self.network.pause_coordinator(seconds),
+            lambda: self.building.append(self.chance.choice(BUILD_TURNS)),
         ]
         if one is not None and self.chance.random() < 0.6:
             self.chance.choice(on_one)(one)
@@ -114,13 +118,20 @@ class SimulatedJob(Job):
         self.network.cut(member.id, FOR_EVER)
 
     def _get_stuck(self, member: Member) -> None:
-        """The main thread alone, once it trains."""
-        if member.id in self.network.trained and self.network.lines[member.id].cut_until < FOR_EVER:
+        """The main thread alone, of one that has trained, or makes its engines for a job that runs."""
+        is_told = member.id in self.network.trained or bool(member.coming)
+        if is_told and self.network.lines[member.id].cut_until < FOR_EVER:
             self.network.hang(member.id, FOR_EVER)
 
     def _leave(self, member: Member) -> None:
         self.network.say(member.id, leaving=True)
         member.elastic.member._report = member.elastic.member._report.model_copy(update={"leaving": True})
+
+    def _end_early(self, member: Member) -> None:
+        """Its script ends by itself when it is told to go, and has handed nothing over."""
+        if self.network.reports[member.id].leaving:
+            member.end = "ended by itself"
+            self.network.bye(member.id, has_left=False)
 
     def _breach(self, member: Member) -> None:
         """A collective of it fails: it says so, and waits until all know (`Losses`)."""
@@ -149,10 +160,12 @@ class SimulatedJob(Job):
         live = self.live
         if membership is None or membership.is_recovering or world is None:
             return "there is no world" if live else ""
-        held_up = [one.id for one in self.alive if one not in live and one.id in (*world.members, *world.leaving)]
-        if held_up:
-            return f"{held_up[0]} hangs"
-        training = [self.members[one] for one in world.members if not self.members[one].end]
+        hung = [one for one in self.alive if one not in live and one.id in (*world.members, *world.leaving)]
+        late = [one.id for one in hung if one.coming and world.change == "planned"]
+        if len(late) < len(hung):
+            return f"{hung[0].id} hangs"
+        there = [self.members[one] for one in world.members if one not in late]
+        training = [member for member in there if not member.end]
         for member in live:
             if not self.network.lines[member.id].term:
                 return f"{member.id} has no coordinator"
@@ -163,9 +176,10 @@ class SimulatedJob(Job):
             if member.id in world.leaving or (member.elastic.is_aborted and member.engines):
                 return f"{member.id} has no world"
         for member in training:
-            if member.elastic.world is None or member.elastic.world.generation != world.generation:
+            generation = member.elastic.generation
+            if generation != world.generation and not (late and generation):
                 return f"{member.id} is not in generation {world.generation}: {member.machine.stage}"
-        if len(training) < len(world.members):
+        if len(training) < len(there):
             return "some of the world are dead"
         waiting = [one for one in live if one.id not in world.members]
         if waiting and len(world.members) < self.most:

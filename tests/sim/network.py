@@ -14,7 +14,7 @@ from functools import partial
 
 from ds_dynatrain.elastic.effects import Effect, GiveUp, Publish
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import Announce, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Report
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.world import World, member_id
 from ds_dynatrain.errors import JobFinished, PeerRefused
@@ -98,7 +98,7 @@ class Network:
 
     def pause_coordinator(self, seconds: float) -> None:
         """It does nothing for a while, and then all that has come meanwhile."""
-        self._paused_until = self.now + seconds
+        self._paused_until = max(self._paused_until, self.now + seconds)
 
     def _keep_time(self, membership: Membership) -> None:
         if membership is self.membership:
@@ -144,10 +144,11 @@ class Network:
         self.reports[member] = self.reports[member].model_copy(update=changes)
         self._report(self.lines[member])
 
-    def bye(self, member: str) -> None:
+    def bye(self, member: str, has_left: bool = True) -> None:
         """A member's script has ended, or it was let go."""
         line, newest = self.lines[member], self.told[member].generation if member in self.told else 0
-        self._up(line, lambda to: to.bye(member, self.now, newest))
+        said = Bye(newest=newest, has_left=has_left)
+        self._up(line, lambda to: to.bye(member, said, self.now))
         line.is_ended = True
 
     def die(self, member: str) -> None:

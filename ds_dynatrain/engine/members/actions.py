@@ -39,10 +39,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Own:
-    """What a process knows of itself. world: the generation that it has entered; registry: the numbers of its members.
+    """What a process knows of itself.
 
-    is_aborted: nothing of the world that trains can be used any more. engines: in the order in which they were made;
-    the first one speaks for all.
+    world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
+    that trains can be used any more. is_leaving: it was told to go. engines: in the order in which they were made; the
+    first one speaks for all.
     """
 
     member: str
@@ -50,6 +51,7 @@ class Own:
     registry: Registry
     is_aborted: bool
     engines: tuple[Held, ...]
+    is_leaving: bool = False
 
     @property
     def is_idle(self) -> bool:

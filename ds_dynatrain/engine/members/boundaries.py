@@ -135,17 +135,21 @@ class Boundaries:
         """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        watch, wait = EndedWatch(self.first.control), Wait(self.executor.waits_for)
-        while self.first.idle:
-            if self.executor.machine.world is None:  # it has no work, and waits for nobody
-                wait = Wait(self.executor.waits_for)
-            wait.look()
-            watch.control = self.first.control
-            if self.elastic.member.is_finished or self._have_ended(watch):
-                raise SystemExit(0)
-            self._advance()
-            if self.first.idle:
-                self.first.switcher.pass_time(WAIT_SECONDS)
+        watch = EndedWatch(self.first.control)
+        with self._long_wait() as wait:
+            while self.first.idle:
+                if self.executor.machine.world is None:  # it has no work, and waits for nobody
+                    wait.rest()
+                wait.look()
+                watch.control = self.first.control
+                if self.elastic.member.is_finished or self._have_ended(watch):
+                    raise SystemExit(0)
+                self._advance()
+                if self.first.idle:
+                    self.first.switcher.pass_time(WAIT_SECONDS)
+
+    def _long_wait(self) -> Wait:
+        return Wait(self.executor.waits_for, self.elastic.member.waits_for)
 
     def _have_ended(self, watch: EndedWatch) -> bool:
         """Whether the scripts of all that work are through; they say so where this member stands, too."""
@@ -193,14 +197,14 @@ class Boundaries:
             if not engine.idle:
                 with engine.turn():
                     engine.discard_window()
-        wait = Wait(self.executor.waits_for)
-        while self.elastic.is_aborted:
-            wait.look()
-            self._advance()
-            if self.elastic.is_aborted and self.first.idle:
-                self._wait_for_work()
-                break
-            time.sleep(POLL_SECONDS)
+        with self._long_wait() as wait:
+            while self.elastic.is_aborted:
+                wait.look()
+                self._advance()
+                if self.elastic.is_aborted and self.first.idle:
+                    self._wait_for_work()
+                    break
+                time.sleep(POLL_SECONDS)
         for engine in self.engines:
             if not engine.idle:  # discarded batches may still come, and where it stood before may count no more
                 with engine.turn():
@@ -226,6 +230,7 @@ class Boundaries:
         """This process ends. must_save: all members were told to go, and stand at one step."""
         name = self.elastic.member.id
         if not must_save:
+            self.elastic.member.left()
             logger.info("%s: its state is with others; it leaves", name)
             raise SystemExit(0)
         if self.first.settings.fallback is not None:
@@ -236,6 +241,7 @@ class Boundaries:
                 "saved; to have it saved, configure dynatrain.fallback.path",
                 self.first.global_steps,
             )
+        self.elastic.member.left()
         logger.info("%s: nobody goes on; it leaves", name)
         raise SystemExit(0)
 

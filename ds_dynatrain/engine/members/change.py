@@ -79,6 +79,8 @@ class ChangeMachine:
         self.restores = False
         self._leader = ""
         self._said: set[str] = set()
+        self._passed_over = 0
+        """The last generation that went on without this member, which has no state and waits for the next."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,8 @@ class ChangeMachine:
         """
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
+        if newest is not None and newest.generation == self._passed_over and own.is_leaving:
+            return [Leave()]
         while self.world is not None and boards:
             stage, actions = self.stage, self._on_the_way(own, self.world, boards)
             if actions or self.stage is stage:
@@ -146,7 +150,7 @@ class ChangeMachine:
 
     def _is_later(self, own: Own, newest: World) -> bool:
         at = own.world if self.world is None else self.world
-        if at is not None and newest.generation <= at.generation:
+        if newest.generation <= max(self._passed_over, 0 if at is None else at.generation):
             return False
         is_first = self.world is None and newest.change == "planned" and own.is_switching
         return not is_first  # the switch that the user asked for comes before a planned change
@@ -156,7 +160,11 @@ class ChangeMachine:
         given_up = GiveUp(newest.reason)
         is_asked = newest.change == "failure" and own.member in newest.leaving
         if own.is_idle and own.member not in newest.members and not is_asked:
-            return [given_up, Leave()]
+            self._passed_over = newest.generation
+            return [given_up, Leave()] if own.is_leaving or not newest.members else [given_up]
+        if own.is_all_idle and newest.change == "planned" and not newest.survivors:
+            why = f"generation {newest.generation}: the job that this process has made its engines for is over"
+            return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
         self.world, self.stage = newest, Stage.LEARN if newest.change == "planned" else Stage.AGREE
         return [given_up, Open(newest)]
 

@@ -157,11 +157,11 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 def into(
     membership: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1
 ) -> Entry | None:
-    """Into one generation; None if another one comes first. engine: the number of the one that is made."""
+    """Into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
     elastic = membership.elastic
     if elastic.member.id not in world.members:
-        _hold_nothing(elastic, world)
-        raise JobFinished(f"{elastic.member.id} was told to leave")
+        _stay_outside(elastic, world, engine)
+        return None
     registry = Registry().extended(world.members)
     try:
         boards = elastic.open_boards(world, seconds=seconds, engine=engine)
@@ -172,6 +172,7 @@ def into(
             number = Registry.from_json(record["registry"]).numbers[elastic.member.id]
             for board in boards:
                 board.member = number
+            elastic.member.building()
             elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
             elastic.loaded[engine] = record["loaded"]
             return Entry(alone, *boards, number, 1, membership, engine, world, alone, record)
@@ -189,11 +190,23 @@ def into(
         return None
 
 
-def _hold_nothing(elastic: Elastic, world: World) -> None:
-    """After a failure those that stay ask all that leave what they hold, also one that has not come to join."""
+def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
+    """Of a generation without this member, which joins a later one unless it was told to leave: JobFinished then.
+
+    After a failure those that stay ask all that leave what they hold, also one that has not come to join.
+    ElasticError for a further engine: what it is made like is on the board of the generation before.
+    """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
             _say_nothing_is_held(elastic, elastic.open_boards(world)[0])
+    if elastic.member.is_leaving or not world.members:
+        elastic.member.left()
+        raise JobFinished(f"{elastic.member.id} was told to leave")
+    if engine > 1:
+        raise ElasticError(
+            f"engine {engine}: {world.reason}; the others have gone on while this process made its engines, and it "
+            "has to come again"
+        )
 
 
 def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
@@ -217,28 +230,30 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
         )
     _say_nothing_is_held(elastic, boards[0])
     asked = (*world.members, *world.leaving)
-    wait = Wait(lambda: f"one of {', '.join(asked)} to say what it holds, in generation {world.generation}")
-    while elastic.member.is_newest(world):
-        wait.look()
-        if boards[0].all_posted("survivor", asked):
-            return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
-        if elastic.member.is_finished:
-            raise JobFinished("the job has finished")
-        time.sleep(POLL_SECONDS)
+    whom = f"one of {', '.join(asked)} to say what it holds, in generation {world.generation}"
+    with Wait(lambda: whom, elastic.member.waits_for) as wait:
+        while elastic.member.is_newest(world):
+            wait.look()
+            if boards[0].all_posted("survivor", asked):
+                return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
+            if elastic.member.is_finished:
+                raise JobFinished("the job has finished")
+            time.sleep(POLL_SECONDS)
     return False
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
     """What rank 0 says of the running job; None if a later generation comes first."""
-    wait = Wait(lambda: f"rank 0 of the running job, to say in generation {world.generation} what it trains")
-    while elastic.member.is_newest(world):
-        wait.look()
-        record: dict[str, Any] | None = boards[0].read("job")
-        if record is not None:
-            return record
-        if elastic.member.is_finished:
-            raise JobFinished("the job has finished")
-        time.sleep(POLL_SECONDS)
+    whom = f"rank 0 of the running job, to say in generation {world.generation} what it trains"
+    with Wait(lambda: whom, elastic.member.waits_for) as wait:
+        while elastic.member.is_newest(world):
+            wait.look()
+            record: dict[str, Any] | None = boards[0].read("job")
+            if record is not None:
+                return record
+            if elastic.member.is_finished:
+                raise JobFinished("the job has finished")
+            time.sleep(POLL_SECONDS)
     return None
 
 

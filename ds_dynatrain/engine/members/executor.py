@@ -70,6 +70,7 @@ class Executor:
     def advance(self, place: str) -> None:
         """Do what is to be done now, at a boundary of the first engine."""
         self._place = place
+        self.elastic.member.built()
         while actions := self.on_board(self._decided):
             self.on_board(partial(self._carry_out, actions))
 
@@ -108,7 +109,8 @@ class Executor:
     def _own(self) -> Own:
         elastic = self.elastic
         held = tuple(_held(engine) for engine in self.engines)
-        return Own(elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted, held)
+        is_leaving = elastic.member.is_leaving
+        return Own(elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
