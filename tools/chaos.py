@@ -6,10 +6,10 @@ python tools/chaos.py --write docs/figures.md
 python tools/chaos.py --script tests/elastic/several.py --steps step beside --busy 0  # two engines; see there for --set
 
 Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
-stopped; sometimes two of it at once. Every few events the job has to come to rest: all nodes train, nobody is left
-behind. At the end every step has to be there, with the sum of all samples up to it, and those that lived longest may
-hold no more descriptors or threads than at their beginning. The exit status is 1 if anything is not so; then the folder
-with all logs stays.
+stopped, or their main threads alone; the coordinator stands still for a while; sometimes two of it at once. Every few
+events the job has to come to rest: all nodes train, nobody is left behind. At the end every step has to be there, with
+the sum of all samples up to it, and those that lived longest may hold no more descriptors or threads than at their
+beginning. The exit status is 1 if anything is not so; then the folder with all logs stays.
 """
 
 from __future__ import annotations

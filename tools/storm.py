@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,8 @@ SETTLED_EVERY = 6
 """Events from one time when everything has to be in order to the next."""
 SECONDS = 90.0
 """How long that may take."""
+PAUSES = (0.5, 2.0, 6.0)
+"""Seconds that a coordinator stands still."""
 AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
 
 
@@ -135,9 +138,11 @@ class Storm:
             "SIGKILL to a worker": self._kill_worker,
             "SIGKILL to rank 0": self._kill_first,
             "SIGSTOP to a worker": self._stop_worker,
+            "a main thread hangs": self._hang_worker,
             "SIGKILL to the coordinator": self._kill_coordinator,
+            "SIGSTOP to the coordinator, for a while": self._pause_coordinator,
         }
-        weights = (6, 2, 2, 2, 2, 1, 1)
+        weights = (6, 2, 2, 2, 2, 1, 1, 1, 1)
         while True:
             name = self.chance.choices(list(events), weights)[0]
             if events[name]():
@@ -175,6 +180,23 @@ class Storm:
         """Of those in the world: one that hangs before it is ready is noticed by nobody."""
         working = [pid for pid in self._working() if not self._is_spared(pid)]
         return bool(working) and self._signal(self.chance.choice(working), signal.SIGSTOP)
+
+    def _hang_worker(self) -> bool:
+        """The scripts see to that by themselves; heartbeats go on."""
+        working = [pid for pid in self._working() if not self._is_spared(pid) and pid not in self._touched]
+        if not working:
+            return False
+        pid = self.chance.choice(working)
+        self._touched.add(pid)
+        (self.job.folder / f"hang-{pid}").touch()
+        return True
+
+    def _pause_coordinator(self) -> bool:
+        """Other events happen meanwhile."""
+        process = self.job.processes[self._coordinator]
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(self.chance.choice(PAUSES), process.send_signal, (signal.SIGCONT,)).start()
+        return True
 
     def _kill_coordinator(self) -> bool:
         self.job.kill(self._coordinator)

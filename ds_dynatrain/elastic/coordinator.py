@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from ds_dynatrain.elastic.address import tune
+from ds_dynatrain.elastic.address import BACKLOG, tune
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
@@ -76,7 +76,7 @@ class Coordinator:
         if self._token is None and not self._checks_users:
             logger.warning("this kernel does not tell users apart: whoever is on this machine can be in the job")
         asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
-        server = await asyncio.start_server(self._take, sock=listener)
+        server = await asyncio.start_server(self._take, sock=listener, backlog=BACKLOG)
         keeper = asyncio.create_task(self._keep_time())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
         try:

@@ -5,6 +5,8 @@ All members hold the whole state (the step, and the sum over all samples so far)
 step the sum is one certain number (`tools/history.py`) in any history of worlds: a sample that is lost, or used twice,
 is seen at once. Samples come from `$LOADERS` loader processes.
 
+The main thread of process PID stands still for ever once `$OUT/hang-PID` is there.
+
 Without our back-end it does what torch advises for elastic jobs: every world is a new process that loads a snapshot.
 """
 
@@ -126,6 +128,7 @@ class Script:
 
     def run(self) -> None:
         self.member.start(30)
+        self.member.built()  # whatever world comes, it needs no time to be in it
         self.member.ready()
         try:
             while self.form():
@@ -146,7 +149,10 @@ class Script:
             self.sockets.forget()
             self.world, self.work.generation = world, world.generation
             rank = world.rank(self.member.id)
+            if rank is None and not self.member.is_leaving:
+                continue
             if rank is None:
+                self.member.left()
                 self.work.say(event="left")
                 return False
             try:
@@ -173,6 +179,8 @@ class Script:
     def train(self) -> bool:
         """Steps in the present world, until another one is due; False at the end of the job."""
         while True:
+            if (OUT / f"hang-{os.getpid()}").exists():
+                time.sleep(1e9)
             try:
                 if self.step():
                     return False

@@ -1,0 +1,437 @@
+"""Measure a coordinator under load: a thousand members, a thousand strangers a second, messages that were changed.
+
+python tools/bench_coordinator.py                          # about three minutes on two cores
+python tools/bench_coordinator.py --members 200 --seconds 5 --forged 500   # a quick look
+python tools/bench_coordinator.py --write docs/figures.md
+
+The coordinator is `ds-dynatrain coordinator` in a process of its own, with a token and the usual limit of 1,024 files.
+Members are light: the connections, messages and heartbeats of a worker, and no training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from figures import keep, machine, table
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
+from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.hosting import raise_descriptors
+from ds_dynatrain.elastic.messages import (
+    HEADER,
+    LARGEST_MESSAGE,
+    Announce,
+    Challenge,
+    Changed,
+    Hello,
+    Message,
+    Report,
+    body_length,
+    decode,
+    encode,
+)
+from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.store import world_store
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.seals import Seal
+
+FILES = 1024
+BEAT_SECONDS = 0.5
+STORES = 2
+"""Connections of a worker to the store: the two boards of a generation."""
+ASKED = 300
+STRANGERS_A_SECOND = 1000
+STATUS_BAR_MS, STRANGERS_BAR_MS, DESCRIPTORS_BAR = 200.0, 1000.0, 4.0
+CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another connection", "in its own direction")
+
+
+# ---- a coordinator, and members -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def coordinator(members: int, token: str, port: int) -> Iterator[int]:
+    """The process of one, which begins with the usual limit of files."""
+    command = [sys.executable, "-m", "ds_dynatrain.cli", "coordinator", f"127.0.0.1:{port}", f"--nnodes=1:{members}"]
+    command += ["--recovery-seconds=1"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    process = subprocess.Popen(
+        command, env={**os.environ, "DYNATRAIN_TOKEN": token}, preexec_fn=limit, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Members:
+    """Workers of as many nodes, in one thread: they send heartbeats, and enter what they are told of."""
+
+    def __init__(self, address: Address, token: str, count: int) -> None:
+        self._links: dict[int, tuple[Connection, Report]] = {}
+        self._stop = threading.Event()
+        self._poll = select.poll()
+        self.world: World | None = None
+        for number in range(count):
+            link = Connection.open(address, token, seconds=60.0)
+            link.send(Announce(node=f"n{number}", local_rank=0, local_size=1, pid=1 + number))
+            self._links[link.fileno()] = link, Report()
+            self._poll.register(link.fileno(), select.POLLIN)
+        self.store_port = link.welcome.store_port
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """All say that they are ready, and go on from there."""
+        for number in self._links:
+            self._say(number, ready=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Be gone."""
+        self._stop.set()
+        self._thread.join()
+        for link, _ in self._links.values():
+            link.close()
+
+    @property
+    def entered(self) -> int:
+        """How many have entered the newest generation."""
+        newest = 0 if self.world is None else self.world.generation
+        return sum(0 < newest == report.entered for _, report in self._links.values())
+
+    def _say(self, number: int, **changes: object) -> None:
+        link, report = self._links[number]
+        report = report.model_copy(update=changes)
+        self._links[number] = link, report
+        link.send(report)
+
+    def _run(self) -> None:
+        numbers, beat = list(self._links), 0
+        while not self._stop.is_set():
+            begin = time.monotonic()
+            for _ in range(max(1, len(numbers) // 20)):  # spread over the time between two heartbeats
+                self._say(numbers[beat % len(numbers)])
+                beat += 1
+            while (left := begin + BEAT_SECONDS / 20 - time.monotonic()) > 0:
+                for number, _ in self._poll.poll(1000 * left):
+                    self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        link = self._links[number][0]
+        link.read()
+        for message in link.messages():
+            if isinstance(message, Changed):
+                if self.world is None or message.world.generation > self.world.generation:
+                    self.world = message.world
+                self._say(number, entered=message.world.generation)
+
+
+def descriptors(process: int) -> int:
+    """Open files of a process."""
+    return len(os.listdir(f"/proc/{process}/fd"))
+
+
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """The median and the 99th percentile, in milliseconds."""
+    ordered = sorted(times)
+    return 1e3 * ordered[len(ordered) // 2], 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def measured(ask: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each call."""
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        ask()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def many_members(count: int, token: str, port: int) -> list[list[object]]:
+    """A world of them: how it was entered, what the coordinator holds open, and how soon it answers."""
+    address = Address("127.0.0.1", port)
+    with coordinator(count, token, port) as process:
+        wait_for(lambda: ask_status(address, token), "the coordinator")
+        before, begin = descriptors(process), time.monotonic()
+        members = Members(address, token, count)
+        connected = time.monotonic() - begin
+        begin = time.monotonic()
+        members.start()
+        wait_for(lambda: members.world is not None and members.entered == count == len(members.world.members), "all")
+        formed = time.monotonic() - begin
+        world = members.world
+        stores = (
+            [world_store("127.0.0.1", members.store_port, world, 60.0) for _ in range(STORES * count)] if world else []
+        )
+        for store in stores:
+            store.check(["there"])
+        held = (descriptors(process) - before) / count
+        middle, worst = percentiles(measured(lambda: ask_status(address, token, 30.0), ASKED))
+        soft = next(line for line in Path(f"/proc/{process}/limits").read_text().splitlines() if "open files" in line)
+        members.stop()
+    return [
+        [f"{count} members connect", f"{connected:.1f} s", "", ""],
+        [f"{count} members are told of one world, and all have entered it", f"{formed:.1f} s", "", ""],
+        [
+            f"files that it may open, begun with {FILES}",
+            soft.split()[3],
+            f"> {FILES}",
+            verdict(int(soft.split()[3]) > FILES),
+        ],
+        ["files open for a member", f"{held:.2f}", f"≤ {DESCRIPTORS_BAR:.0f}", verdict(held <= DESCRIPTORS_BAR)],
+        [
+            "`status`, median and p99",
+            f"{middle:.0f} and {worst:.0f} ms",
+            f"< {STATUS_BAR_MS:.0f}",
+            verdict(worst < STATUS_BAR_MS),
+        ],
+    ]
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+
+FLOOD = """
+import socket, sys, time
+port, a_second, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+begin, count, held = time.monotonic(), 0, []
+while time.monotonic() - begin < seconds:
+    for _ in range(int((time.monotonic() - begin) * a_second) - count):
+        count += 1
+        link = socket.socket()
+        link.setblocking(False)
+        link.connect_ex(("127.0.0.1", port))
+        held.append(link)
+    while len(held) > 4000:
+        held.pop(0).close()
+    time.sleep(0.002)
+print(count / (time.monotonic() - begin))
+"""
+"""Connections that say nothing and stay, so many a second."""
+
+
+def strangers(token: str, port: int, seconds: float) -> list[list[object]]:
+    """How soon honest connections get their answer meanwhile."""
+    address, found = Address("127.0.0.1", port), list[float]()
+    with coordinator(100, token, port):
+        wait_for(lambda: ask_status(address, token), "the coordinator")
+        members = Members(address, token, 100)
+        members.start()
+        wait_for(lambda: members.entered == 100, "all")
+        command = [sys.executable, "-c", FLOOD, str(port), str(STRANGERS_A_SECOND), str(seconds)]
+        flood = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=raise_descriptors)
+        refused, end = 0, time.monotonic() + seconds
+        time.sleep(0.5)
+        while time.monotonic() < end - 0.5:
+            begin = time.perf_counter()
+            try:
+                ask_status(address, token, 10.0)
+            except OSError:
+                refused += 1
+            found.append(time.perf_counter() - begin)
+            time.sleep(0.02)
+        came = float(flood.communicate()[0])
+        status = ask_status(address, token)
+        lost = 100 - len(status.ranks)
+        members.stop()
+    middle, worst = percentiles(found)
+    is_met = worst < STRANGERS_BAR_MS and not refused and not lost
+    return [
+        [
+            f"a status beside {came:.0f} silent connections a second and 100 members, median and p99 of {len(found)}",
+            f"{middle:.0f} and {worst:.0f} ms; {refused} refused, {lost} members lost",
+            f"< {STRANGERS_BAR_MS:.0f} ms",
+            verdict(is_met),
+        ]
+    ]
+
+
+# ---- changed messages ------------------------------------------------------------------------------------------------
+
+
+class Forger:
+    """A peer that knows the token, and somebody between it and the coordinator who does not."""
+
+    def __init__(self, address: Address, token: str) -> None:
+        self.link = socket.create_connection((address.host, address.port), 10.0)
+        challenge = decode(self._frame()[HEADER.size : -TAG_BYTES])
+        if not isinstance(challenge, Challenge):
+            raise RuntimeError(f"{challenge.kind} came where a coordinator says challenge")
+        nonce = new_nonce()
+        self.channel = Channel(token, (challenge.nonce, nonce), "peer")
+        self.link.sendall(self.channel.seal(encode(Hello(nonce=nonce))))
+        self.welcome = self._frame()
+
+    def _frame(self) -> bytes:
+        header = self._exactly(HEADER.size)
+        return header + self._exactly(body_length(header, LARGEST_MESSAGE) + TAG_BYTES)
+
+    def _exactly(self, count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            part = self.link.recv(count - len(found))
+            if not part:
+                raise ConnectionError("the coordinator has ended the connection")
+            found += part
+        return found
+
+    def is_cut(self) -> bool:
+        """Whether the coordinator ends the connection."""
+        self.link.settimeout(2.0)
+        try:
+            while self.link.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+
+def forged(frames: list[bytes], change: str, forger: Forger, other: bytes, chance: random.Random) -> bytes:
+    """What arrives of messages that were changed on their way."""
+    place = chance.randrange(len(frames))
+    match change:
+        case "a bit":
+            wire = bytearray(frames[place])
+            at = chance.randrange(HEADER.size, len(wire))
+            wire[at] ^= 1 << chance.randrange(8)
+            frames[place] = bytes(wire)
+        case "no tag":
+            frames[place] = frames[place][:-TAG_BYTES] + NO_TAG
+        case "once more":
+            frames.insert(place, frames[place])
+        case "the order":
+            frames[place], frames[place - 1] = frames[place - 1], frames[place]
+        case "left out":
+            del frames[min(place, len(frames) - 2)]
+        case "of another connection":
+            frames.insert(place, other)
+        case "in its own direction":
+            frames.insert(place, forger.welcome)
+    return b"".join(frames)
+
+
+def changed(count: int, token: str, port: int) -> list[list[object]]:
+    """Of so many connections with one change each: how many of them the coordinator goes on with."""
+    address, chance, taken = Address("127.0.0.1", port), random.Random(0), 0
+    with coordinator(count, token, port):
+        wait_for(lambda: ask_status(address, token), "the coordinator")
+        other = Forger(address, token)
+        for number in range(count):
+            forger, node = Forger(address, token), f"f{number}"
+            said: list[Message] = [
+                Announce(node=node, local_rank=0, local_size=1, pid=1),
+                Report(step=1),
+                Report(step=2),
+                Report(step=3),
+            ]
+            frames = [forger.channel.seal(encode(message)) for message in said]
+            stray = other.channel.seal(encode(Report(step=4)))
+            forger.link.sendall(forged(frames, CHANGES[number % len(CHANGES)], forger, stray, chance))
+            taken += not forger.is_cut()
+            forger.link.close()
+    what = f"of {count} connections in which one message was changed, the coordinator goes on with"
+    return [[what, f"{taken}", "0", verdict(not taken)]]
+
+
+# ---- what a tag costs ------------------------------------------------------------------------------------------------
+
+
+def tags() -> list[list[object]]:
+    """Of a heartbeat, of a world of 64, and of records on the board."""
+    members = tuple(f"node-{number}/0" for number in range(64))
+    world = World(term="feed", generation=7, change="planned", members=members)
+    beat, change = encode(Report(ready=True, entered=7, step=1000)), encode(Changed(world=world))
+    nonces, token, seal = (new_nonce(), new_nonce()), secrets.token_hex(16), Seal(secrets.token_bytes(32))
+    channel, rows = Channel(token, nonces, "peer"), list[list[object]]()
+    for name, wire in (("a heartbeat", beat), ("a world of 64", change)):
+        took = 1e6 * least(partial(channel.seal, wire), 2000)
+        rows.append([f"tag of {name}, {len(wire)} bytes", f"{took:.1f} µs", "", ""])
+    small, large = seal.put("key", bytes(200)), seal.put("key", bytes(1 << 20))
+    took = 1e6 * least(partial(seal.take, "key", small), 2000)
+    rows.append(["tag of a small record", f"{took:.1f} µs", "", ""])
+    took = 1e3 * least(partial(seal.take, "key", large), 20)
+    rows.append(["tag of a record of a megabyte", f"{took:.2f} ms", "", ""])
+    return rows
+
+
+def least(work: Callable[[], object], times: int) -> float:
+    """Seconds of one call, in the fastest of five series."""
+    series = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(times):
+            work()
+        series.append((time.perf_counter() - begin) / times)
+    return min(series)
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def wait_for(holds: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    """TimeoutError if it never is so."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if holds():
+                return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise TimeoutError(f"{what} did not come within {seconds:g} s")
+
+
+def verdict(is_met: bool) -> str:
+    """For the table."""
+    return "pass" if is_met else "missed"
+
+
+def free_port() -> int:
+    """One that nobody has at present."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long strangers come")
+    parser.add_argument("--forged", type=int, default=5000)
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    raise_descriptors()
+    token = secrets.token_hex(32)
+    rows = many_members(args.members, token, free_port())
+    rows += strangers(token, free_port(), args.seconds)
+    rows += changed(args.forged, token, free_port())
+    rows += tags()
+    text = f"Measured on: {machine()}. The coordinator and all that speak to it share the cores.\n\n"
+    text += table(("what", "found", "bar", ""), rows)
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_coordinator", text)
+
+
+if __name__ == "__main__":
+    main()
