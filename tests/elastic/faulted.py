@@ -8,6 +8,7 @@ ACT": when it comes to a checkpoint from which all state is restored.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -52,7 +53,12 @@ def fail() -> None:
     raise RuntimeError("told to fail")
 
 
-ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail}
+def unable() -> None:
+    """It fails here every time: this member's own limits do not allow it."""
+    raise OSError(errno.EMFILE, "told to have no descriptors left")
+
+
+ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail, "unable": unable}
 
 
 def install(fault: str) -> None:
@@ -86,6 +92,8 @@ def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> No
     def wrapped(self: Any, *arguments: Any) -> Any:
         number = self.number if owner is Preparation else self.engine.job.number
         is_it = number == engine and _grows(self.proposal) and role(self.proposal, self.control.member) == who
+        if is_it and act is unable:
+            unable()
         if left and is_it:
             left.pop()()
         return own(self, *arguments)

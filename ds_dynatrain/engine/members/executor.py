@@ -44,6 +44,7 @@ from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.restoring import let_go, restore
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
+from ds_dynatrain.errors import ElasticError
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
@@ -61,6 +62,7 @@ class Executor:
         self._boards: GenerationBoards | None = None
         self._place = ""
         self._said = ""
+        self._own_error: BaseException | None = None
 
     @property
     def engines(self) -> list[EngineParts]:
@@ -239,6 +241,7 @@ class Executor:
             outcome = joint.run()
         if outcome.is_uncertain:
             self.elastic.abort()
+        self._own_error = joint.own_error or self._own_error
         for engine in joint.engines:
             (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
         self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
@@ -246,16 +249,26 @@ class Executor:
 
     def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
         for engine, proposal in zip(self.engines, proposals, strict=True):
+            if engine.preparation is not None:  # the others have decided without this member
+                self._own_error = engine.preparation.error or self._own_error
             with engine.turn():
                 engine.close_preparation()
             engine.attempt = proposal.generation
+        if tries < WITH_NEWCOMERS:
+            return
+        generation = self._open_boards.world.generation
+        if self._own_error is not None and self.engines[0].idle:
+            raise ElasticError(
+                f"generation {generation}: this process cannot take part in the job, and ends, so that another one can "
+                f"come in its place: {self._own_error}"
+            )
         if tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
-            generation = self._open_boards.world.generation
             logger.warning(
                 "generation %d: %d attempts failed, the last with: %s; newcomers stay idle", generation, tries, reason
             )
 
     def _enter(self, entered: Enter) -> None:
+        self._own_error = None
         boards, candidates = self._open_boards, self.elastic.candidates(entered.world, entered.registry)
         for place, (engine, proposal) in enumerate(zip(self.engines, entered.proposals, strict=True)):
             with engine.turn():

@@ -58,6 +58,12 @@ class JointSwitch:
         """Those that take part."""
         return [part.engine for part in self._parts]
 
+    @property
+    def own_error(self) -> BaseException | None:
+        """Why this member could not prepare one of them; None if it could."""
+        errors = (part.transaction.preparation.error for part in self._parts)
+        return next((error for error in errors if error is not None), None)
+
     def run(self) -> Outcome:
         """How it ended for the first of them, which is how it ended for all."""
         decision = self._decide()
