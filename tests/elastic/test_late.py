@@ -15,7 +15,8 @@ PAUSE_SECONDS = 20.0
 """Far more than they need, and far less than the late one: it never comes before it is told to."""
 
 
-@pytest.mark.parametrize("event", ["kill", pytest.param("leave", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("event", ["kill", "leave"])
 def test_nobody_waits_for_who_is_late(train: Callable[..., Job], static: Static, event: str) -> None:
     job = train(nodes="1:3", stage=0 if event == "kill" else 1)
     job.coordinator("coordinator")

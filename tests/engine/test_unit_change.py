@@ -194,6 +194,20 @@ def test_who_is_waited_for_is_named() -> None:
 
 def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:
     board = Board({(0, "job"): {"engines": 2, "registry": Registry().extended(MEMBERS).to_json()}})
-    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), board)
+    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS, survivors=2), board)
     assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ConfigError)
     assert "it has made 1 engines, and the job's processes 2" in str(found[-1].error)
+
+
+def test_a_process_whose_job_is_over_cannot_begin_anew() -> None:
+    """It came late, and all who held the state have left meanwhile: nobody says what the job is doing."""
+    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), Board({}))
+    assert isinstance(found[-1], Fail) and "is over; start it again" in str(found[-1].error)
+
+
+def test_who_is_passed_over_waits_and_leaves_when_it_is_told_to() -> None:
+    machine, me = ChangeMachine(stay), own("c/0", is_idle=True)
+    without = world("a/0", "b/0", change="failure", survivors=2)
+    assert not any(isinstance(action, Leave) for action in machine.advance(me, without, []))
+    assert machine.advance(me, without, []) == []
+    assert machine.advance(replace(me, is_leaving=True), without, []) == [Leave()]
