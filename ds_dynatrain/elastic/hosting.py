@@ -78,11 +78,12 @@ class Host:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         membership = Membership(self._settings, secrets.token_hex(4), time.monotonic())
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+        files = raise_descriptors()
         self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
         self._is_up.set()
         settings = self._settings
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
-        logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, raise_descriptors())
+        logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, files)
         serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
         self._store = await asyncio.to_thread(self._serve_store)
         await serving

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections import defaultdict
 
 from ds_dynatrain.elastic.peer import Peer
 
-MOST_STRANGERS = 512
-"""At one time."""
-MOST_OF_ONE_HOST = 128
+MOST_STRANGERS = 2048
+MOST_OF_ONE_HOST = 512
+"""At one time; and at most a quarter, or a sixteenth, of the files that this process may open."""
 LINE_SECONDS = 1.0
 """Between two lines of the log about strangers, at least."""
 
@@ -25,6 +26,8 @@ class Strangers:
     """
 
     def __init__(self) -> None:
+        files = _files()
+        self._most, self._most_of_one_host = min(MOST_STRANGERS, files // 4), min(MOST_OF_ONE_HOST, files // 16)
         self._waiting: dict[Peer, str] = {}
         self._by_host: defaultdict[str, dict[Peer, None]] = defaultdict(dict)
 
@@ -35,9 +38,9 @@ class Strangers:
         """Somebody has come."""
         self._waiting[peer] = host
         self._by_host[host][peer] = None
-        if len(self._by_host[host]) > MOST_OF_ONE_HOST:
+        if len(self._by_host[host]) > self._most_of_one_host:
             self._send_away(next(iter(self._by_host[host])))
-        elif len(self._waiting) > MOST_STRANGERS:
+        elif len(self._waiting) > self._most:
             self._send_away(next(iter(self._waiting)))
 
     def remove(self, peer: Peer) -> None:
@@ -69,3 +72,9 @@ class Complaints:
         more = f" (and {self._unsaid} more like it before)" if self._unsaid else ""
         logger.warning("%s%s", text, more)
         self._next, self._unsaid = now + LINE_SECONDS, 0
+
+
+def _files() -> int:
+    """How many files this process may open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
