@@ -115,3 +115,10 @@ def test_targets_of_make() -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     listed = re.search(r"`make help` lists the other targets: ([a-z, -]+)\.", readme)
     assert listed and set(listed[1].split(", ")) == targets - {"demo", "test", "help"}
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "docs" / "elastic.md").read_text())
+    assert named
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / "elastic" / f"{file}.py").read_text(), (file, name)
