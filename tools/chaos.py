@@ -4,6 +4,7 @@ python tools/chaos.py                              # 200 events, about ten minut
 python tools/chaos.py --events 15 --seed 3 --busy 0
 python tools/chaos.py --write docs/figures.md
 python tools/chaos.py --script tests/elastic/several.py --steps step beside --busy 0  # two engines; see there for --set
+python tools/chaos.py --script tests/elastic/training.py --kind tensor --busy 0 --most 3 --rest 180  # or another axis
 
 Nodes of stock torchrun come and are told to go; agents, workers, rank 0 and the coordinator are killed; workers are
 stopped, or their main threads alone; the coordinator stands still for a while; sometimes two of it at once. Every few
@@ -15,6 +16,7 @@ beginning. The exit status is 1 if anything is not so; then the folder with all 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -28,11 +30,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from figures import keep, machine, table
 from history import mistakes, sums_of_samples
 from nodes import SCRIPT, TIMES, Job, Row
-from storm import Storm
+from storm import SECONDS, Storm
 
+AXES = ("tensor", "experts", "pipeline")
 CHAOS_TIMES = {**TIMES, "silent_seconds": 3.0, "stuck_seconds": 30.0, "recovery_seconds": 3.0}
 
 
@@ -65,6 +70,16 @@ def gaps(rows: list[Row]) -> dict[str, list[float]]:
     return found
 
 
+def settings_of(kind: str, folder: Path) -> dict[str, str]:
+    """What `training.py` is told of an axis; with checkpoints, from which a state that has died comes back."""
+    from tests.elastic.kinds import KINDS, settings
+
+    here, fallback = KINDS[kind], {"path": str(folder / "fallback"), "every_steps": 5}
+    block = {"layout": {**here.layout, "zero_stage": 1}, "fallback": fallback}
+    own = settings(1, dict(here.own), **block)
+    return {"KIND": kind, "SETTINGS": json.dumps(own), "DS_ACCELERATOR": "cpu", "STEP_SECONDS": "0.2"}
+
+
 def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> str:
     """What happened, and what it cost those that stayed."""
     counts = table(("event", "times"), [*sorted(storm.counts.items()), ("two of these at once", storm.pairs)])
@@ -89,6 +104,8 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="processes that keep the machine busy")
+    parser.add_argument("--most", type=int, default=5, help="nodes at most (default 5, one more than may train)")
+    parser.add_argument("--rest", type=float, default=SECONDS, help="seconds until everything has to be in order")
     parser.add_argument("--workers", type=int, default=1, help="workers of a node (default 1)")
     parser.add_argument(
         "--script",
@@ -96,6 +113,7 @@ def main() -> None:
         default=SCRIPT,
         help="another training script, see nodes.py",
     )
+    parser.add_argument("--kind", choices=AXES, help="of `training.py`: nodes of two workers, and another axis")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
     )
@@ -111,8 +129,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
     variables = dict(each.split("=", 1) for each in args.set)
+    if args.kind is not None:
+        variables |= settings_of(args.kind, folder)
+        args.workers = 2
     job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=args.script, variables=variables)
-    storm, begin, faults = Storm(job, args.seed), time.monotonic(), list[str]()
+    storm = Storm(job, args.seed, most=args.most, rest_seconds=args.rest)
+    begin, faults = time.monotonic(), list[str]()
     try:
         with busy(args.busy):
             storm.begin()

@@ -24,7 +24,7 @@ SPARED_EVENTS = 30
 SETTLED_EVERY = 6
 """Events from one time when everything has to be in order to the next."""
 SECONDS = 90.0
-"""How long that may take."""
+"""How long that may take, of a script that starts in seconds."""
 PAUSES = (0.5, 2.0, 6.0)
 """Seconds that a coordinator stands still."""
 AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
@@ -33,11 +33,13 @@ AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
 class Storm:
     """Does things to a job whose coordinator is a process of its own.
 
-    least, most: how many nodes there are; more than the job's MAX: some of them wait.
+    least, most: how many nodes there are; more than the job's MAX: some of them wait. rest_seconds: how long it may
+    take until everything is in order.
     """
 
-    def __init__(self, job: Job, seed: int, least: int = 2, most: int = 5) -> None:
+    def __init__(self, job: Job, seed: int, least: int = 2, most: int = 5, rest_seconds: float = SECONDS) -> None:
         self.job = job
+        self.rest_seconds = rest_seconds
         self.chance = random.Random(seed)
         self.least, self.most = least, most
         self.counts: Counter[str] = Counter()
@@ -78,7 +80,7 @@ class Storm:
         self.settle()
         self.job.end()
         for name in (*self.agents, self._coordinator):
-            code = self.job.processes[name].wait(SECONDS)
+            code = self.job.processes[name].wait(self.rest_seconds)
             if code:
                 self.faults.append(f"{name} ended with code {code}")
         left = with_variable("OUT", str(self.job.folder))
@@ -88,7 +90,7 @@ class Storm:
     def settle(self) -> None:
         """Wait until all nodes that may train do; see that nobody was left behind, and what everybody holds."""
         size = min(len(self.agents), int(self.job.nodes.partition(":")[2])) * self.job.workers
-        status = self.job.wait(lambda: self._rest(size), f"{size} members at rest ({self.agents})", SECONDS)
+        status = self.job.wait(lambda: self._rest(size), f"{size} members at rest ({self.agents})", self.rest_seconds)
         members = processes(status)
         for name in self.agents:
             self.growth.sample(self.job.processes[name].pid, f"agent {name}", size)

@@ -1,4 +1,4 @@
-"""What nodes of two workers train in jobs of other axes than data: see `KIND` of `training.py`."""
+"""What `training.py` is told: DeepSpeed's configuration, and what nodes of two workers train beside data."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ KINDS: Mapping[str, Kind] = {
     "experts": Kind({"data": 2, "expert": 2}, {"data": 1}, {"expert_parallel": {"enabled": True}}),
     "pipeline": Kind({"data": 1, "pipe": 2}),
 }
+
+
+def settings(stage: int = 1, own: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
+    """A configuration that says nothing about the world. own: more of DeepSpeed's; block: more of dynatrain's."""
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 6,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "dynatrain": {"timeout_seconds": 20, **block},
+        **(own or {}),
+    }

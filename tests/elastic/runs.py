@@ -16,26 +16,13 @@ from typing import Any
 
 from ds_dynatrain.elastic.messages import Status
 from tests.elastic.agents import ROOT, TIMES, Job, processes
+from tests.elastic.kinds import settings
 
 SCRIPT = Path(__file__).with_name("training.py")
 STATIC_STEPS = 200
 STATIC_LAYOUTS = ({"data": 1}, {"data": 3})
 SECONDS = 120.0
 """How long anything may take on a busy machine: a worker imports DeepSpeed, and that alone takes a while."""
-
-
-def settings(stage: int = 1, own: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
-    """A configuration that says nothing about the world. own: more of DeepSpeed's; block: more of dynatrain's."""
-    return {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 6,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "dynatrain": {"timeout_seconds": 20, **block},
-        **(own or {}),
-    }
 
 
 def training(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.agents import ROOT
-from tests.elastic.runs import settings
+from tests.elastic.kinds import settings
 
 
 @pytest.mark.full

@@ -15,7 +15,8 @@ import pytest
 
 from ds_dynatrain.cli import checkpoints
 from tests.elastic.agents import ROOT, Job
-from tests.elastic.runs import gated, open_gate, settings
+from tests.elastic.kinds import settings
+from tests.elastic.runs import gated, open_gate
 
 SCRIPT = ROOT / "tests" / "elastic" / "epochs.py"
 EPOCHS = 4
