@@ -218,6 +218,9 @@ class Membership:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
         started = self.world.members if self.world is not None else ()
+        if started and recovery is not None and not self._may_hold_state(recovery):
+            outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
+            return [self._give_up(one, now) for one in outside]
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
@@ -233,10 +236,16 @@ class Membership:
         told = *self._let_go(recovery), *self._passed_over(recovery, started)
         present = self._present((*self.world.members, *self.world.leaving, *told))
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
-        effects: list[Effect] = [self._give_up(one, now) for one in strangers if one not in present]
+        over = [one for one in strangers if one not in present or one in started]
+        effects: list[Effect] = [self._give_up(one, now) for one in over]
         effects += self._miss(now)
         self.changes.append((self.world, now))
-        return [*effects, Publish(self.world, present)]
+        return [*effects, Publish(self.world, self._present(present))]
+
+    def _may_hold_state(self, recovery: Recovery) -> bool:
+        """Whether one of those that have come back may have been in the world that it was told of."""
+        back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
+        return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
 
     def _let_go(self, recovery: Recovery) -> list[str]:
         """Leavers that have come back, and have not heard yet that the others go on without them."""
@@ -352,13 +361,12 @@ class Membership:
         return now - self.changes[-1][1]
 
     def _can_go_alone(self, now: float) -> bool:
-        """Whether those that hold the state, and stay, can train without newcomers; not if that was tried in vain."""
-        world = self.world
-        if world is None:
+        """Whether the others can train without those that are late; not if that was tried in vain."""
+        world, late = self.world, self._late
+        if world is None or not self._present(world.members if self._is_entered else self._survivors):
             return False
-        most, holders = self.settings.stuck_seconds, world.members if self._is_entered else self._survivors
-        stay = [one for one in holders if one in self.roster and not self.roster[one].report.leaving]
-        is_in_vain = world.change == "failure" and 0 < most <= self._waited(now)
+        stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
+        is_in_vain = world.change == "failure" and 0 < self.settings.stuck_seconds <= self._waited(now)
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not is_in_vain
 
     def _is_overdue(self, now: float) -> bool:

@@ -57,6 +57,10 @@ class Recovery:
         if member in self._told:
             self._reported.add(member)
 
+    def has_reported(self, member: str) -> bool:
+        """Whether it has said what it is."""
+        return member in self._reported
+
     def choose(self) -> World | None:
         """The newest world that anybody was told of; of two with one number that of the job in which somebody has made
         a step, or else that more know; None if there is none. Members that were told of an older one, or of none, are

@@ -610,6 +610,38 @@ class TestRestart:
         driver.wait(10)
         assert driver.membership.world == before
 
+    def test_not_to_one_that_never_was_in_its_world(self) -> None:
+        """Nobody of that job has come back who could hold anything."""
+        driver = running("a")
+        driver.start("b")
+        driver.wait()
+        driver.restart()
+        driver.start("n")
+        driver.wait(4)
+        driver.enter("n/0")
+        driver.announce("b/0")
+        driver.say("b/0")
+        driver.wait(4)
+        assert driver.fenced == ["b/0"] and driver.world.members == ("n/0",)
+
+    def test_who_has_begun_another_job_is_no_member_of_the_one_before(self) -> None:
+        """It had not heard that the coordinator of before had let it in."""
+        driver = running("a")
+        driver.start("b")
+        driver.wait()
+        assert driver.told.pop("b/0").members == ("a/0", "b/0")
+        driver.restart()
+        driver.announce("b/0")
+        driver.say("b/0")
+        driver.wait(4)
+        assert driver.world.members == ("b/0",) and driver.world.generation == 1
+        driver.enter("b/0")
+        driver.told["a/0"] = driver.worlds[-2]
+        driver.announce("a/0")
+        driver.say("a/0")
+        driver.wait(4)
+        assert set(driver.fenced) == {"b/0"} and driver.world.members == ("a/0",) and driver.world.lost == ("b/0",)
+
     def test_not_after_its_members_have_ended_themselves(self) -> None:
         driver = running("a", "b")
         driver.start("d")

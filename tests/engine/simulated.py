@@ -83,7 +83,7 @@ class Job:
     begun: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """The step that was begun last, by the start of the job, the engine's generation, and its number."""
     votes: list[bool] = field(default_factory=list)
-    entered: dict[tuple[int, int], tuple[Proposal, ...]] = field(default_factory=dict)
+    entered: dict[tuple[int, str], tuple[Proposal, ...]] = field(default_factory=dict)
     starts: int = 0
     """How often a job was begun."""
     building: list[int] = field(default_factory=list)
@@ -326,8 +326,8 @@ class Member:
                 match action:
                     case do.Know(registry):
                         for engine in self.engines:
-                            has_one = self.elastic.world is not None
-                            assert not has_one or engine.number == registry.numbers[self.id], "a number never changes"
+                            is_same = engine.number == registry.numbers[self.id]
+                            assert is_same or not engine.works, "the number of who holds something never changes"
                             engine.number = registry.numbers[self.id]
                     case do.Post(key, value, engine_):
                         assert (engine_, key) not in board.values or not key.startswith("change/"), "said once"
@@ -381,7 +381,7 @@ class Member:
                     engine.prepared, engine.attempt = proposal, proposal.generation
 
     def _enter(self, world: World, registry: Registry, proposals: do.Proposals) -> None:
-        assert self.job.entered.setdefault((self.starts, world.generation), proposals) == proposals, (
+        assert self.job.entered.setdefault((self.starts, world.prefix), proposals) == proposals, (
             "all enter by one proposal"
         )
         for engine, proposal in zip(self.engines, proposals, strict=True):

@@ -211,3 +211,9 @@ def test_who_is_passed_over_waits_and_leaves_when_it_is_told_to() -> None:
     assert not any(isinstance(action, Leave) for action in machine.advance(me, without, []))
     assert machine.advance(me, without, []) == []
     assert machine.advance(replace(me, is_leaving=True), without, []) == [Leave()]
+
+
+def test_a_leaver_whose_state_nobody_took_goes() -> None:
+    """The others have formed a world from a checkpoint, and then a planned one: they wait for nobody outside of it."""
+    found = steps(ChangeMachine(stay), own("b/0", is_aborted=True), world("a/0", leaving=("b/0",), survivors=1), Board({}))
+    assert found[-2:] == [LetGo(), Leave()]

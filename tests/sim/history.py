@@ -46,8 +46,8 @@ class SimulatedJob(Job):
     def join(self, restarts: int = 0) -> None:
         """A node comes."""
         node, self.came = f"n{self.came}", self.came + 1
-        self.network.start(node, restarts)
         member = self.members[f"{node}/0"] = Member(self, f"{node}/0")
+        self.network.start(node, restarts)
         self._take_turns(member)
 
     def _hear(self, name: str) -> None:

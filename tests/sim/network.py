@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,8 @@ class Line:
     free_at: float = 0.0
     """When the last message that is under way arrives, in either direction."""
     is_ended: bool = False
+    said: deque[tuple[str, Callable[[Membership], None]]] = field(default_factory=deque)
+    """What is under way to the coordinator, with the term of the connection."""
 
 
 @dataclass
@@ -217,20 +220,22 @@ class Network:
             self.after(self._latency(), lambda: self._connect(line))
 
     def _up(self, line: Line, deliver: Callable[[Membership], None]) -> None:
-        term = line.term
+        if line.term:
+            line.said.append((line.term, deliver))
+            self.after(self._arrival(line), lambda: self._take(line))
 
-        def arrive() -> None:
-            if self.now < self._paused_until:
-                self.after(self._paused_until - self.now, arrive)
-            elif self.membership is not None and self.membership.term == term and line.member in self.membership.roster:
-                try:
-                    deliver(self.membership)
-                except PeerRefused as error:
-                    self.on_end(line.member, str(error))
-                self._stir()
-
-        if term:
-            self.after(self._arrival(line), arrive)
+    def _take(self, line: Line) -> None:
+        """The coordinator reads a line's next message, once it can."""
+        if self.now < self._paused_until:
+            self.after(self._paused_until - self.now, lambda: self._take(line))
+            return
+        term, deliver = line.said.popleft()
+        if self.membership is not None and self.membership.term == term and line.member in self.membership.roster:
+            try:
+                deliver(self.membership)
+            except PeerRefused as error:
+                self.on_end(line.member, str(error))
+            self._stir()
 
     def _down(self, line: Line, world: World) -> None:
         term = line.term

@@ -132,7 +132,7 @@ class Executor:
                 self._close_boards()
                 self._boards = GenerationBoards(world, self.elastic, [engine.job.number for engine in self.engines])
             case Know(registry):
-                self._open_boards.know(registry)
+                self._know(registry)
             case Post(key, value, engine):
                 self._open_boards.of(engine)[0].post(key, value)
             case Decide(key, value):
@@ -181,6 +181,13 @@ class Executor:
             if engine.is_switching:
                 with engine.turn():
                     engine.attempts.give_up(reason)
+
+    def _know(self, registry: Registry) -> None:
+        """Who holds nothing, and was passed over once, may have another number than before."""
+        self._open_boards.know(registry)
+        for engine in self.engines:
+            if engine.idle:
+                engine.control.member = registry.numbers[self.elastic.member.id]
 
     def _post_job(self, registry: Registry) -> None:
         """All that a newcomer has to know to make each of the engines; plain JSON."""
