@@ -183,9 +183,14 @@ class Job:
         self.journal.rows()
         return self.journal.steps[generation]
 
-    def end(self) -> None:
-        """Let the scripts end."""
-        (self.folder / "stop").touch()
+    def end(self, ahead: int | None = None) -> None:
+        """Let the scripts end; ahead: so many steps from now, of scripts that have to do so at the same step."""
+        stop = self.folder / "stop"
+        if ahead is not None:
+            last = max((row["step"] for row in self.rows("step")), default=0)
+            (self.folder / "stopping").write_text(str(last + ahead))
+            (self.folder / "stopping").rename(stop)
+        stop.touch()
 
     def clean_up(self) -> None:
         """End whatever is left; workers end with their agents."""

@@ -25,6 +25,8 @@ SETTLED_EVERY = 6
 """Events from one time when everything has to be in order to the next."""
 SECONDS = 90.0
 """How long that may take, of a script that starts in seconds."""
+AHEAD = 20
+"""Steps until the scripts end: so many that none has made them all before it reads that."""
 PAUSES = (0.5, 2.0, 6.0)
 """Seconds that a coordinator stands still."""
 AGENT_OPTIONS = ("--max-restarts=1000", "--shutdown-timeout=10")
@@ -78,7 +80,7 @@ class Storm:
     def end(self) -> None:
         """Let the scripts end, and see that all have."""
         self.settle()
-        self.job.end()
+        self.job.end(AHEAD)
         for name in (*self.agents, self._coordinator):
             code = self.job.processes[name].wait(self.rest_seconds)
             if code:

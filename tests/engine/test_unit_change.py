@@ -215,5 +215,6 @@ def test_who_is_passed_over_waits_and_leaves_when_it_is_told_to() -> None:
 
 def test_a_leaver_whose_state_nobody_took_goes() -> None:
     """The others have formed a world from a checkpoint, and then a planned one: they wait for nobody outside of it."""
-    found = steps(ChangeMachine(stay), own("b/0", is_aborted=True), world("a/0", leaving=("b/0",), survivors=1), Board({}))
+    newest = world("a/0", leaving=("b/0",), survivors=1)
+    found = ChangeMachine(stay).advance(own("b/0", is_aborted=True), newest, [])
     assert found[-2:] == [LetGo(), Leave()]
