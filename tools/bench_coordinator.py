@@ -32,6 +32,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.connection import Connection
 from ds_dynatrain.elastic.hosting import raise_descriptors
+from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
@@ -57,6 +58,7 @@ STORES = 2
 ASKED = 300
 STRANGERS_A_SECOND = 1000
 STATUS_BAR_MS, STRANGERS_BAR_MS, DESCRIPTORS_BAR = 200.0, 1000.0, 4.0
+STEP_BAR = 0.005
 CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another connection", "in its own direction")
 
 
@@ -353,7 +355,26 @@ def changed(count: int, token: str, port: int) -> list[list[object]]:
     return [[what, f"{taken}", "0", verdict(not taken)]]
 
 
-# ---- what a tag costs ------------------------------------------------------------------------------------------------
+# ---- what it costs a worker ------------------------------------------------------------------------------------------
+
+
+def heartbeat(token: str, port: int) -> list[list[object]]:
+    """What a worker does for membership while nothing happens, as a share of one core."""
+    address, watched = Address("127.0.0.1", port), MainThread()
+    with coordinator(1, token, port):
+        wait_for(lambda: ask_status(address, token), "the coordinator")
+        link = Connection.open(address, token)
+        link.send(Announce(node="n", local_rank=0, local_size=1, pid=1))
+
+        def beat() -> None:
+            blocked = watched.blocked_seconds()
+            link.send(Report(ready=True, step=1, blocked_seconds=blocked))
+
+        took = least(beat, 500)
+        link.close()
+    share = took / BEAT_SECONDS
+    what = f"a worker's heartbeat, {1e6 * took:.0f} µs every {BEAT_SECONDS:g} s: share of a step"
+    return [[what, f"{100 * share:.3f} %", f"≤ {100 * STEP_BAR:g} %", verdict(share <= STEP_BAR)]]
 
 
 def tags() -> list[list[object]]:
@@ -425,7 +446,7 @@ def main() -> None:
     rows = many_members(args.members, token, free_port())
     rows += strangers(token, free_port(), args.seconds)
     rows += changed(args.forged, token, free_port())
-    rows += tags()
+    rows += heartbeat(token, free_port()) + tags()
     text = f"Measured on: {machine()}. The coordinator and all that speak to it share the cores.\n\n"
     text += table(("what", "found", "bar", ""), rows)
     print(text)
