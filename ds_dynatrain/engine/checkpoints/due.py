@@ -30,7 +30,7 @@ ANYTHING = 1 << 62
 
 
 class Due:
-    """Of one engine. savers: those that would save, of all engines that are saved with it."""
+    """Of one engine."""
 
     def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:
         self._engine, self._settings = engine, settings
@@ -38,18 +38,20 @@ class Due:
         self._next_look: int | None = None
         self._looked = 0.0, 0
         self._again_at: float | None = None
+        """When a save that was put off is tried again, by rank 0's clock; on all members None or not."""
 
     def is_now(self) -> bool:
         """Whether a save is due at this boundary, the first of its step. WorldChanged if a member is lost."""
         engine, steps = self._engine, self._engine.global_steps
         if self._segment != engine.segment:
             self._segment, self._again_at = engine.segment, None
-            self._look_next(steps if self._settings.every_seconds is not None else None)
-        by_steps = self._settings.every_steps is not None and steps > 0 and steps % self._settings.every_steps == 0
+            self._next_look = steps if self._settings.every_seconds is not None else None
+        every = self._settings.every_steps
+        by_steps = every is not None and steps > 0 and steps % every == 0 and self._again_at is None
         if self._next_look is None or steps < self._next_look:
             return by_steps
         by_time, gap = self._least(int(self._is_late()), self._gap()) if engine.rank == 0 else self._least()
-        self._look_next(steps + gap)
+        self._next_look = steps + gap
         return by_steps or bool(by_time)
 
     def can_be_saved(self, savers: list[Saver]) -> bool:
@@ -57,13 +59,11 @@ class Due:
         would be saved. WorldChanged if a member is lost."""
         engine = self._engine
         answers = engine.control.answers(ANSWER_SECONDS)
-        is_idle = not answers or all(
-            [saver.settle(BUSY_SECONDS) for saver in savers]
-        )  # it may wait for the board itself
+        is_idle = all([saver.settle(BUSY_SECONDS) for saver in savers]) if answers else True  # it may wait for it, too
         all_are_idle, all_answer = self._least(int(is_idle), int(answers))
-        self._again_at = None
         if all_are_idle and all_answer:
-            self._look_next(None if self._settings.every_seconds is None else engine.global_steps + 1)
+            self._again_at = None
+            self._next_look = None if self._settings.every_seconds is None else engine.global_steps + 1
             return True
         why = (
             f"the one before is still being written after {BUSY_SECONDS:g} s more"
@@ -73,8 +73,7 @@ class Due:
         if engine.rank == 0:
             where = f"fallback checkpoint of step {engine.global_steps}"
             logger.warning("%s: %s; it is put off for %g s, and training goes on", where, why, AGAIN_SECONDS)
-        self._again_at = time.monotonic() + AGAIN_SECONDS
-        self._look_next(engine.global_steps + 1)
+        self._again_at, self._next_look = time.monotonic() + AGAIN_SECONDS, engine.global_steps + 1
         return False
 
     def _is_late(self) -> bool:
@@ -89,11 +88,9 @@ class Due:
         (then, steps), now = self._looked, time.monotonic()
         step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
         self._looked = now, self._engine.global_steps
-        seconds = min(LOOK_SECONDS, (self._settings.every_seconds or LOOK_SECONDS) / 10)
+        every = self._settings.every_seconds
+        seconds = LOOK_SECONDS if every is None else min(LOOK_SECONDS, every / 10)
         return max(1, min(MOST_STEPS, int(seconds / step_seconds)))
-
-    def _look_next(self, step: int | None) -> None:
-        self._next_look = step
 
     def _least(self, one: int = ANYTHING, other: int = ANYTHING) -> tuple[int, int]:
         """The least of what all members say, twice."""
