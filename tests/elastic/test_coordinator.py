@@ -64,7 +64,7 @@ def test_join_leave_kill_and_end() -> None:
             enter(one, 3)
         c.send(Report(ready=True, leaving=True, entered=3))
         assert told(c).leaving == ("c/0",) and told(a).members == ("a/0",)
-        c.send(Bye())
+        c.send(Bye(newest=4, has_left=True))
         enter(a, 4)
         status = served.status()
         assert [(one.member, one.rank, one.phase) for one in status.members] == [("a/0", 0, "working")]
