@@ -51,7 +51,8 @@ def test_all_nodes_are_told_to_end_at_once(train: Callable[..., Job], tmp_path: 
     assert time.monotonic() - begin < SHUTDOWN_SECONDS, "nobody had to be killed"
     made = {pid: max(row["step"] for row in job.rows("step") if row["pid"] == pid) + 1 for pid in workers}
     assert set(made.values()) == {steps_made(job)}, "all have ended at one step"
-    assert latest(Path(kept)) == f"step{steps_made(job)}"
+    tag = latest(Path(kept))  # with a number behind it, if one was due at this very step
+    assert tag is not None and tag.partition("-")[0] == f"step{steps_made(job)}"
     (tmp_path / "again").mkdir()
     again = training(tmp_path / "again", stage=stage, block=block, workers=3, **quick())
     try:
