@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from figures import keep, machine, table
 
 from ds_dynatrain.elastic.address import Address
@@ -33,19 +35,7 @@ from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.connection import Connection
 from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.main_thread import MainThread
-from ds_dynatrain.elastic.messages import (
-    HEADER,
-    LARGEST_MESSAGE,
-    Announce,
-    Challenge,
-    Changed,
-    Hello,
-    Message,
-    Report,
-    body_length,
-    decode,
-    encode,
-)
+from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, encode
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.store import world_store
 from ds_dynatrain.elastic.world import World
@@ -269,47 +259,9 @@ def strangers(token: str, port: int, seconds: float) -> list[list[object]]:
 # ---- changed messages ------------------------------------------------------------------------------------------------
 
 
-class Forger:
-    """A peer that knows the token, and somebody between it and the coordinator who does not."""
-
-    def __init__(self, address: Address, token: str) -> None:
-        self.link = socket.create_connection((address.host, address.port), 10.0)
-        challenge = decode(self._frame()[HEADER.size : -TAG_BYTES])
-        if not isinstance(challenge, Challenge):
-            raise RuntimeError(f"{challenge.kind} came where a coordinator says challenge")
-        nonce = new_nonce()
-        self.channel = Channel(token, (challenge.nonce, nonce), "peer")
-        self.link.sendall(self.channel.seal(encode(Hello(nonce=nonce))))
-        self.welcome = self._frame()
-
-    def _frame(self) -> bytes:
-        header = self._exactly(HEADER.size)
-        return header + self._exactly(body_length(header, LARGEST_MESSAGE) + TAG_BYTES)
-
-    def _exactly(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            part = self.link.recv(count - len(found))
-            if not part:
-                raise ConnectionError("the coordinator has ended the connection")
-            found += part
-        return found
-
-    def is_cut(self) -> bool:
-        """Whether the coordinator ends the connection."""
-        self.link.settimeout(2.0)
-        try:
-            while self.link.recv(1 << 16):
-                pass
-        except TimeoutError:
-            return False
-        except OSError:
-            pass
-        return True
-
-
-def forged(frames: list[bytes], change: str, forger: Forger, other: bytes, chance: random.Random) -> bytes:
-    """What arrives of messages that were changed on their way."""
+def forged(frames: list[bytes], change: str, welcome: bytes, other: bytes, chance: random.Random) -> bytes:
+    """What arrives of messages that were changed on their way. welcome, other: what the coordinator has said, and what
+    belongs to another connection."""
     place = chance.randrange(len(frames))
     match change:
         case "a bit":
@@ -328,29 +280,29 @@ def forged(frames: list[bytes], change: str, forger: Forger, other: bytes, chanc
         case "of another connection":
             frames.insert(place, other)
         case "in its own direction":
-            frames.insert(place, forger.welcome)
+            frames.insert(place, welcome)
     return b"".join(frames)
 
 
 def changed(count: int, token: str, port: int) -> list[list[object]]:
     """Of so many connections with one change each: how many of them the coordinator goes on with."""
+    from tests.elastic.by_hand import greeted
+
     address, chance, taken = Address("127.0.0.1", port), random.Random(0), 0
     with coordinator(count, token, port):
         wait_for(lambda: ask_status(address, token), "the coordinator")
-        other = Forger(address, token)
+        other = greeted(address, token)
         for number in range(count):
-            forger, node = Forger(address, token), f"f{number}"
-            said: list[Message] = [
-                Announce(node=node, local_rank=0, local_size=1, pid=1),
-                Report(step=1),
-                Report(step=2),
-                Report(step=3),
-            ]
-            frames = [forger.channel.seal(encode(message)) for message in said]
-            stray = other.channel.seal(encode(Report(step=4)))
-            forger.link.sendall(forged(frames, CHANGES[number % len(CHANGES)], forger, stray, chance))
-            taken += not forger.is_cut()
-            forger.link.close()
+            with greeted(address, token) as end:
+                welcome = end.frame()
+                frames = [end.sealed(Announce(node=f"f{number}", local_rank=0, local_size=1, pid=1))]
+                frames += [end.sealed(Report(step=step)) for step in range(3)]
+                stray = other.sealed(Report(step=4))
+                end.link.sendall(forged(frames, CHANGES[number % len(CHANGES)], welcome, stray, chance))
+                try:
+                    end.rest()
+                except TimeoutError:
+                    taken += 1
     what = f"of {count} connections in which one message was changed, the coordinator goes on with"
     return [[what, f"{taken}", "0", verdict(not taken)]]
 

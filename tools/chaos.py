@@ -98,8 +98,8 @@ def report(storm: Storm, rows: list[Row], seconds: float, faults: list[str]) -> 
     return f"{told}\n\n{counts}\n\n{pauses}"
 
 
-def main() -> None:
-    """Let it happen, and judge."""
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -126,12 +126,18 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
+    args.workers = args.workers if args.kind is None else 2
+    return args
+
+
+def main() -> None:
+    """Let it happen, and judge."""
+    args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-chaos-"))
     variables = dict(each.split("=", 1) for each in args.set)
     if args.kind is not None:
         variables |= settings_of(args.kind, folder)
-        args.workers = 2
     job = Job(folder, workers=args.workers, times=CHAOS_TIMES, script=args.script, variables=variables)
     storm = Storm(job, args.seed, most=args.most, rest_seconds=args.rest)
     begin, faults = time.monotonic(), list[str]()

@@ -136,6 +136,11 @@ class Member:
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
+    def lacks(self, world: World) -> None:
+        """There is no layout for so few members as that generation has."""
+        if self._report.lacking < world.generation:
+            self._say(lacking=world.generation)
+
     def breach(self) -> None:
         """A collective of the world that this member trains in has failed: everybody has to form a new one.
 

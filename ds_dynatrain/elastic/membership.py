@@ -11,8 +11,8 @@ Every event has a method, with the time as an argument; `advance` then says what
 - A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
   members were told to leave, nodes wait until the last of them has gone.
 - Nobody waits long for a **late** node, one that still makes its engines. After a failure those that hold the state go
-  on without it, if they are MIN nodes; who leaves waits for it `LEAVER_SECONDS`, other nodes `stuck_seconds`. It joins
-  once it has made them.
+  on without it, if they are MIN nodes and have a layout; who leaves waits for it `LEAVER_SECONDS`, other nodes
+  `stuck_seconds`. It joins once it has made them.
 - A member that was given up never comes back under its id.
 - After a restart the members that come back tell which world there is. Where others come first, a job is begun only
   once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
@@ -32,6 +32,7 @@ from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, node_of, 
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
+"""So long whoever leaves waits for nodes that are late."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
 """Members that were given up and must not come back; those of the longest ago are forgotten."""
@@ -97,7 +98,8 @@ class Membership:
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            self._entered = max(self._entered, said.entered)
+            if self._recovery is None or not self._recovery.heard_of(member):  # else of another job, for now
+                self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._breach = f"a collective failed on {member}"
             self._note(now)
@@ -251,13 +253,13 @@ class Membership:
         """Leavers that have come back, and have not heard yet that the others go on without them."""
         newest = 0 if self.world is None else self.world.generation
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
-        return [member for member in leaving if recovery.told(member) < newest]
+        return [member for member in leaving if _generation(recovery.told(member)) < newest]
 
     def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
         """Late newcomers that the others went on without, and that have not joined since: they may still."""
         world, found = self.world, list[str]()
         for entry in self.roster:
-            told = recovery.world_of(entry.member)
+            told = recovery.told(entry.member)
             if world is None or told is None or entry.report.entered or entry.member in (*world.members, *started):
                 continue
             if told.generation < world.generation or told.term == world.term:
@@ -295,13 +297,10 @@ class Membership:
         if not is_failure and not self._is_settled:
             return None
         stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
-        leaving, late = self._leaving(old), tuple[str, ...]()
-        if is_failure and self._can_go_alone(now):
-            late = self._late
-            stay = tuple(one for one in stay if one not in late)
-            joined = self._newcomers(stay, are_built=True)
-        else:
-            joined = self._newcomers(stay) if stay or not leaving else ()  # who begins anew needs what these save
+        leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
+        stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
+        needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
+        joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
         if not is_failure and (stay + joined == members or self._done):
             return None
         if old is None and not joined:
@@ -354,33 +353,46 @@ class Membership:
         nodes = nodes_of(one for one in coming if not self._has_built(one))
         return tuple(one for one in coming if node_of(one) in nodes)
 
-    def _waited(self, now: float) -> float:
-        """For how many seconds a generation that has followed another one is being entered; 0 once anybody has."""
-        if self.world is None or self._is_entered or not self.world.survivors:
-            return 0.0
-        return now - self.changes[-1][1]
+    @property
+    def _is_lacking(self) -> bool:
+        """Whether the present generation can only be entered with more members."""
+        world = self.world
+        there = () if world is None else self._present((*world.members, *world.leaving))
+        return world is not None and any(self.roster[one].report.lacking == world.generation for one in there)
 
-    def _can_go_alone(self, now: float) -> bool:
-        """Whether the others can train without those that are late; not if that was tried in vain."""
+    @property
+    def _can_go_alone(self) -> bool:
+        """Whether the others can train without those that are late."""
         world, late = self.world, self._late
         if world is None or not self._present(world.members if self._is_entered else self._survivors):
             return False
         stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
-        is_in_vain = world.change == "failure" and 0 < self.settings.stuck_seconds <= self._waited(now)
-        return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not is_in_vain
+        return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
+
+    def _have_others_waited(self, now: float) -> bool:
+        """Whether late nodes have kept other ones out for too long."""
+        world, late, most = self.world, self._late, self.settings.stuck_seconds
+        if world is None or not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
+            return False
+        return world.survivors + len(late) < len(world.members) or bool(self._newcomers(world.members))
+
+    def _left_out(self, now: float) -> tuple[str, ...]:
+        """Late members that a generation which cannot wait goes on without."""
+        return self._late if self._can_go_alone or self._have_others_waited(now) else ()
 
     def _is_overdue(self, now: float) -> bool:
         """Whether others cannot wait any longer until the present generation is entered."""
-        world, most, waited = self.world, self.settings.stuck_seconds, self._waited(now)
-        if world is None or self._recovery is not None or not waited:
+        world = self.world
+        if world is None or self._recovery is not None or self._is_entered:
             return False
-        late = self._late if self._can_go_alone(now) else ()
-        if late and self._leaving(world) and waited >= LEAVER_SECONDS:
+        if self._is_lacking:
+            return bool(self._newcomers(world.members))
+        if not world.survivors:
+            return False
+        is_leaver_late = now - self.changes[-1][1] >= LEAVER_SECONDS and bool(self._leaving(world))
+        if is_leaver_late and self._late and self._can_go_alone:
             return True
-        others_come = world.survivors + len(late) < len(world.members)
-        if late and others_come and 0 < most <= waited:
-            return True
-        return (world.paused or 0 < most <= waited) and bool(self._newcomers(world.members))
+        return self._have_others_waited(now)
 
     @property
     def _is_needed(self) -> bool:
@@ -487,6 +499,10 @@ class Membership:
 
     def _present(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(one for one in members if one in self.roster)
+
+
+def _generation(world: World | None) -> int:
+    return 0 if world is None else world.generation
 
 
 def _answered(report: Report) -> int:

@@ -91,6 +91,7 @@ class Announce(Record):
 
 
 Engines = Literal["none", "building", "built"]
+"""In this order, and never back."""
 
 
 class Report(Record):
@@ -114,6 +115,8 @@ class Report(Record):
     """For how long its main thread has run no Python code, and waited for nobody."""
     engines: Engines = "none"
     """Whether it makes its engines for a job that runs, and whether its script has come to its loop with them."""
+    lacking: Count = 0
+    """The last generation in which it found no layout for so few members: with others there may be one."""
     waits_for: Text = ""
     """Whom its main thread has been waiting for, for a while already; for people."""
 

@@ -69,13 +69,9 @@ class Recovery:
             return None
         return self._worlds[max(self._worlds, key=lambda name: (name[0], name[1], self._votes[name], name[2]))]
 
-    def world_of(self, member: str) -> World | None:
-        """The newest world that a member knew of when it came back."""
+    def told(self, member: str) -> World | None:
+        """The newest world that a member knew of when it came back; None if it did not."""
         return self._told.get(member)
-
-    def told(self, member: str) -> int:
-        """The newest generation that a member knew of when it came back; 0 if it did not."""
-        return self._told[member].generation if member in self._told else 0
 
     def heard_of(self, member: str) -> bool:
         """Whether a member came with a world."""

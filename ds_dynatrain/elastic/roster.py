@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
-from ds_dynatrain.elastic.messages import Announce, Report
+from ds_dynatrain.elastic.messages import Announce, Engines, Report
 from ds_dynatrain.elastic.world import MOST_MEMBERS, member_id, node_of
 from ds_dynatrain.errors import PeerRefused
 
@@ -114,5 +115,5 @@ class Roster:
 
 def _standing(report: Report) -> tuple[int, ...]:
     """What of a report matters for membership; none of it ever goes back."""
-    engines = ("none", "building", "built").index(report.engines)
-    return report.ready, report.leaving, report.entered, report.broken, engines
+    engines = get_args(Engines).index(report.engines)
+    return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines

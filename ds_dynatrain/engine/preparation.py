@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +24,7 @@ from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.errors import DynatrainError, SwitchFailed
+from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
 from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import (
@@ -36,6 +38,8 @@ from ds_dynatrain.transfer import (
 )
 from ds_dynatrain.transfer.cross_memory import machine
 
+LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
+"""What errors say, also torch's and gloo's, where the operating system gives no more."""
 ABANDON_SECONDS = 5.0
 BACKGROUND_POLL_SECONDS = 0.05
 """Nobody stands still meanwhile."""
@@ -114,6 +118,15 @@ class Preparation:
         return Session(
             self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=BACKGROUND_POLL_SECONDS
         )
+
+    @property
+    def own_error(self) -> BaseException | None:
+        """Why it failed, if that is this member's own affair: what it may allocate or open. None else."""
+        error = self.error
+        if isinstance(error, DynatrainError):  # but for a refusal, they may repeat another member's words
+            return error if isinstance(error, SwitchRefused) else None
+        is_limit = isinstance(error, MemoryError) or any(words in str(error) for words in LIMITS)
+        return error if is_limit else None
 
     @property
     def target_rank(self) -> int | None:

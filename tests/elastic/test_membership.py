@@ -120,9 +120,48 @@ def test_a_node_comes_into_a_paused_world_that_nobody_can_enter() -> None:
     driver.membership.lost("b/0", "the connection ended", driver.now)
     driver.wait(20)
     assert driver.world.paused and driver.world.members == ("a/0",)
+    driver.say("a/0", lacking=2)
     driver.start("c")
     driver.wait()
     assert driver.world.members == ("a/0", "c/0") and not driver.world.paused and driver.world.change == "failure"
+
+
+def test_a_spare_is_needed_where_the_others_have_no_layout() -> None:
+    """Also above MIN: they say so, and then it comes, though it has made no engines yet."""
+    driver = running("a", "b", most=2)
+    driver.start("c")
+    driver.wait()
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait(10)
+    assert driver.world.members == ("a/0",)
+    driver.say("a/0", lacking=driver.world.generation)
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0") and driver.world.survivors == 1
+    driver.wait(1000)
+    assert driver.world.generation == 3, "and not again"
+
+
+def test_who_is_restored_for_long_is_left_in_peace() -> None:
+    """All have made their engines, or need none: nobody is late."""
+    driver = running("a", "b", most=2)
+    driver.start("c")
+    driver.wait()
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait(10 * driver.settings.stuck_seconds)
+    assert driver.world.members == ("a/0",) and driver.world.generation == 2
+    driver.enter("a/0")
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0")
+
+
+def test_a_late_leaver_is_asked_for_nothing() -> None:
+    driver = running("a", "b")
+    driver.start("c")
+    driver.wait()
+    driver.say("c/0", engines="building", leaving=True)
+    driver.membership.lost("b/0", "the connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("a/0",) and not driver.world.leaving and driver.told["c/0"] == driver.world
 
 
 def test_who_leaves_waits_for_late_nodes_only_for_a_moment() -> None:
@@ -623,6 +662,19 @@ class TestRestart:
         driver.say("b/0")
         driver.wait(4)
         assert driver.fenced == ["b/0"] and driver.world.members == ("n/0",)
+
+    def test_what_one_of_another_job_has_entered_is_no_matter_of_this_one(self) -> None:
+        driver = running("a")
+        driver.restart()
+        driver.start("n", "m")
+        driver.wait(4)
+        driver.announce("a/0")
+        driver.say("a/0")
+        driver.die("a/0")
+        driver.wait(4)
+        driver.die("m/0")
+        driver.wait()
+        assert driver.world.members == ("n/0",) and driver.world.survivors == 0, "nobody has entered it"
 
     def test_who_has_begun_another_job_is_no_member_of_the_one_before(self) -> None:
         """It had not heard that the coordinator of before had let it in."""

@@ -77,6 +77,8 @@ class Job:
     engines: int
     widest: int
     has_checkpoints: bool
+    least: int = field(default=1, kw_only=True)
+    """MIN, and how many members the narrowest layout has."""
     driver: Driver = field(init=False)
     members: dict[str, Member] = field(default_factory=dict)
     boards: defaultdict[str, dict[tuple[int, str], Any]] = field(default_factory=lambda: defaultdict(dict))
@@ -90,7 +92,7 @@ class Job:
     """So many turns the next newcomers need to make their engines; none when they are used up."""
 
     def __post_init__(self) -> None:
-        self.driver = Driver(Settings(1, self.most))
+        self.driver = Driver(Settings(self.least, self.most))
         for number in range(self.nodes):
             self.come(f"n{number}")
         self.driver.wait(self.driver.settings.recovery_seconds + 0.1)
@@ -163,9 +165,9 @@ class Member:
         """To the coordinator, what has changed in the report."""
         now, known = self.elastic.member._report, self.job.driver.reports[self.id]
         step = max((engine.step for engine in self.engines), default=0)
-        said = now.entered, now.broken, now.engines, step > 0
-        if said != (known.entered, known.broken, known.engines, known.step > 0):
-            self.job.driver.say(self.id, entered=now.entered, broken=now.broken, engines=now.engines, step=step)
+        said = {name: getattr(now, name) for name in ("entered", "broken", "engines", "lacking")}
+        if (said, step > 0) != ({name: getattr(known, name) for name in said}, known.step > 0):
+            self.job.driver.say(self.id, **said, step=step)
 
     # ---- its main thread ---------------------------------------------------------------------------------------------
 
@@ -369,7 +371,8 @@ class Member:
         if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
             holders = {member for proposal in proposals for member in proposal.source_members}
             stay = holders & {self.machine.registry.numbers[one] for one in self.world.members} if self.world else ()
-            assert not stay or all(set(each.members) <= holders for each in proposals), "newcomers are left out"
+            are_left_out = all(set(each.members) <= holders for each in proposals)
+            assert len(stay) < self.job.least or are_left_out, "newcomers are left out"
         for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True)):
             assert proposal.generation >= engine.attempt or not engine.works, "a number is used once"
             if engine.number in proposal.union and proposal.source_members:
@@ -448,11 +451,11 @@ class Member:
         return int(board.decide(f"step/{proposal.generation}", said))
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
-        widest = self.job.widest
+        least, widest = self.job.least, self.job.widest
 
-        def refuse_wide(layout: Layout) -> None:
-            if layout.data > widest:
-                raise SwitchRefused("too wide")
+        def refuse(layout: Layout) -> None:
+            if not least <= layout.data <= widest:
+                raise SwitchRefused("too wide, or too narrow")
 
         def rules(present: Destination) -> Rules:
             layout, members = present
@@ -461,9 +464,12 @@ class Member:
                 first = members[:1] if members[0] in able else ()
                 return (*first, *(one for one in able if one not in first))[: wanted.world_size]
 
-            return Rules(lambda count: choose(rule_of("data"), count, layout, refuse_wide), assign)
+            return Rules(lambda count: choose(rule_of("data"), count, layout, refuse), assign)
 
-        return destinations(asked, [rules(present) for present in asked.present], lambda what: None)
+        found = destinations(asked, [rules(present) for present in asked.present], lambda what: None)
+        if found is None:
+            self.elastic.member.lacks(asked.world)
+        return found
 
 
 def _meeting(proposal: Proposal) -> str:

@@ -56,6 +56,16 @@ def test_those_that_stay_take_over_from_those_that_go() -> None:
     assert target(("b/0",)) == (Layout(data=1, zero_stage=1), (1,))
 
 
+def test_but_not_where_the_others_have_no_layout() -> None:
+    def refuse_one(layout: Layout) -> None:
+        if layout.data < 2:
+            raise SwitchRefused("too narrow")
+
+    stay = ("a/0", "c/0", "d/0")
+    assert target(stay, tries=WITH_NEWCOMERS, check=refuse_one) == (Layout(data=3, zero_stage=1), (0, 2, 3))
+    assert target(("a/0",), check=refuse_one) is None
+
+
 def test_a_change_that_fails_twice_leaves_the_newcomers_out() -> None:
     assert target(IDS, tries=WITH_NEWCOMERS) == (Layout(data=2, zero_stage=1), (0, 1))
     assert target(("b/0", "c/0"), tries=WITH_NEWCOMERS) == (Layout(data=1, zero_stage=1), (1,))

@@ -36,7 +36,7 @@ class SimulatedJob(Job):
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.network = Network(Settings(1, self.most, **SETTINGS), self.chance, self._hear, self._end)
+        self.network = Network(Settings(self.least, self.most, **SETTINGS), self.chance, self._hear, self._end)
         self.driver = self.network  # type: ignore[assignment]
         self.broken: set[str] = set()
         self.network.start_coordinator()
@@ -153,11 +153,18 @@ class SimulatedJob(Job):
         return [one for one in self.alive if not self.network.hangs(one.id)]
 
     @property
+    def has_too_few(self) -> bool:
+        """Whether fewer nodes than MIN are there, so that nobody may train."""
+        return len([one for one in self.live if not self.network.reports[one.id].leaving]) < self.least
+
+    @property
     def unrest(self) -> str:
         """Why it is not at rest; empty if all that may train do, in the newest generation."""
         membership = self.network.membership
         world = None if membership is None else membership.world
         live = self.live
+        if self.has_too_few:
+            return ""
         if membership is None or membership.is_recovering or world is None:
             return "there is no world" if live else ""
         hung = [one for one in self.alive if one not in live and one.id in (*world.members, *world.leaving)]
@@ -193,8 +200,9 @@ def history(seed: int) -> SimulatedJob:
     nodes = chance.randint(1, 3)
     job = SimulatedJob(
         nodes, nodes + chance.randint(0, 2), chance.randint(0, 1), chance.choice((1, 1, 2)), chance.randint(1, 4),
-        chance.random() < 0.5, seed=seed,
+        chance.random() < 0.5, least=min(nodes, chance.choice((1, 1, 1, 2))), seed=seed,
     )  # fmt: skip
+    job.widest = max(job.widest, job.least)
     job.network.run(chance.uniform(1.0, 2.5))
     end = job.network.now + FAULT_SECONDS
     while job.network.now < end:
@@ -208,6 +216,8 @@ def history(seed: int) -> SimulatedJob:
         if job.network.now > end:
             raise StuckError(f"seed {seed}: {REST_SECONDS:g} s after the last fault, {reason}")
         job.network.run(0.5)
+    if job.has_too_few:
+        return job
     steps = {member.id: member.engines[0].step for member in job.live if member.engines and member.engines[0].works}
     job.network.run(2.0)
     if any(job.members[name].engines[0].step <= step and not job.members[name].end for name, step in steps.items()):

@@ -15,7 +15,7 @@ Destination = tuple[Layout, tuple[int, ...]]
 
 WITH_NEWCOMERS = 2
 """A change is tried so often with those who come; after that only with those who hold the state already, if one of
-them stays."""
+them stays, and there is a layout for these."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
         return present
     able = pool if with_newcomers else tuple(one for one in pool if one in holders)
     choices = _choices(engines, len(able))
+    if any(choice.layout is None for choice in choices):  # those who come are needed, however often it was in vain
+        able = pool
+        choices = _choices(engines, len(able))
     layouts = [choice.layout for choice in choices if choice.layout is not None]
     refusals = [refusal for choice in choices for refusal in choice.refusals]
     if layouts and len(able) > layouts[0].world_size:

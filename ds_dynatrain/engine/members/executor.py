@@ -116,7 +116,10 @@ class Executor:
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
-        return destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
+        found = destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
+        if found is None:
+            self.elastic.member.lacks(asked.world)
+        return found
 
     # ---- what comes out ----------------------------------------------------------------------------------------------
 
@@ -257,7 +260,7 @@ class Executor:
     def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
         for engine, proposal in zip(self.engines, proposals, strict=True):
             if engine.preparation is not None:  # the others have decided without this member
-                self._own_error = engine.preparation.error or self._own_error
+                self._own_error = engine.preparation.own_error or self._own_error
             with engine.turn():
                 engine.close_preparation()
             engine.attempt = proposal.generation

@@ -60,8 +60,8 @@ class JointSwitch:
 
     @property
     def own_error(self) -> BaseException | None:
-        """Why this member could not prepare one of them; None if it could."""
-        errors = (part.transaction.preparation.error for part in self._parts)
+        """Why this member could not prepare one of them; see `Preparation.own_error`."""
+        errors = (part.transaction.preparation.own_error for part in self._parts)
         return next((error for error in errors if error is not None), None)
 
     def run(self) -> Outcome:
