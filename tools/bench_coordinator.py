@@ -49,6 +49,8 @@ ASKED = 300
 STRANGERS_A_SECOND = 1000
 STATUS_BAR_MS, STRANGERS_BAR_MS, DESCRIPTORS_BAR = 200.0, 1000.0, 4.0
 STEP_BAR = 0.005
+LISTEN_SECONDS = 2.0
+"""Without a word from the coordinator a connection counts as taken: it ends bad ones at once, silent ones after 5 s."""
 CHANGES = ("a bit", "no tag", "once more", "the order", "left out", "of another connection", "in its own direction")
 
 
@@ -299,6 +301,7 @@ def changed(count: int, token: str, port: int) -> list[list[object]]:
                 frames += [end.sealed(Report(step=step)) for step in range(3)]
                 stray = other.sealed(Report(step=4))
                 end.link.sendall(forged(frames, CHANGES[number % len(CHANGES)], welcome, stray, chance))
+                end.link.settimeout(LISTEN_SECONDS)
                 try:
                     end.rest()
                 except TimeoutError:

@@ -5,7 +5,7 @@ Each is a method of the product's that does less, or something else, than it sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,14 +63,6 @@ def _silent_agree(self: ChangeMachine, own: Any, world: World, boards: Any) -> l
     return [] if own.is_all_idle else _AGREE(self, own, world, boards)
 
 
-def _answers_of_those_that_stay(
-    self: ChangeMachine, stay: Sequence[str], world: World, boards: Sequence[Any]
-) -> dict[str, Any] | None:
-    if not boards[0].all_posted("survivor", stay):
-        return None
-    return {one: boards[0].read(f"survivor/{one}") or {} for one in stay}
-
-
 def _as_before(self: ChangeMachine, reason: str) -> list[Action]:
     return [GiveUp(reason)] if self.world is None else [GiveUp(reason), Open(self.world)]
 
@@ -99,41 +91,39 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 BUGS: dict[str, Bug] = {
-    "a planned change hides that a collective has failed": Bug(Elastic, "is_harmless", _plain_harmless, seed=29),
-    "a failed collective is said once": Bug(Member, "breach", _said_once, seed=52),
-    "reports are kept, and nothing follows": Bug(Membership, "report", _deaf_report, seed=1),
-    "who leaves is not missed": Bug(Membership, "bye", _trusting_bye, seed=480),
-    "a script that ends by itself has handed over": Bug(Membership, "bye", _content_bye, seed=480),
-    "a hand-over that breaks off is no failure": Bug(Membership, "_is_gone", _no_breach, seed=30),
-    "leavers are not asked": Bug(ChangeMachine, "_answers", _answers_of_those_that_stay, seed=9958),
+    "a planned change hides that a collective has failed": Bug(Elastic, "is_harmless", _plain_harmless, seed=5),
+    "a failed collective is said once": Bug(Member, "breach", _said_once, seed=3203),
+    "reports are kept, and nothing follows": Bug(Membership, "report", _deaf_report, seed=4),
+    "who leaves is not missed": Bug(Membership, "bye", _trusting_bye, seed=153),
+    "a script that ends by itself has handed over": Bug(Membership, "bye", _content_bye, seed=2889),
+    "a hand-over that breaks off is no failure": Bug(Membership, "_is_gone", _no_breach, seed=15),
     "where all leave, nobody is waited for": Bug(
-        Membership, "_is_handed_over", property(lambda self: self._is_settled), seed=30
+        Membership, "_is_handed_over", property(lambda self: self._is_settled), seed=153
     ),
-    "the oldest world counts after a restart": Bug(Recovery, "choose", _oldest, seed=31),
-    "a coordinator recovers from nothing": Bug(Membership, "_may_recall", _always(False), seed=207),
-    "those that did not come back are not missed": Bug(Membership, "_miss", _always([]), seed=3681),
-    "all count as having entered": Bug(Membership, "_is_settled", property(_always(True)), seed=7),
-    "nobody counts as having entered": Bug(Membership, "_is_entered", property(_always(False)), seed=0),
+    "the oldest world counts after a restart": Bug(Recovery, "choose", _oldest, seed=293),
+    "a coordinator recovers from nothing": Bug(Membership, "_may_recall", _always(False), seed=106),
+    "those that did not come back are not missed": Bug(Membership, "_miss", _always([]), seed=652),
+    "all count as having entered": Bug(Membership, "_is_settled", property(_always(True)), seed=15),
+    "nobody counts as having entered": Bug(Membership, "_is_entered", property(_always(False)), seed=7),
     "whoever entered once has entered": Bug(
-        Membership, "_is_entered", property(lambda self: self.world is not None and self._entered > 0), seed=52
+        Membership, "_is_entered", property(lambda self: self.world is not None and self._entered > 0), seed=7
     ),
-    "that steps were made is forgotten": Bug(Membership, "_publish", _forgetful_publish, seed=1),
+    "that steps were made is forgotten": Bug(Membership, "_publish", _forgetful_publish, seed=12),
     "the silent are never given up": Bug(Membership, "_give_up_silent", _always([]), seed=0),
-    "the stuck are never given up": Bug(Membership, "_give_up_stuck", _always([]), seed=7),
-    "late nodes are waited for": Bug(Membership, "_can_go_alone", property(_always(False)), seed=3516),
-    "others wait for late nodes for ever": Bug(Membership, "_is_overdue", _always(False), seed=1128),
-    "who is passed over is not told": Bug(Membership, "_publish", _narrow_publish, seed=3586),
-    "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=78),
-    "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=33),
-    "idle members say nothing after a failure": Bug(ChangeMachine, "_agree", _silent_agree, seed=7),
-    "what was proposed on a lost board still counts": Bug(ChangeMachine, "board_is_lost", _as_before, seed=3499),
+    "the stuck are never given up": Bug(Membership, "_give_up_stuck", _always([]), seed=15),
+    "others wait for late nodes for ever": Bug(Membership, "_is_overdue", _always(False), seed=30),
+    "who is passed over is not told": Bug(Membership, "_publish", _narrow_publish, seed=9),
+    "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=31),
+    "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=30),
+    "idle members say nothing after a failure": Bug(ChangeMachine, "_agree", _silent_agree, seed=9),
+    "what was proposed on a lost board still counts": Bug(ChangeMachine, "board_is_lost", _as_before, seed=3718),
     "a later generation is not looked at on the way": Bug(
         ChangeMachine,
         "_is_later",
         lambda self, own, newest: (
             self.world is None and (own.world is None or newest.generation > own.world.generation)
         ),
-        seed=7,
+        seed=6,
     ),
 }
 
