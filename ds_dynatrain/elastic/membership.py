@@ -219,7 +219,7 @@ class Membership:
     def _recall(self, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
-        started = self.world.members if self.world is not None else ()
+        started = (*self.world.members, *self.world.leaving) if self.world is not None else ()
         if started and recovery is not None and not self._may_hold_state(recovery):
             outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
             return [self._give_up(one, now) for one in outside]
@@ -260,7 +260,9 @@ class Membership:
         world, found = self.world, list[str]()
         for entry in self.roster:
             told = recovery.told(entry.member)
-            if world is None or told is None or entry.report.entered or entry.member in (*world.members, *started):
+            if world is None or told is None or entry.member in (*world.members, *started):
+                continue
+            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds something, or may
                 continue
             if told.generation < world.generation or told.term == world.term:
                 found.append(entry.member)

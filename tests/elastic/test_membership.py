@@ -663,6 +663,22 @@ class TestRestart:
         driver.wait(4)
         assert driver.fenced == ["b/0"] and driver.world.members == ("n/0",)
 
+    def test_a_leaver_of_a_job_begun_by_mistake_goes_with_it(self) -> None:
+        driver = running("a")
+        driver.restart()
+        driver.start("n", "m")
+        driver.wait(4)
+        driver.enter()
+        driver.say("m/0", leaving=True)
+        driver.wait()
+        assert driver.world.leaving == ("m/0",)
+        old = next(world for world in driver.worlds if world.members == ("a/0",))
+        driver.told["a/0"] = old
+        driver.announce("a/0")
+        driver.say("a/0")
+        driver.wait(4)
+        assert {*driver.fenced} == {"n/0", "m/0"} and driver.world.members == ("a/0",)
+
     def test_what_one_of_another_job_has_entered_is_no_matter_of_this_one(self) -> None:
         driver = running("a")
         driver.restart()

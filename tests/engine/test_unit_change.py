@@ -213,6 +213,12 @@ def test_who_is_passed_over_waits_and_leaves_when_it_is_told_to() -> None:
     assert machine.advance(replace(me, is_leaving=True), without, []) == [Leave()]
 
 
+def test_who_holds_what_nobody_asks_for_goes() -> None:
+    """It is of a job that was begun by mistake, or missed that the others had let it go."""
+    found = ChangeMachine(stay).advance(own("b/0"), world("a/0", survivors=1), [])
+    assert found[-2:] == [LetGo(), Leave()]
+
+
 def test_a_leaver_whose_state_nobody_took_goes() -> None:
     """The others have formed a world from a checkpoint, and then a planned one: they wait for nobody outside of it."""
     newest = world("a/0", leaving=("b/0",), survivors=1)

@@ -34,12 +34,12 @@ def hear(elastic: Elastic, said: World) -> None:
     elastic.member._hear(said)
 
 
-def test_a_planned_change_tears_nothing(elastic: Elastic) -> None:
+def test_a_planned_change_aborts_nothing(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "b/0", leaving=("c/0",)))
     assert not elastic.is_aborted and not elastic.is_over(2)
 
 
-def test_the_death_of_a_newcomer_tears_nothing(elastic: Elastic) -> None:
+def test_the_death_of_a_newcomer_aborts_nothing(elastic: Elastic) -> None:
     hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
     assert not elastic.is_aborted
@@ -48,26 +48,26 @@ def test_the_death_of_a_newcomer_tears_nothing(elastic: Elastic) -> None:
         elastic.stop_if_over(3)
 
 
-def test_the_death_of_a_member_tears_the_world(elastic: Elastic) -> None:
+def test_the_death_of_a_member_aborts_the_world(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "c/0", change="failure", survivors=2, lost=("b/0",)))
     assert elastic.is_aborted
     elastic.enter(world(3, "a/0", "c/0"), elastic.registry, frozenset(["a/0", "c/0"]))
     assert not elastic.is_aborted and elastic.registry.numbers == {"a/0": 0, "c/0": 2}
 
 
-def test_a_failed_collective_tears_the_world_though_all_are_alive(elastic: Elastic) -> None:
+def test_a_failed_collective_aborts_the_world_though_all_are_alive(elastic: Elastic) -> None:
     hear(elastic, world(3, *MEMBERS, change="failure", survivors=3, broken=2))
     assert elastic.is_aborted
 
 
-def test_a_failed_collective_tears_the_world_whatever_else_has_happened(elastic: Elastic) -> None:
+def test_a_failed_collective_aborts_the_world_whatever_else_has_happened(elastic: Elastic) -> None:
     """A newcomer dies within the same moment, which by itself would be no reason to stop."""
     hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=3))
     assert elastic.is_aborted
 
 
-def test_what_failed_in_an_earlier_world_tears_nothing(elastic: Elastic) -> None:
+def test_what_failed_in_an_earlier_world_aborts_nothing(elastic: Elastic) -> None:
     elastic.enter(world(3, *MEMBERS, broken=2), elastic.registry, frozenset(MEMBERS))
     hear(elastic, world(4, *MEMBERS, "d/0", survivors=3, broken=2))
     hear(elastic, world(5, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=2))
@@ -90,7 +90,7 @@ def test_a_death_during_the_commit_is_seen_on_entering(elastic: Elastic) -> None
     assert elastic.is_aborted
 
 
-def test_an_idle_member_that_dies_tears_nothing(elastic: Elastic) -> None:
+def test_an_idle_member_that_dies_aborts_nothing(elastic: Elastic) -> None:
     elastic.retrain(frozenset(["a/0", "b/0"]))
     hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, lost=("c/0",)))
     assert not elastic.is_aborted
@@ -99,3 +99,8 @@ def test_an_idle_member_that_dies_tears_nothing(elastic: Elastic) -> None:
 def test_who_is_told_to_go_still_holds_state(elastic: Elastic) -> None:
     hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, leaving=("c/0",), lost=("x/0",)))
     assert not elastic.is_aborted
+
+
+def test_a_planned_change_that_does_not_know_this_member_aborts_its_world(elastic: Elastic) -> None:
+    hear(elastic, world(3, "b/0", "d/0", survivors=1))
+    assert elastic.is_aborted

@@ -180,7 +180,8 @@ class SimulatedJob(Job):
                 return f"{member.id} has said that a collective failed, and nothing follows"
             if member.waits_in is not None:
                 return f"{member.id} waits in {member.waits_in[0]}"
-            if member.id in world.leaving or (member.elastic.is_aborted and member.engines):
+            is_outside = member.id not in world.members and not any(engine.works for engine in member.engines)
+            if member.id in world.leaving or (member.elastic.is_aborted and member.engines and not is_outside):
                 return f"{member.id} has no world"
         for member in training:
             generation = member.elastic.generation

@@ -162,7 +162,8 @@ class ChangeMachine:
         if own.is_idle and own.member not in newest.members and not is_asked:
             self._passed_over = newest.generation
             return [given_up, Leave()] if own.is_leaving or not newest.members else [given_up]
-        if own.is_aborted and newest.change == "planned" and own.member not in newest.members:
+        is_in_none = own.member not in newest.members and (own.is_aborted or own.member not in newest.leaving)
+        if newest.change == "planned" and is_in_none:
             return [given_up, LetGo(), Leave()]  # the others have formed a world without what it holds
         if own.is_all_idle and newest.change == "planned" and not newest.survivors:
             why = f"generation {newest.generation}: the job that this process has made its engines for is over"

@@ -73,10 +73,15 @@ class Elastic:
         return 0 if self.world is None else self.world.generation
 
     def is_harmless(self, world: World) -> bool:
-        """Whether all who train at present are there in a later generation, and their collectives can be trusted."""
+        """Whether all who train at present are there in a later generation, and their collectives can be trusted.
+
+        A planned one has all of them, but for a member that it does not know: of a job that was begun by mistake.
+        """
+        there = {*world.members, *world.leaving}
         if 0 < self.generation <= world.broken:
             return False
-        return world.change == "planned" or self._training <= {*world.members, *world.leaving}
+        is_known = self.generation == 0 or self.member.id in there
+        return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
         """Whether a failure was published after that generation: what is being built for it will not come about."""
