@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.space import (
     MASTER,
@@ -169,7 +170,4 @@ def release(buffers: Buffers) -> threading.Thread:
     """Give memory back in a thread: unmapping takes its time."""
     old = dict(buffers)
     buffers.clear()
-    thread = threading.Thread(target=old.clear, name="dynatrain-release", daemon=True)
-    del old
-    thread.start()
-    return thread
+    return start_thread(old.clear, "dynatrain-release")

@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as td
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import Backend, FakeProcessGroup, PrefixStore, S
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_dynatrain.adapters.device import start_thread
 
 Made = tuple[td.ProcessGroup, Store]
 """A group, and the store that it was made over."""
@@ -101,9 +104,7 @@ def tear_down(groups: list[td.ProcessGroup]) -> threading.Thread:
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends. What their threads have left free goes back to the system.
     """
-    thread = threading.Thread(target=_take_down, args=(groups,), name="dynatrain-teardown", daemon=True)
-    thread.start()
-    return thread
+    return start_thread(partial(_take_down, groups), "dynatrain-teardown")
 
 
 def _take_down(groups: list[td.ProcessGroup]) -> None:

@@ -13,6 +13,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
+from ds_dynatrain.adapters.device import is_accelerated
+
 _ACCELERATOR = "accelerator"
 _TRACKED = "checkpointing:"
 
@@ -20,7 +22,7 @@ _TRACKED = "checkpointing:"
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
     """Name -> state (bytes) of every stream that is in use."""
     states = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    if _has_own_generator():
+    if is_accelerated():
         states[_ACCELERATOR] = get_accelerator().get_rng_state()
     return {name: state.cpu().numpy() for name, state in states.items()}
 
@@ -35,7 +37,7 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
 
 def seed_accelerator(seed: int) -> None:
     """Seed the accelerator's generator where it is not the CPU's; `further_streams` has its state."""
-    if _has_own_generator():
+    if is_accelerated():
         get_accelerator().manual_seed(seed)
 
 
@@ -54,7 +56,3 @@ def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
         return state
     finally:
         accelerator.set_rng_state(before)
-
-
-def _has_own_generator() -> bool:
-    return bool(get_accelerator().device_name() != "cpu")

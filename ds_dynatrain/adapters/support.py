@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.device import compute_device, is_accelerated
 from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -30,8 +30,8 @@ def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
     """UnsupportedError, naming the feature, the reason and the way out, for what a switch would get wrong."""
-    if get_accelerator().device_name() != "cpu":
-        raise usage("accelerator").error(f"accelerator {get_accelerator().device_name()!r}")
+    if is_accelerated():
+        raise usage("accelerator").error(f"accelerator {compute_device().type!r}")
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):

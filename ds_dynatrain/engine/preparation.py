@@ -16,6 +16,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
+from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.memory import provide, reusable
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus
@@ -136,10 +137,7 @@ class Preparation:
 
     def start(self) -> None:
         """Begin in the background, and post `prepared` when done, with the error if there was one."""
-        self._thread = threading.Thread(
-            target=self._run, name=f"dynatrain-prepare-{self.proposal.generation}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
 
     def join(self) -> None:
         """Wait for the thread; its error, if any, is raised here."""

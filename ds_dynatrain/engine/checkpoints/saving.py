@@ -12,8 +12,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
@@ -83,9 +85,7 @@ class Saver:
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
         pending = PendingSave(self.engine.global_steps)
-        thread = threading.Thread(target=_run, args=(saving, pending), name="dynatrain-save", daemon=True)
-        self._running = pending, thread
-        thread.start()
+        self._running = pending, start_thread(partial(_run, saving, pending), "dynatrain-save")
         return pending
 
     def _own_board(self) -> Control:

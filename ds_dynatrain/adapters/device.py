@@ -1,0 +1,50 @@
+"""The device that this process computes on, by DeepSpeed's accelerator: nobody else asks which one it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+HOST = torch.device("cpu")
+
+
+def compute_device() -> torch.device:
+    """Where parameters lie and the forward pass runs: the CPU, or the present device of the accelerator, with its
+    index.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == HOST.type:
+        return HOST
+    return torch.device(accelerator.device_name(), accelerator.current_device())
+
+
+def is_accelerated() -> bool:
+    """Whether it is another device than the CPU: with memory, streams and a random generator of its own."""
+    return bool(get_accelerator().device_name() != HOST.type)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that was queued; nothing on a CPU."""
+    if is_accelerated():
+        get_accelerator().synchronize()
+
+
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread that computes on the device of this one.
+
+    Each thread has a present device of its own, which is the first one of the machine at the beginning: a thread that
+    touched it would open a context there, in memory that belongs to another rank.
+    """
+    device = compute_device()
+
+    def run() -> None:
+        if device != HOST:
+            get_accelerator().set_device(device.index)
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
