@@ -27,8 +27,9 @@ OPERATORS = {
     "fused_adam": "FusedAdamBuilder",
     "cpu_lion": "CPULionBuilder",
     "shared_memory": "ShareMemCommBuilder",
+    "lab_pool": "lab",
 }
-"""What DeepSpeed compiles, by the fixture that a test asks for it with."""
+"""What is compiled, by DeepSpeed and for the test device, by the fixture that a test asks for it with."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
 

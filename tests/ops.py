@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operators: built once, before any rank asks for one.
+"""DeepSpeed's compiled operators, and the test device: built once, before any rank asks for one.
 
 DeepSpeed compiles an operator at its first use, under a lock file that a killed process leaves behind; so the test
 process has it built first, into a folder that only tests use: beside the first tests, which keep one core busy. About a
@@ -19,13 +19,18 @@ from threading import Timer
 import pytest
 
 BUILD_SECONDS = 280
-FOLDER = Path(__file__).parents[1] / "build" / "torch_extensions"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "torch_extensions"
 BUILT = "built"
 BUILD = f"""
 import sys
 from deepspeed.accelerator import get_accelerator
+from tests.device import lab
 for builder in map(str.strip, sys.stdin):
-    get_accelerator().create_op_builder(builder).load(verbose=False)
+    if builder == lab.NAME:
+        lab.build()
+    else:
+        get_accelerator().create_op_builder(builder).load(verbose=False)
     print("{BUILT}", flush=True)
 """
 
@@ -54,9 +59,9 @@ class Builds:
         return self._futures[builder]
 
     def _build(self, builder: str) -> None:
-        """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds."""
+        """Have DeepSpeed compile what `builder` (such as "CPUAdamBuilder") builds, or the test device."""
         if shutil.which("c++") is None:
-            pytest.skip(f"{builder}: DeepSpeed compiles it at first use, and there is no C++ compiler")
+            pytest.skip(f"{builder}: it is compiled at first use, and there is no C++ compiler")
         if self._process is None:
             self._process = _builder_process()
         orders, answers = self._process.stdin, self._process.stdout
@@ -80,6 +85,7 @@ def _builder_process() -> subprocess.Popen[str]:
     """It ends with its standard input."""
     return subprocess.Popen(
         [sys.executable, "-c", BUILD],
+        cwd=ROOT,
         env={**os.environ, "DS_ACCELERATOR": "cpu", **surroundings()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

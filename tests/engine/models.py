@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.norm(hidden)
-        steps = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype).view(1, -1, 1)
+        steps = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device).view(1, -1, 1)
         mixed = hidden + self.mix(torch.cumsum(normed, 1) / steps)
         return mixed + self.drop(self.down(F.gelu(self.up(mixed))))
 

@@ -132,7 +132,7 @@ def put(engine: Any, state: State, places: Places | None = None) -> None:
             if key in state.tensors or key[1] != LAST_GRADIENT:
                 index = place.index[view.start : view.start + view.flat.numel()]
                 held = index >= 0
-                view.flat[held] = state.tensors[key][index[held]]
+                view.flat[held] = state.tensors[key][index[held]].to(view.flat.device)
         for holder, names in _holders(engine):
             held = engine.basic_optimizer.state.get(holder, {})
             key = where[names[0]].name if names else next(iter(state.steps), "")

@@ -69,16 +69,19 @@ class Rank:
 
 
 class Nursery:
-    """The process that has imported everything and forks ranks; see rank_process.py."""
+    """The process that has imported everything and forks ranks; see rank_process.py.
 
-    def __init__(self, log: Path, accelerator: str) -> None:
+    module: what it runs, `rank_process.py` or another one that ends in it.
+    """
+
+    def __init__(self, log: Path, accelerator: str, module: str) -> None:
         slow = [models for name, models in SLOW.items() if name in sys.modules]
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
         names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", **surroundings()}
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.rank_process", str(there.fileno()), *slow],
+                [sys.executable, "-m", module, str(there.fileno()), *slow],
                 cwd=ROOT,
                 env={**os.environ, **names},
                 pass_fds=[there.fileno()],
@@ -126,6 +129,7 @@ class RankPool:
     size: int
     folder: Path
     accelerator: str = "cpu"
+    module: str = "tests.engine.rank_process"
     ranks: list[Rank] = field(default_factory=list)
     nursery: Nursery | None = None
     starts: int = 0
@@ -208,7 +212,7 @@ class RankPool:
         if self.ranks:
             return
         if self.nursery is None:
-            self.nursery = Nursery(self.folder / "nursery.log", self.accelerator)
+            self.nursery = Nursery(self.folder / "nursery.log", self.accelerator, self.module)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

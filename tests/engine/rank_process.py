@@ -33,13 +33,17 @@ import torch.distributed as td
 
 import ds_dynatrain.checkpoint.arrow
 import ds_dynatrain.engine.initialize  # noqa: F401 - likewise
+from ds_dynatrain.adapters.device import is_accelerated
 
 CASE_SEED = 1234
 REQUEST_BYTES = 1 << 16
 
 
-def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Serve the test process until it closes the socket. modules: that are imported first."""
+def main(descriptor: int, modules: Sequence[str], backend: str = "gloo") -> None:
+    """Serve the test process until it closes the socket.
+
+    modules: that are imported first. backend: of the launch group.
+    """
     _end_with_parent()
     for module in modules:
         importlib.import_module(module)
@@ -53,10 +57,10 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
             request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
             if not request:
                 return
-            control.sendall(json.dumps(_serve(json.loads(request), pipes, control)).encode())
+            control.sendall(json.dumps(_serve(json.loads(request), pipes, control, backend)).encode())
 
 
-def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket) -> Any:
+def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket, backend: str) -> Any:
     if "reap" in request:
         return os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
     children = []
@@ -66,23 +70,24 @@ def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket) ->
             control.close()
             for other in pipes[:rank] + pipes[rank + 1 :]:
                 os.close(other)
-            _run_rank(rank, len(pipes), request["port"], pipes[rank], log)
+            _run_rank(rank, len(pipes), request["port"], pipes[rank], log, backend)
         children.append(child)
     for pipe in pipes:
         os.close(pipe)
     return children
 
 
-def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str) -> None:
+def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str, backend: str) -> None:
     """Join the launch group, say so, and run one call after the other until the pipe closes. Does not return."""
     _end_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    device = 0 if is_accelerated() else rank  # they share one
+    names = {"RANK": rank, "LOCAL_RANK": device, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     pipe = Connection(descriptor)
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(backend)
     td.barrier()
     group = td.group.WORLD
     pipe.send_bytes(pickle.dumps((None,)))
