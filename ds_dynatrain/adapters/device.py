@@ -26,6 +26,11 @@ def is_accelerated() -> bool:
     return bool(get_accelerator().device_name() != HOST.type)
 
 
+def devices() -> tuple[torch.device, ...]:
+    """Where tensors may lie: the CPU, and `compute_device` if that is another one."""
+    return (HOST, compute_device()) if is_accelerated() else (HOST,)
+
+
 def synchronize() -> None:
     """Wait until the device has done all that was queued; nothing on a CPU."""
     if is_accelerated():

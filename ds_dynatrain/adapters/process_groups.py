@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import datetime
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as td
 from deepspeed.constants import default_pg_timeout
-from torch._C._distributed_c10d import Backend, FakeProcessGroup, PrefixStore, Store, _unregister_process_group
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.device import HOST, devices, start_thread
+from ds_dynatrain.adapters.group_of_one import GroupOfOne
+from ds_dynatrain.adapters.torch_versions import fake_backend, register_in_world
 
 Made = tuple[td.ProcessGroup, Store]
 """A group, and the store that it was made over."""
@@ -42,25 +44,34 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()
     backend._set_default_timeout(default_pg_timeout)
-    return _around(backend, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+    return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
-    """A group without peers (torch's `fake` backend): no connection, no thread, no descriptor.
+    """A group without peers: no connection, no thread, no descriptor.
 
-    Of one rank, its collectives do what those of a real one would. Of more, they return at once and tell nothing.
+    Of one rank, its collectives do what those of a real one would. Of more (torch's `fake` back-end), they return at
+    once and tell nothing.
     """
-    store = FakeStore()
-    backend = FakeProcessGroup._create_internal(rank, size)
-    return _around(backend, td.ProcessGroup.BackendType.CUSTOM, store, name, rank, size), store
+    if size == 1:
+        return GroupOfOne(name), HashStore()
+    store, kind = FakeStore(), td.ProcessGroup.BackendType.CUSTOM
+    backend = fake_backend(rank, size)
+    return _around(dict.fromkeys(devices(), backend), kind, store, name, rank, size), store
 
 
 def _around(
-    backend: Backend, kind: td.ProcessGroup.BackendType, store: Store, name: str, rank: int, size: int
+    backends: Mapping[torch.device, Backend],
+    kind: td.ProcessGroup.BackendType,
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
 ) -> td.ProcessGroup:
     group = td.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    for device, backend in backends.items():
+        group._register_backend(device, kind, backend)
     group._set_group_name(GroupName(name))
     return group
 
@@ -70,8 +81,9 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
     if group in c10d._world.pg_map:
         return
     backend = "fake" if group.name() == "custom" else "gloo"
+    backends = ",".join(f"{device.type}:{backend}" for device in group._device_types)
     mapping = {rank: place for place, rank in enumerate(ranks)}
-    c10d._register_pg_in_world(group, backend, store, group.group_name, f"cpu:{backend}", rank_mapping=mapping)
+    register_in_world()(group, backend, store, group.group_name, backends, rank_mapping=mapping)
 
 
 def is_ours(group: td.ProcessGroup | None) -> bool:

@@ -15,23 +15,9 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from ds_dynatrain.adapters.process_groups import Made
+from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
 
-NO_COLLECTIVES = frozenset(
-    {
-        *("BackendType", "name", "rank", "size", "set_timeout", "get_group_store", "boxed", "unbox"),
-        *("abort", "shutdown", "split_group", "merge_remote_group"),
-    }
-)
-"""What torch's groups can be asked for without a word to the peers, and what makes or ends one."""
-HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
-COLLECTIVES = tuple(
-    name
-    for name in dir(td.ProcessGroup)
-    if callable(getattr(td.ProcessGroup, name))
-    and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
-)
-"""All the others that the installed torch has: it gives them new names from time to time, and calls those itself."""
 WAITS = ("wait", "synchronize", "result")
 QUESTIONS = ("exception", "get_future", "is_completed", "is_success", "source_rank")
 

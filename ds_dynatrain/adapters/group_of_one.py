@@ -1,0 +1,205 @@
+"""A group of one rank: its collectives copy what goes in to what comes out, on every device and in every torch.
+
+torch's own group without peers (the `fake` back-end) leaves some outputs as they were before 2.13: ZeRO-3 over one rank
+would train on memory that nobody has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+from deepspeed.accelerator import get_accelerator
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import GroupName
+
+from ds_dynatrain.adapters.device import HOST, devices
+from ds_dynatrain.adapters.torch_versions import COLLECTIVES, failing_backend, tested_torches
+
+Tensors = Sequence[torch.Tensor]
+T = TypeVar("T")
+
+
+class GroupOfOne(td.ProcessGroup):
+    """A group whose only member is this process: no connection, no thread, no descriptor.
+
+    Its collectives raise RuntimeError, before anything is written, where a tensor is of another type, size or device
+    than the one that it is copied to, or a list is not of one tensor for one rank; `send` and `recv` always do.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # the one for classes of Python
+        self._set_default_backend(td.ProcessGroup.BackendType.CUSTOM)
+        backend = failing_backend(0, 1)  # what does not come by one of the methods below is no success
+        for device in devices():
+            self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
+        self._set_group_name(GroupName(name))
+
+
+class Finished(Work):
+    """A collective of one rank. On a device it is done when its stream comes to it: who waits lets the present stream
+    go on behind that, and the host goes on at once, as with collectives of torch's own.
+    """
+
+    def __init__(self, outputs: Tensors = ()) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+        self._devices = list({tensor.device: None for tensor in self._outputs if tensor.device.type != HOST.type})
+        self._event: Any = None
+        if self._devices:
+            self._event = get_accelerator().Event()
+            self._event.record(get_accelerator().current_stream())
+
+    def wait(self, *_: Any, **__: Any) -> bool:
+        """Let the present stream go on behind it; True."""
+        if self._event is not None:
+            get_accelerator().current_stream().wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it."""
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Always: wrong arguments raise where it is called."""
+        return True
+
+    def exception(self) -> None:
+        """None, as it has not failed."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold what came out."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of `result`, which is there."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self._devices])
+        future.set_result(self._outputs)
+        return future
+
+
+def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
+    """What one rank has is the sum, and is what everybody has."""
+    _check(opts)
+    return Finished(tensors)
+
+
+def _copy(output: torch.Tensor, given: torch.Tensor, opts: Any = None, *_: Any, **__: Any) -> Work:
+    return _copy_each([output], [given], opts)
+
+
+def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
+    """Each input to its output; all are compared before the first is written."""
+    _check(opts)
+    if len(outputs) != len(inputs):
+        raise _wrong(f"{len(inputs)} input tensors for {len(outputs)} output tensors")
+    for output, given in zip(outputs, inputs, strict=True):
+        if (output.numel(), output.dtype, output.device) != (given.numel(), given.dtype, given.device):
+            raise _wrong(f"output {_described(output)} for input {_described(given)}")
+    # As of a message, autograd sees nothing of it: the output may be a view, and the input require a gradient.
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given.reshape(output.shape))
+    return Finished(outputs)
+
+
+def _from_ranks(outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
+    """outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
+    the same for one of each.
+    """
+    return _copy_each(_only(outputs), inputs, opts)
+
+
+def _to_ranks(outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any, **__: Any) -> Work:
+    """inputs: for the one output, a list with a tensor from each rank, or for each rank."""
+    return _copy_each([_only(outputs)], _only(inputs), opts)
+
+
+def _exchange(outputs: Tensors, inputs: Tensors, *_: Any, **__: Any) -> Work:
+    return _copy(_only(outputs), _only(inputs))
+
+
+def _exchange_rows(
+    output: torch.Tensor,
+    given: torch.Tensor,
+    output_sizes: Sequence[int] = (),
+    input_sizes: Sequence[int] = (),
+    *_: Any,
+    **__: Any,
+) -> Work:
+    """output_sizes, input_sizes: rows for each rank; all rows where they are empty."""
+    for sizes, tensor in ((output_sizes, output), (input_sizes, given)):
+        if sizes and list(sizes) != [tensor.shape[0]]:
+            raise _wrong(f"split sizes {list(sizes)} for {tensor.shape[0]} rows and one rank")
+    return _copy(output, given)
+
+
+def _meet(*_: Any, **__: Any) -> Work:
+    return Finished()
+
+
+def _meet_here(*_: Any, **__: Any) -> None:
+    """All are here."""
+
+
+def _talk(*_: Any, **__: Any) -> Work:
+    raise _wrong("there is no other rank to send to, or to receive from")
+
+
+def _check(opts: Any) -> None:
+    """That the root is the only rank, and that the operation leaves the value of one rank as it is."""
+    root = getattr(opts, "rootRank", 0)
+    if root != 0:
+        raise _wrong(f"invalid root rank {root}")
+    if getattr(opts, "reduceOp", None) == td.ReduceOp.PREMUL_SUM:
+        raise _wrong("ReduceOp.PREMUL_SUM, which multiplies before it adds, is not supported")
+
+
+def _only(of_ranks: Sequence[T]) -> T:
+    if len(of_ranks) != 1:
+        raise _wrong(f"a list of {len(of_ranks)}, where it takes one for each rank")
+    return of_ranks[0]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)} ({tensor.dtype} on {tensor.device})"
+
+
+def _wrong(what: str) -> RuntimeError:
+    return RuntimeError(f"a collective of a group of one rank: {what}")
+
+
+MEANINGS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), _keep),
+    **dict.fromkeys(("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"), _copy),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"), _copy_each),
+    **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter_single_coalesced"), _copy_each),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "gather"), _from_ranks),
+    **dict.fromkeys(("scatter", "reduce_scatter"), _to_ranks),
+    "alltoall": _exchange,
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _exchange_rows),
+    **dict.fromkeys(("barrier", "_start_coalescing", "_end_coalescing"), _meet),
+    "monitored_barrier": _meet_here,
+    **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
+}
+"""Method of `ProcessGroup`'s, by its names in all versions of torch -> what it does among one rank."""
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def call(self: GroupOfOne, *arguments: Any, **named: Any) -> Any:
+        if name not in MEANINGS:
+            raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
+        return MEANINGS[name](*arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in {*COLLECTIVES, *MEANINGS}:
+    setattr(GroupOfOne, _name, _collective(_name))

@@ -1,0 +1,117 @@
+"""What differs between the versions of torch that this package runs with; no other file asks which one is there.
+
+It is looked up by what is there, so a newer torch is let in as long as it has the names; `check_torch` says at import
+which are missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as td
+from packaging.version import Version
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+OLDEST = "2.13"
+TESTED = ("2.13.0",)
+"""The versions that the tests ran with; docs/support.md says how much of them."""
+
+NAMES: Mapping[str, str] = {
+    "torch._C": "_AutoDispatchBelowAutograd",
+    "torch._C._distributed_c10d": """
+        Backend FakeProcessGroup FakeProcessGroup.Options.error_on_collective FakeProcessGroup._create_internal
+        HashStore PrefixStore Store Work _unregister_process_group
+    """,
+    "torch._dynamo": "reset",
+    "torch._dynamo.callback": "callback_handler",
+    "torch._dynamo.eval_frame": "OptimizedModule",
+    "torch.distributed": """
+        ProcessGroup._allgather_base ProcessGroup._end_coalescing ProcessGroup._get_backend
+        ProcessGroup._reduce_scatter_base ProcessGroup._register_backend ProcessGroup._set_default_backend
+        ProcessGroup._set_group_name ProcessGroup._start_coalescing ProcessGroupGloo
+    """,
+    "torch.distributed.distributed_c10d": """
+        GroupName _get_default_group _get_default_store _update_default_pg _world.group_count _world.pg_backend_config
+        _world.pg_group_ranks _world.pg_map _world.pg_names _world.pg_to_tag _world.tags_to_pg
+    """,
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
+}
+"""Private names of torch's that the adapters rely on in every version: module -> names in it, parted by spaces."""
+
+REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
+"""What makes a group known to `torch.distributed`: since 2.13, and before."""
+
+NO_COLLECTIVES = frozenset(
+    {
+        *("BackendType", "name", "rank", "size", "set_timeout", "get_group_store", "boxed", "unbox"),
+        *("abort", "shutdown", "split_group", "merge_remote_group"),
+    }
+)
+"""What torch's groups can be asked for without a word to the peers, and what makes or ends one."""
+HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
+COLLECTIVES = tuple(
+    name
+    for name in dir(td.ProcessGroup)
+    if callable(getattr(td.ProcessGroup, name))
+    and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
+)
+"""All the others that the installed torch has: it gives them new names from time to time, and calls those itself."""
+
+
+def tested_torches() -> str:
+    """The versions that the tests ran with, for messages."""
+    return " and ".join(TESTED)
+
+
+def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
+    """ImportError, naming this version and the tested ones, for a torch that is too old or lacks one of the names."""
+    version = version or torch.__version__
+    if Version(version).release < Version(OLDEST).release:
+        raise ImportError(
+            f"torch {version} is installed; ds_dynatrain needs {OLDEST} or newer and is tested with "
+            f"{tested_torches()}: install one of these"
+        )
+    missing = [f"{module}.{name}" for module, row in names.items() for name in row.split() if not _has(module, name)]
+    if not any(hasattr(c10d, name) for name in REGISTERING):
+        missing.append(f"{c10d.__name__}.{REGISTERING[0]}")
+    if missing:
+        raise ImportError(
+            f"ds_dynatrain relies on names that torch {version} does not have: {', '.join(missing)}. It is tested with "
+            f"torch {tested_torches()}: install one of these, or a newer ds_dynatrain"
+        )
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        held: object = importlib.import_module(module)
+        for part in name.split("."):
+            held = getattr(held, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def register_in_world() -> Callable[..., None]:
+    """What makes a group known to `torch.distributed`; its arguments are the same in all versions."""
+    found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
+    return found  # type: ignore[no-any-return]
+
+
+def fake_backend(rank: int, size: int) -> Backend:
+    """torch's back-end without peers: its collectives return at once; what they write differs between versions."""
+    made: Backend = FakeProcessGroup._create_internal(rank, size)
+    return made
+
+
+def failing_backend(rank: int, size: int) -> Backend:
+    """One whose collectives raise RuntimeError: for groups whose collectives never come as far as that."""
+    kind: Any = FakeProcessGroup
+    options = kind.Options()
+    options.error_on_collective = True
+    made: Backend = kind._create_internal(rank, size, options)
+    return made
