@@ -19,8 +19,8 @@ CHECKED  := ds_dynatrain examples $(wildcard tools)
 OTHER    := .venv-deepspeed-$(VERSION)
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-# Two files of tests at a time: while one waits, the other one computes. One at a time: make test WORKERS=0
-WORKERS  ?= 2
+# Three files of tests at a time: while one waits, two others compute. One at a time: make test WORKERS=0
+WORKERS  ?= 3
 
 # What runs with every supported DeepSpeed.
 CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \

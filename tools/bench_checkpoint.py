@@ -28,13 +28,15 @@ import torch
 from figures import keep, machine, table
 
 from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Reader, shares_of, write_shares
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 PROCESSES, COLUMNS = 2, 1024
 PIECE = 1 << 20
 SAVED, QUARTER = Layout(data=PROCESSES, zero_stage=1), Layout(data=4, zero_stage=3)
-TYPES = {"weight": torch.bfloat16} | dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), torch.float32)
+MEMORY = {"weight": Memory(torch.bfloat16)}
+MEMORY |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), Memory(torch.float32))
 
 
 def space(parameters: int) -> VirtualParameterSpace:
@@ -47,7 +49,7 @@ def space(parameters: int) -> VirtualParameterSpace:
 
 def buffers_of(vps: VirtualParameterSpace, layout: Layout, rank: int, seed: int | None) -> Any:
     """A rank's memory, touched: random values, or zeros."""
-    buffers = provide(vps.local(layout, rank), TYPES, set(), {}, zeros)
+    buffers = provide(vps.local(layout, rank), MEMORY, set(), {}, zeros)
     generator = torch.Generator().manual_seed(seed or 0)
     for (kind, _), held in buffers.items():
         if seed is None or kind == "weight":
@@ -106,7 +108,7 @@ def run(rank: int, folder: Path, parameters: int, repeats: int, barrier: Any, an
     buffers = parts[rank]
     cast_weights(vps, parts, buffers)
     del parts
-    shares = list(shares_of(vps, SAVED, rank, buffers, tuple(TYPES)))
+    shares = list(shares_of(vps, SAVED, rank, buffers, tuple(MEMORY)))
     nbytes = sum(share.nbytes for share in shares if share.master is None)
     memory, copies = torch.ones(nbytes, dtype=torch.uint8), HostMemory()
     target, quarter = buffers_of(vps, SAVED, rank, None), buffers_of(vps, QUARTER, rank, None)
@@ -155,7 +157,7 @@ def run(rank: int, folder: Path, parameters: int, repeats: int, barrier: Any, an
             timed(f"raw read {state}", lambda: raw_read(raw, memory))
         timed("raw copy", lambda: other.copy_(one))
         timed("stall", lambda: copies.copies(shares))
-    wanted = sum(4 * vps.holding(QUARTER, rank, kind).numel for kind in TYPES if kind != "weight")
+    wanted = sum(4 * vps.holding(QUARTER, rank, kind).numel for kind in MEMORY if kind != "weight")
     figures: dict[str, Any] = {name: median(values[1:]) for name, values in found.items()}
     answers.put({**figures, "bytes": nbytes, "quarter wanted": wanted, "copied": copied})
 

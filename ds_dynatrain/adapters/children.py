@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.device import HOST, compute_device
+from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.template import HOOKS
 
 _TABLES = ("_modules", "_parameters")
@@ -26,15 +28,21 @@ class Made:
 def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give every parameter on the meta device memory that nobody has written to, of type `dtype`.
 
-    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory that is not
-    touched costs no time, and no page of it exists yet.
+    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory of the host
+    that is not touched costs no time, and no page of it exists yet; on an accelerator there is none either.
     """
-    return _over(module, lambda held: torch.empty(held.shape, dtype=dtype, device="cpu"))
+    device = compute_device()
+
+    def memory(held: nn.Parameter) -> torch.Tensor:
+        is_free = device == HOST
+        return torch.empty(held.shape, dtype=dtype) if is_free else stand_in(held.shape, dtype, device)
+
+    return _over(module, memory)
 
 
 def without_memory(module: nn.Module) -> nn.Module:
     """Give every parameter its shape and one element: its values are elsewhere. Tied ones stay tied."""
-    return _over(module, lambda held: torch.empty(1, dtype=held.dtype, device="cpu").expand(held.shape))
+    return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
 
 
 def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:

@@ -7,6 +7,7 @@ error. So all of it is dropped after a switch, and the next call compiles for th
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,9 @@ class CompileWatch:
         begin = time.perf_counter()
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch._dynamo.reset()
+        graphs = sys.modules.get("torch._inductor.cudagraph_trees")
+        if graphs is not None:  # what mode="reduce-overhead" has recorded reads memory that is no state any more
+            graphs.reset_cudagraph_trees()
         callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
         self.seconds += time.perf_counter() - begin
 

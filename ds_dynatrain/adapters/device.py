@@ -37,6 +37,14 @@ def synchronize() -> None:
         get_accelerator().synchronize()
 
 
+def free_bytes() -> int:
+    """Memory that this process may still take on its accelerator: what the driver has free, and what torch's allocator
+    holds and does not use.
+    """
+    accelerator = get_accelerator()
+    return int(accelerator.available_memory() + accelerator.memory_reserved() - accelerator.memory_allocated())
+
+
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread that computes on the device of this one.
 

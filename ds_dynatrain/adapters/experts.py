@@ -27,6 +27,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.children import Made
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.expert_groups import (
     check_size,
     enter_layers,
@@ -273,7 +274,7 @@ def _count_from_zero(layer: nn.Module) -> None:
     """The layer's own count of tokens, made on the meta device with the rest, is real."""
     for name, buffer in layer.named_buffers(recurse=False):
         if buffer.is_meta:
-            setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
+            setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
 
 
 def refuse_parts(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.optimizers import rule_of
@@ -43,7 +44,7 @@ def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         if is_empty_group(model, number):
-            element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype))
+            element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=compute_device()))
             if group.get("moe"):
                 element.allreduce, element.group_name = False, group["name"]
             else:

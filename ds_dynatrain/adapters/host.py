@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +18,14 @@ from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.device import synchronize
 from ds_dynatrain.adapters.flat import IN_EMPTY_GROUP, fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
-from ds_dynatrain.adapters.memory import ElementTypes
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
-from ds_dynatrain.adapters.no_alloc import no_alloc
+from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.optimizers import moment_types
+from ds_dynatrain.adapters.placement import ElementTypes, Memory, Placement
 from ds_dynatrain.adapters.rules import parts_without_zero
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
@@ -187,8 +187,21 @@ class Host:
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
+    @property
+    def placement(self) -> Placement:
+        """Where each state lies, the same in every layout of a stage."""
+        return Placement.of(self.engine._config)
+
+    def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
+        """What the buffers of state kinds are made of under a layout."""
+        return self.placement.memory(self.element_types, kinds, layout.zero_stage)
+
     def state_buffers(self) -> tuple[Buffers, Scalars]:
-        """The live flat buffers of this rank, and the optimizer's scalars."""
+        """The live flat buffers of this rank, and the optimizer's scalars.
+
+        An accelerator has done by then all that was asked of it, on whichever stream.
+        """
+        synchronize()
         return self.stage_adapter.describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
@@ -293,36 +306,25 @@ class Host:
         `world` must be installed. Nothing of the old layout may be attached.
         """
         self._enter_world(world, layout, config)
-        self._give_shapes(layout)
+        self._give_shapes()
         reset_counters()
         if layout.zero_stage > 0 or parts_without_zero(self):
             names = {
                 held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)
             }
             self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
-        with no_alloc(self.basic_optimizer):
+        keeps_zeros = layout.zero_stage == 0 or self.placement.offloads_optimizer  # a buffer for gradients on their way
+        with no_alloc(self.basic_optimizer, keeps_zeros):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
         self.stage_adapter.refill(self.engine, self.model_map, buffers, scalars)
         self._after_attach()
 
-    def _give_shapes(self, layout: Layout) -> None:
-        """Parameters that have no data get some that nobody reads.
-
-        Stage 3 cuts them one after the other, and all lie in one place until then: a process may not have the memory
-        for all of them.
-        """
-        every = zip(self.model_map.tensors, self.model_map.parameters, strict=True)
-        bare = [(tensor.shape, held) for tensor, held in every if held.shape != tensor.shape]
-        largest = max((math.prod(shape) for shape, _ in bare), default=0)
-        dtype, shared = self.model_map.dtype, torch.empty(0)
-        for shape, held in bare:
-            if layout.zero_stage < 3:
-                held.data = torch.empty(shape, dtype=dtype, device=held.device)
-                continue
-            if not shared.numel():
-                shared = torch.empty(largest, dtype=dtype, device=held.device)
-            held.data = shared[: math.prod(shape)].view(shape)
+    def _give_shapes(self) -> None:
+        """Parameters that have no data get a shape; nobody reads what is in it."""
+        for tensor, held in zip(self.model_map.tensors, self.model_map.parameters, strict=True):
+            if held.shape != tensor.shape:
+                held.data = stand_in(tensor.shape, self.model_map.dtype, held.device)
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         self.layout = layout

@@ -23,7 +23,9 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta, swap_in
+from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters, restore_linear
 from ds_dynatrain.adapters.state import Buffers
@@ -120,11 +122,11 @@ class Incoming:
             if form == PART:
                 forget_parameter(each)
             dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
-            stand_in = torch.empty(1, dtype=dtype, device="cpu").expand(self.shapes[id(each)])
+            outline = stand_in(self.shapes[id(each)], dtype, compute_device())
             if form == META:
-                swap_in(each, stand_in)
+                swap_in(each, outline)
             else:
-                each.data = stand_in
+                each.data = outline
         for module in self.model.modules():
             forget_module(module)
         reset_counters()

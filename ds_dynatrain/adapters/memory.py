@@ -5,16 +5,16 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 
-from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.device import HOST, start_thread
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.space import (
     MASTER,
-    STALE_GRAD,
     WEIGHT,
     BufferId,
     Layout,
@@ -26,38 +26,20 @@ from ds_dynatrain.space import (
 SLACK = 2048
 """Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
 
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ElementTypes:
-    """Of what type the elements of each state kind are, in whatever layout.
-
-    weight: of the parameters. gradient: of accumulated gradients, thus of ZeRO-3's last ones. moments: by name; one
-    that is not named is of the master's type.
-    """
-
-    weight: torch.dtype
-    gradient: torch.dtype
-    master: torch.dtype = torch.float32
-    moments: Mapping[str, torch.dtype] = field(default_factory=dict)
-
-    def of(self, kind: str) -> torch.dtype:
-        """The type of one kind."""
-        fixed = {WEIGHT: self.weight, STALE_GRAD: self.gradient, MASTER: self.master}
-        return fixed.get(kind) or self.moments.get(kind, self.master)
-
-
-def dtypes(types: ElementTypes, kinds: tuple[str, ...]) -> dict[str, torch.dtype]:
-    """Element type of each of `kinds`."""
-    return {kind: types.of(kind) for kind in kinds}
+Allocate = Callable[[int, Memory], torch.Tensor]
+"""Elements, and what they are made of -> a flat tensor."""
 
 
 def reusable(
-    vps: VirtualParameterSpace, rank: int | None, target: Layout, target_rank: int, live: Buffers
+    vps: VirtualParameterSpace,
+    rank: int | None,
+    target: Layout,
+    target_rank: int,
+    live: Buffers,
+    memory: Mapping[str, Memory],
 ) -> set[tuple[str, BufferId]]:
-    """The present buffers whose every wanted element lies where the target layout wants it,
-    and that are large enough.
+    """The present buffers whose every wanted element lies where the target layout wants it, in the memory that it
+    wants, and that are large enough.
     """
     if rank is None:
         return set()
@@ -70,13 +52,14 @@ def reusable(
         want = _by_buffer(vps.holding(target, target_rank, kind))
         names = {name for held, name in wanted if held == kind}
         for name in names:
-            fits = (kind, name) in live and _capacity(live[kind, name]) >= wanted[kind, name]
+            held = live.get((kind, name))
+            fits = held is not None and _capacity(held) >= wanted[kind, name] and memory[kind].place.holds(held)
             if fits and have.get(name) == want.get(name):
                 kept.add((kind, name))
         slices = {(kind, name) for name in names if name.place == "subgroup"}
         if not slices <= kept:  # slices of one tensor: all of them or none
             kept -= slices
-    return kept - _masters_apart(target, kept, live)
+    return kept - _masters_apart(target, kept, live) if _is_one_memory(memory, target) else kept
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
@@ -98,7 +81,7 @@ def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffer
         weight is not None and master is not None and weight.dtype == master.dtype and not _same(weight, master)
         for weight, master in pairs
     ]
-    if target.zero_stage not in (0, 3) or not any(apart):
+    if not any(apart):
         return set()
     return {key for key in kept if key[0] in (WEIGHT, MASTER) and (MASTER, key[1]) in live}
 
@@ -109,26 +92,26 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def provide(
     local: LocalSpace,
-    types: Mapping[str, torch.dtype],
+    memory: Mapping[str, Memory],
     keep: set[tuple[str, BufferId]],
     live: Buffers,
     allocate: Allocate,
 ) -> Buffers:
-    """Every buffer of a rank: kept ones in place, the others from `allocate(elements, dtype)`, zeroed.
+    """Every buffer of a rank: kept ones in place, the others from `allocate(elements, memory)`, zeroed.
 
-    Sub-group buffers of a kind are slices of one tensor; where weight and master are of one type (fp32), those of ZeRO
-    stages 0 and 3 are the same memory, as DeepSpeed has them.
+    memory: of the kinds that there are. Sub-group buffers of a kind are slices of one tensor; where weight and master
+    are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
-    wanted = {key: size for key, size in local.sizes().items() if key[0] in types}
-    one_memory = types[WEIGHT] == types.get(MASTER) and local.layout.zero_stage in (0, 3)
+    wanted = {key: size for key, size in local.sizes().items() if key[0] in memory}
+    one_memory = _is_one_memory(memory, local.layout)
     buffers: Buffers = {}
-    for kind, dtype in types.items():
+    for kind, made_of in memory.items():
         if kind == MASTER and one_memory:
             continue
         names = [(name, size) for (held, name), size in wanted.items() if held == kind]
         slices = [(name, size) for name, size in names if name.place == "subgroup"]
         if slices and not all((kind, name) in keep for name, _ in slices):
-            _slice(buffers, kind, slices, allocate(sum(size for _, size in slices), dtype))
+            _slice(buffers, kind, slices, allocate(sum(size for _, size in slices), made_of))
         for name, size in names:
             if (kind, name) in buffers:
                 continue
@@ -137,15 +120,21 @@ def provide(
                 buffers[kind, name] = held.as_strided((size,), (1,), held.storage_offset())
             else:
                 slack = SLACK if name.place == "group" and kind == WEIGHT else 0
-                buffers[kind, name] = allocate(size + slack, dtype)[:size]
+                buffers[kind, name] = allocate(size + slack, made_of)[:size]
     if one_memory:
         buffers.update({(MASTER, name): buffers[WEIGHT, name] for kind, name in wanted if kind == MASTER})
     return buffers
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for `provide`, not touched before it is used."""
-    return torch.zeros(numel, dtype=dtype)
+def _is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
+    """Whether weights are their own masters."""
+    return memory[WEIGHT] == memory.get(MASTER) and layout.zero_stage in (0, 3)
+
+
+def zeros(numel: int, memory: Memory) -> torch.Tensor:
+    """Memory for `provide`; the host's is not touched before it is used, unless it is pinned."""
+    held = torch.zeros(numel, dtype=memory.dtype, device=memory.place.device)
+    return get_accelerator().pin_memory(held) if memory.place.pinned else held
 
 
 def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memory: torch.Tensor) -> None:
@@ -159,11 +148,24 @@ def _capacity(buffer: torch.Tensor) -> int:
     return int(buffer.untyped_storage().nbytes()) // buffer.element_size() - int(buffer.storage_offset())
 
 
-def untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages that are never there, and that no limit of this process's own memory counts."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
+class Untouched:
+    """What looks like memory, for `provide`, and holds nothing: pages that are never there, and that no limit of this
+    process's own memory counts. A device has no such pages: there all lie in the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._shared = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, numel: int, memory: Memory) -> torch.Tensor:
+        """A flat tensor that nobody may write to."""
+        device, nbytes = memory.place.device, numel * memory.dtype.itemsize
+        if not numel:
+            return torch.empty(0, dtype=memory.dtype, device=device)
+        if device == HOST:
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=memory.dtype)
+        if self._shared.numel() < nbytes:
+            self._shared = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._shared[:nbytes].view(memory.dtype)
 
 
 def release(buffers: Buffers) -> threading.Thread:

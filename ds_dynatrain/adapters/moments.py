@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.device import HOST
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import Number, full_name, rule_of
 from ds_dynatrain.adapters.state import Buffers, Scalars
@@ -55,7 +56,9 @@ def write_state(
         return
     first = _names(optimizer, group)[1]
     state = {name: flat if holder.dim() == 1 else flat.view(holder.shape) for name, flat in moments.items()}
-    optimizer.state[holder] = {**{name: _as_stored(value, first[name]) for name, value in scalars.items()}, **state}
+    device = holder.device if optimizer.param_groups[group].get("fused") else HOST
+    counts = {name: _as_stored(value, first[name], device) for name, value in scalars.items()}
+    optimizer.state[holder] = {**counts, **state}
 
 
 def held_moments(
@@ -121,8 +124,8 @@ def _names(optimizer: torch.optim.Optimizer, group: int) -> tuple[tuple[str, ...
     return rule.moments_of(settings), rule.scalars_of(settings)
 
 
-def _as_stored(value: float, first: Number) -> Number:
-    """A scalar in the type of its first value."""
+def _as_stored(value: float, first: Number, device: torch.device) -> Number:
+    """A scalar in the type of its first value; torch's fused optimizers count on the device of what they step."""
     if isinstance(first, torch.Tensor):
-        return torch.tensor(value, dtype=first.dtype)
+        return torch.tensor(value, dtype=first.dtype, device=device)
     return type(first)(value)

@@ -9,13 +9,14 @@ the real buffers in afterwards; the census checks that none was missed.
 from __future__ import annotations
 
 import gc
+import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed.comm.comm as ds_comm
-import numpy as np
 import torch
 from deepspeed.runtime import bf16_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,41 +37,82 @@ _NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 class NoAllocMode(TorchDispatchMode):
     """Large fresh tensors are reserved, not written; large copies into existing ones are skipped.
 
-    Zeros stay zeros (memory that the operating system hands out zeroed). Small tensors behave as always.
+    On the host zeros stay zeros (memory that the operating system hands out zeroed). A device has no memory that is not
+    there, so a large tensor on it is a stand-in: one element that has the shape. What nobody replaces would be written
+    to in training, which torch refuses. keeps_zeros: whether the optimizer that is built keeps tensors that it makes
+    of zeros; they are real then. Small tensors behave as always.
     """
+
+    def __init__(self, keeps_zeros: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps_zeros = keeps_zeros
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _IN_PLACE:
+            is_skipped = args[0].numel() >= LARGE or is_stand_in(args[0])
+            return args[0] if is_skipped else func(*args, **kwargs)
+        if func is _aten.view.dtype and is_stand_in(args[0]):  # which torch refuses: its one element is of its type
+            *rows, last = args[0].shape
+            return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
         if func not in _NO_ALLOC:
             return func(*args, **kwargs)
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type != "cpu":
+        made = _outline(func, args, kwargs)
+        if made is None or made.numel < LARGE or made.device.type == "meta":
             return func(*args, **kwargs)
-        if func in _IN_PLACE and args[0].numel() >= LARGE and args[0].device.type == "cpu":
-            return args[0]
-        if func in _ZEROS:
-            shape = args[0].shape if func is _aten.zeros_like.default else args[-1]
-            if int(np.prod(shape)) >= LARGE:
-                return _zeros(tuple(shape), func, args, kwargs)
-        if func is _aten.full.default and args[1] == 0 and int(np.prod(args[0])) >= LARGE:
-            return _zeros(tuple(args[0]), _aten.zeros.default, args, kwargs)
-        if func is _aten.cat.default:
-            total = sum(part.numel() for part in args[0])
-            if total >= LARGE and all(part.dim() == 1 for part in args[0]):
-                return args[0][0].new_empty(total)
-        if func in (_aten.clone.default, _aten._to_copy.default) and args[0].numel() >= LARGE:
-            dtype = kwargs.get("dtype") or args[0].dtype
-            return torch.empty(args[0].shape, dtype=dtype, device=kwargs.get("device") or args[0].device)
-        return func(*args, **kwargs)
+        is_zero = func in _ZEROS or func is _aten.full.default
+        if made.device.type == "cpu":
+            return _zeros(made) if is_zero else torch.empty(made.shape, dtype=made.dtype)
+        return func(*args, **kwargs) if is_zero and self.keeps_zeros else stand_in(made.shape, made.dtype, made.device)
 
 
-def _zeros(shape: tuple[int, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    like = args[0] if func is not _aten.zeros.default else None
-    dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
-    area = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)  # an allocator may zero memory that it has had before
-    return torch.frombuffer(area, dtype=dtype).view(shape)
+@dataclass(frozen=True)
+class _Outline:
+    """What a call would make."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outline | None:
+    """Of one of `_NO_ALLOC`; None for what is let through: values besides zero, and rows that are joined."""
+    if func is _aten.full.default:
+        if args[1] != 0:
+            return None
+        like, shape = None, args[0]
+    elif func is _aten.cat.default:
+        if any(part.dim() != 1 for part in args[0]):
+            return None
+        like, shape = args[0][0], (sum(part.numel() for part in args[0]),)
+    elif func is _aten.zeros.default:
+        like, shape = None, args[0]
+    else:
+        like, shape = args[0], args[1] if func is _aten.new_zeros.default else args[0].shape
+    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+    device = kwargs.get("device") or ("cpu" if like is None else like.device)
+    return _Outline(tuple(shape), dtype, torch.device(device))
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element, nobody's value, that has a shape: what a tensor needs to be cut and described."""
+    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has less memory than elements."""
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def _zeros(made: _Outline) -> torch.Tensor:
+    area = mmap.mmap(-1, made.numel * made.dtype.itemsize)  # an allocator may zero memory that it has had before
+    return torch.frombuffer(area, dtype=made.dtype).view(made.shape)
 
 
 class _Done:
@@ -135,8 +177,8 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def no_alloc(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """All of the above: for building one ZeRO optimizer around `optimizer`.
+def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
+    """All of the above: for building one ZeRO optimizer around `optimizer`. keeps_zeros: as `NoAllocMode`.
 
     It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
     all of its arguments, every parameter among them, for a message that is then not shown, which takes 0.1 s and more.
@@ -146,7 +188,7 @@ def no_alloc(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         stack.enter_context(replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"))
         stack.enter_context(silent_communication())
         stack.enter_context(replaced(optimizer, "step", _nothing))
-        stack.enter_context(NoAllocMode())  # type: ignore[no-untyped-call]
+        stack.enter_context(NoAllocMode(keeps_zeros))
         yield
 
 

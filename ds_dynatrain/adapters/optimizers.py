@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from ds_dynatrain.adapters.memory import ElementTypes
+from ds_dynatrain.adapters.placement import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind, Layout
 from ds_dynatrain.support.checks import gradients_apart, is_low, offloads

@@ -71,4 +71,4 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Param
     if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         return list(model.parameters[: model.trainable])
     held = iter([master for group in engine.optimizer.fp32_groups for master in group])
-    return [next(held) if each.numel() else torch.empty(0) for each in model.parameters[: model.trainable]]
+    return [next(held) if each.numel() else each.new_empty(0) for each in model.parameters[: model.trainable]]

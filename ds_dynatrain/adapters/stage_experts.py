@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters import experts
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
+from ds_dynatrain.adapters.no_alloc import is_stand_in, stand_in
 from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout
@@ -55,7 +55,7 @@ class StageExperts:
         self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
-        empty = {layer_of(name) for name, held in model.named_parameters() if _is_empty(held)}
+        empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
         try:
             experts.validate(config, Layout(data=self.start_size, expert=self.start_size, zero_stage=0))
             self.template = self._dealt(1, 0)
@@ -106,14 +106,9 @@ class StageExperts:
         return self._source.converted(convert)
 
 
-def _is_empty(held: torch.Tensor) -> bool:
-    """Whether it has no memory but for one element; see `children.without_memory`."""
-    return held.untyped_storage().nbytes() < held.numel() * held.element_size()
-
-
 def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
     """Let new experts of a layer that had no memory have none, one layer after the other."""
     name = next(name for name, part in model.named_modules() if part is made)
     if layer_of(name) in layers:
         for held in made.parameters():
-            held.data = torch.empty(1, dtype=held.dtype, device=held.device).expand(held.shape)
+            held.data = stand_in(held.shape, held.dtype, held.device)

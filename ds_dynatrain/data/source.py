@@ -86,9 +86,9 @@ class Source:
         """A source from a map-style data set or a torch `DataLoader` over one.
 
         An argument that is None takes what the `DataLoader` says, and without one what stock DeepSpeed does: two
-        workers, shuffled with seed 0, the same permutation in every epoch, memory pinned where there is an
-        accelerator. Raises `DataError` for an iterable dataset, a batch sampler, a sampler whose order is its own, or
-        no data set at all.
+        workers, shuffled with seed 0, the same permutation in every epoch; memory is pinned only if one of the two says
+        so. Raises `DataError` for an iterable dataset, a batch sampler, a sampler whose order is its own, or no data
+        set at all.
         """
         loader = data if isinstance(data, DataLoader) else None
         dataset = _map_style(data if loader is None else loader.dataset)
@@ -101,7 +101,7 @@ class Source:
             seed=_given(seed, found.seed),
             reshuffle=_given(reshuffle, found.reshuffle),
             drop_last=_given(drop_last, found.drop_last),
-            pin_memory=_given(pin_memory, loader.pin_memory if loader else torch.accelerator.is_available()),
+            pin_memory=_given(pin_memory, loader.pin_memory if loader else False),
             batch_size=loader.batch_size if loader else None,
             worker_init_fn=loader.worker_init_fn if loader else None,
             prefetch_factor=loader.prefetch_factor if loader else None,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ds_dynatrain.adapters.memory import provide, untouched
+from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
@@ -52,8 +52,8 @@ class Attempts:
         were.
         """
         engine, before = self.engine, streams.capture()
-        types = engine.types_in(layout)
-        empty = provide(engine.vps.local(layout, rank), types, set(), {}, untouched)
+        memory = engine.memory_in(layout)
+        empty = provide(engine.vps.local(layout, rank), memory, set(), {}, Untouched())
         world = stand_in_world(rank, layout, engine.vps.ties(layout))
         with installed(world, engine.launch):
             engine.take_shape(engine.vps, layout, rank)
@@ -84,9 +84,9 @@ class Attempts:
         live = {} if engine.idle else engine.host.state_buffers()[0]
         self.settle_meshes(proposal)
         front, back = (around.control, around.background) if boards is None else boards
-        make, settings, types = engine.host.make_children, engine.settings, engine.types_in(proposal.layout)
+        make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
-        preparation = Preparation(proposal, front, back, engine.vps, live, types, make, budget, way)
+        preparation = Preparation(proposal, front, back, engine.vps, live, memory, make, budget, way)
         preparation.is_lean = engine.is_lean
         preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
         preparation.has_sequence = engine.job.has_sequence

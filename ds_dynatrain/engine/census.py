@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from ds_dynatrain.adapters.host import Host
+from ds_dynatrain.adapters.placement import is_pinned
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
 
+FROZEN_PARTS = "partition"
+"""The buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
 """(state kind, tensor number, first row-major index, elements, address)."""
 
@@ -39,8 +42,19 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
-    """CensusError, with the tensor and both places, unless every element lies where the layout says."""
+    """CensusError, with the tensor and both places, unless every element lies where the layout says, in the memory that
+    the placement says.
+    """
+    placement = host.placement
     for (kind, name), held in buffers.items():
+        place = placement.place(kind, vps.layout.zero_stage)
+        if held.numel() and name.place == FROZEN_PARTS:  # pinned or not, as the user says
+            place = place._replace(pinned=False)
+        if held.numel() and not place.holds(held):
+            raise CensusError(
+                f"{when}, rank {rank}, {vps.layout}: {kind} in {name} lies on {held.device} (pinned: "
+                f"{is_pinned(held)}), and {place} is expected. This DeepSpeed keeps its state in another memory"
+            )
         if held.element_size() != vps.kind(kind).itemsize:
             raise CensusError(
                 f"{when}, rank {rank}: elements of {kind} in {name} are {held.dtype}, and {vps.kind(kind).itemsize} "

@@ -10,11 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.host import Host, Replaced
-from ds_dynatrain.adapters.memory import dtypes
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.process_wide import ProcessWide
 from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.worlds import LaunchWorld, World, install
@@ -231,9 +229,9 @@ class EngineCore:
         """Register other logical tensors."""
         self._space = space
 
-    def types_in(self, layout: Layout) -> dict[str, torch.dtype]:
-        """Element type of each state kind under a layout."""
-        return dtypes(self.host.element_types, self.vps.present_kinds(layout))
+    def memory_in(self, layout: Layout) -> dict[str, Memory]:
+        """What the buffers of each state kind are made of under a layout."""
+        return self.host.memory(self.vps.present_kinds(layout), layout)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
         """DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from torch import nn
 
+from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.data import BatchArithmetic, uneven
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
+
+Needs = Mapping[tuple[int, str], int]
+"""(member, type of device) -> bytes that it allocates there."""
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
@@ -105,19 +109,26 @@ def available_bytes() -> int:
     return max(0, min(found))
 
 
-def check_memory(member: int, needs: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
     """SwitchRefused if what the members of this node need to take in addition is more than this process may have.
 
-    needs: bytes that each member allocates for the switch; those of one node share its memory.
+    needs: what each member allocates for the switch. Those of one node share its memory; a device is one member's.
     """
-    together = sum(need for other, need in needs.items() if nodes[other] == nodes[member])
+    mine = needs.get((member, HOST.type), 0)
+    here = [need for (other, device), need in needs.items() if device == HOST.type and nodes[other] == nodes[member]]
     free = available_bytes()
-    if max(together, needs.get(member, 0)) > free:
+    if max(sum(here), mine) > free:
         raise SwitchRefused(
-            f"the members on node {nodes[member]!r} need {together} bytes for the new state and staging (member "
-            f"{member} {needs.get(member, 0)}), and {free} are available",
+            f"the members on node {nodes[member]!r} need {sum(here)} bytes for the new state and staging (member "
+            f"{member} {mine}), and {free} are available",
             "choose a layout with more ranks or a higher ZeRO stage, or lower dynatrain.memory_budget_bytes",
         )
+    for (other, device), need in needs.items():
+        if other == member and device != HOST.type and need > (left := free_bytes()):
+            raise SwitchRefused(
+                f"member {member} needs {need} bytes on {device} for the new state, and {left} are free there",
+                "choose a layout with more ranks or a higher ZeRO stage, or offload states to the host",
+            )
 
 
 def _kilobytes(file: Path, key: str, absent: int = 1 << 62) -> int:

@@ -59,8 +59,8 @@ def _fill(
                 drawn[engine.deepspeed.param_names[parameter]] = digest(value)
             yield parameter, value
 
-    types = {kind: dtype for kind, dtype in engine.types_in(engine.layout).items() if kind in FIRST_KINDS}
-    buffers = provide(engine.vps.local(engine.layout, engine.rank), types, set(), {}, zeros)
+    memory = {kind: made_of for kind, made_of in engine.memory_in(engine.layout).items() if kind in FIRST_KINDS}
+    buffers = provide(engine.vps.local(engine.layout, engine.rank), memory, set(), {}, zeros)
     fill(buffers, engine.vps, engine.rank, noted(), numbers)
     return buffers, drawn
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
 from ds_dynatrain.engine.core import EngineCore, OpenBatch
 from ds_dynatrain.engine.members.discarded import Window
@@ -101,6 +102,7 @@ class Loaders:
             shuffle=bool(shuffle) if evaluation else shuffle,
             reshuffle=self.engine.settings.data.reshuffle or None,
             drop_last=drop_last,
+            pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
         )
         if evaluation:
             self._evaluation_loaders += 1

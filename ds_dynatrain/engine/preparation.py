@@ -16,8 +16,9 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
-from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.adapters.memory import provide, reusable
+from ds_dynatrain.adapters.device import is_accelerated, start_thread
+from ds_dynatrain.adapters.memory import provide, reusable, zeros
+from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import World, build_world, drop
@@ -84,7 +85,7 @@ class Preparation:
     control: Control
     vps: VirtualParameterSpace
     live: Buffers
-    types: Mapping[str, torch.dtype]
+    memory: Mapping[str, Memory]
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
     way: str = "auto"
@@ -153,8 +154,7 @@ class Preparation:
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
             mine = self.plans[kinds].for_member(self.control.member)
-            on_host = all(held.device.type == "cpu" for held in (*self.live.values(), *self.buffers.values()))
-            self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host)
+            self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host=not is_accelerated())
         return self.plans[kinds], self.mine[kinds]
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
@@ -314,13 +314,14 @@ class Preparation:
             return
         member, vps = self.control.member, self.vps
         rank = vps.members.index(member) if member in vps.members else None
-        self.kept = reusable(vps, rank, self.proposal.layout, self.target_rank, self.live)
-        self.buffers = provide(
-            vps.local(self.proposal.layout, self.target_rank), self.types, self.kept, self.live, self._touched
-        )
+        layout, memory = self.proposal.layout, self.memory
+        self.kept = reusable(vps, rank, layout, self.target_rank, self.live, memory)
+        self.buffers = provide(vps.local(layout, self.target_rank), memory, self.kept, self.live, self._touched)
 
-    def _touched(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = allocate(numel, dtype)
+    def _touched(self, numel: int, memory: Memory) -> torch.Tensor:
+        if memory.place != HERE:
+            return zeros(numel, memory)
+        tensor = allocate(numel, memory.dtype)
         if tensor.untyped_storage().nbytes() < 1 << 22:
             return tensor.zero_()
         prefault(tensor, stop=self._stop)

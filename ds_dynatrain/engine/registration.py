@@ -7,6 +7,7 @@ optimizer back over the old buffers. Idle members read the record when they are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
-from ds_dynatrain.adapters.memory import dtypes, provide, zeros
+from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.regroup import Regrouping, regroup
@@ -219,16 +220,15 @@ class _Registration:
         return tuple(kind for kind in vps.present_kinds() if kind in self.kinds or (self.begun and kind not in known))
 
     def _check_memory(self, vps: VirtualParameterSpace) -> None:
-        types = dtypes(self.engine.host.element_types, self.new_kinds)
-        need = sum(
-            size * types[kind].itemsize
-            for (kind, _), size in vps.local(self.layout, self.engine.rank).sizes().items()
-            if kind in types
-        )
-        need += 2 * max(tensor.numel for tensor in vps.tensors) * max(each.itemsize for each in types.values())
-        feasible.check_memory(
-            self.control.member, dict.fromkeys(self.engine.members, need), self.engine.candidates.nodes
-        )
+        memory, need = self.engine.host.memory(self.new_kinds, self.layout), Counter[str]()
+        for (kind, _), size in vps.local(self.layout, self.engine.rank).sizes().items():
+            if kind in memory:
+                need[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
+        largest = max(tensor.numel for tensor in vps.tensors) * max(each.dtype.itemsize for each in memory.values())
+        for device in {each.place.device.type for each in memory.values()}:
+            need[device] += 2 * largest
+        room = {(member, device): size for member in self.engine.members for device, size in need.items()}
+        feasible.check_memory(self.control.member, room, self.engine.candidates.nodes)
 
     # ---- filling -------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class _Registration:
         """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters)."""
         old, rank = self.old, self.engine.rank
         local = vps.local(self.layout, rank)
-        target = provide(local, dtypes(self.engine.host.element_types, self.new_kinds), set(), {}, zeros)
+        target = provide(local, self.engine.host.memory(self.new_kinds, self.layout), set(), {}, zeros)
         weights = pieces_by_tensor(old.vps, self.layout, rank, WEIGHT)
         expected: dict[str, int] = {}
         for kind in self.new_kinds:

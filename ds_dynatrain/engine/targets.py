@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ds_dynatrain.adapters.device import HOST
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
@@ -71,31 +73,36 @@ class Targets:
         return members
 
 
-def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> dict[int, int]:
-    """Bytes that each member allocates, at most: the target's buffers and staging; if lean, less its source."""
+def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> feasible.Needs:
+    """What each member allocates, at most: the target's buffers and staging; if lean, less its source."""
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
     differ = any(is_overlapping(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
-    known: dict[tuple[Layout, int, int], int] = {}
+    known: dict[tuple[Layout, int, int], Counter[str]] = {}
 
-    def held(layout: Layout, rank: int) -> int:
+    def held(layout: Layout, rank: int) -> Counter[str]:
         local = vps.local(layout, rank)
         alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
         if alike not in known:
             known[alike] = _state_bytes(engine, local)
         return known[alike]
 
-    found: dict[int, int] = {}
+    found: dict[tuple[int, str], int] = {}
     for rank, member in enumerate(members):
         size = held(target, rank)
         is_freed = engine.is_lean and member in vps.members
-        freed = held(vps.layout, vps.members.index(member)) if is_freed else 0
-        found[member] = max(0, size - freed) + min(budget, size)
+        freed = held(vps.layout, vps.members.index(member)) if is_freed else Counter[str]()
+        for device in {*size, HOST.type}:
+            staged = min(budget, size.total()) if device == HOST.type else 0  # messages pass through host memory
+            found[member, device] = max(0, size[device] - freed[device]) + staged
     return found
 
 
-def _state_bytes(engine: EngineCore, local: LocalSpace) -> int:
-    """Bytes of all buffers of a rank."""
-    types, accumulates = engine.types_in(local.layout), engine.batch_for(local.layout).accumulation > 1
-    state = sum(size * types[kind].itemsize for (kind, _), size in local.sizes().items())
-    offloads = engine.deepspeed.zero_use_cpu_optimizer()
-    return state + (working_bytes(local, types["weight"], accumulates) if offloads else 0)
+def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
+    """Bytes of all buffers of a rank, by the type of device."""
+    memory, accumulates = engine.memory_in(local.layout), engine.batch_for(local.layout).accumulation > 1
+    state = Counter[str]()
+    for (kind, _), size in local.sizes().items():
+        state[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
+    if engine.deepspeed.zero_use_cpu_optimizer():
+        state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
+    return state

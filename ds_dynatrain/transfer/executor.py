@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,6 +12,7 @@ import torch
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import MemberPlan
+from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
 from ds_dynatrain.transfer.stream import Stream
@@ -45,13 +47,15 @@ def execute(
     transport: Transport,
     deadline_seconds: float,
     budget_bytes: int,
+    on_host: bool = True,
 ) -> TransferStats:
     """Fill the target buffers: local moves, then the exchanges in the plan's order, then the derived moves.
 
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
 
-    `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging and must be the same on every member.
+    `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging. It must be the same on every member, and so
+    must `on_host`: whether no member has a buffer on an accelerator. A plan that was made ready knows that.
     Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
     so source buffers are unchanged until the derived moves. Elements that no move writes (padding) are left alone.
 
@@ -62,7 +66,8 @@ def execute(
         raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
     begin = time.monotonic()
     deadline = begin + deadline_seconds
-    ready = _ready(plan, source, target, budget_bytes)
+    ready = _ready(plan, budget_bytes, on_host)
+    _check_devices(ready, chain(source.items(), target.items()))
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
     for places in ready.derived:
@@ -98,13 +103,22 @@ def execute(
     )
 
 
-def _ready(plan: MemberPlan | ReadyPlan, source: Buffers, target: Buffers, budget_bytes: int) -> ReadyPlan:
-    """The plan, made ready for this budget and type of device, if it is not yet."""
-    on_host = all(held.device.type == "cpu" for held in chain(source.values(), target.values()))
+def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> ReadyPlan:
+    """The plan, made ready for this budget, if it is not yet."""
     if not isinstance(plan, ReadyPlan):
         return ReadyPlan.of(plan, budget_bytes, on_host)
-    fits = (plan.chunk, plan.longest) == lengths(budget_bytes, on_host)
-    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, on_host)
+    fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
+    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host)
+
+
+def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:
+    """TransferError for a device that the plan, and so the other members, knows nothing of."""
+    for (kind, name), held in buffers:
+        if ready.on_host and held.device.type != "cpu":
+            raise TransferError(
+                f"{kind} in {tuple(name)} lies on {held.device}, and the plan was made for members with host memory "
+                "alone: make it with on_host=False on all of them"
+            )
 
 
 def _streams(

@@ -84,13 +84,14 @@ class Cast(NamedTuple):
 class ReadyPlan:
     """What `execute` needs to know of a plan.
 
-    chunk: longest staged message. longest: of the others. local: what is read and what is written by local moves;
-    copies: the same as matrices. exchanges: (peer, sends, receives). derived: the places that casts read and write,
-    all of them in target buffers. staging: touched already, as far as it will be used; a slot is no longer than the
-    longest message here.
+    on_host: whether no member has a buffer on an accelerator. chunk: longest staged message. longest: of the others.
+    local: what is read and what is written by local moves; copies: the same as matrices. exchanges: (peer, sends,
+    receives). derived: the places that casts read and write, all of them in target buffers. staging: touched already,
+    as far as it will be used; a slot is no longer than the longest message here.
     """
 
     plan: MemberPlan
+    on_host: bool
     chunk: int
     longest: int
     local: tuple[Places, Places]
@@ -102,7 +103,7 @@ class ReadyPlan:
 
     @staticmethod
     def of(plan: MemberPlan, budget_bytes: int, on_host: bool = True) -> ReadyPlan:
-        """Make a plan ready. on_host: whether no buffer is an accelerator's, the same on all members."""
+        """Make a plan ready for buffers whose addresses are not known yet."""
         chunk, longest = lengths(budget_bytes, on_host)
         read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
         exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in plan.rounds)
@@ -112,6 +113,7 @@ class ReadyPlan:
         staging.reserve(max((sum(used[at : at + at_once]) for at in range(len(used))), default=0))
         return ReadyPlan(
             plan,
+            on_host,
             chunk,
             longest,
             (read, written),
@@ -126,7 +128,7 @@ class ReadyPlan:
 def lengths(budget_bytes: int, on_host: bool) -> tuple[int, int]:
     """The longest message that is staged, and the longest of all.
 
-    On an accelerator every message is staged, so none exceeds a chunk; the peer has the same type of device.
+    On an accelerator every message may be staged, so none exceeds a chunk.
     """
     chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
     return chunk, MESSAGE_BYTES if on_host else chunk

@@ -124,12 +124,19 @@ class Regions:
                 other._runs(theirs)[:] = self._runs(mine)
             return
         for mine, theirs in both:
-            for one, another in zip(_one_by_one(mine), _one_by_one(theirs), strict=True):
-                other.view(another).copy_(self.view(one))
+            is_matrix = min(mine.step - mine.length, theirs.step - theirs.length) >= 0  # torch has no steps back
+            parts = [(mine, theirs)] if is_matrix else zip(_one_by_one(mine), _one_by_one(theirs), strict=True)
+            for one, another in parts:
+                other.runs_of(another).copy_(self.runs_of(one))
 
     def view(self, matrix: Matrix) -> torch.Tensor:
         """A matrix of one run, as it lies."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
+
+    def runs_of(self, matrix: Matrix) -> torch.Tensor:
+        """A matrix as a tensor of its runs, which do not step back."""
+        data = self.data[matrix.which]
+        return data.as_strided((matrix.number, matrix.length), (matrix.step, 1), data.storage_offset() + matrix.begin)
 
     def rows(self, rows: Ints) -> Regions:
         """The regions of some moves."""
@@ -161,9 +168,7 @@ class Regions:
         at = 0
         for matrix in found:
             for part in [matrix] if matrix.step >= matrix.length else _one_by_one(matrix):
-                data, shape = self.data[part.which], (part.number, part.length)
-                runs = data.as_strided(shape, (part.step, 1), data.storage_offset() + part.begin)
-                yield runs, staged[at : at + part.nbytes].view(shape)
+                yield self.runs_of(part), staged[at : at + part.nbytes].view(part.number, part.length)
                 at += part.nbytes
 
 

@@ -19,7 +19,7 @@ SMALL, BIG = 100, LARGE * 4
 
 def test_large_copies_are_left_out_and_small_ones_done() -> None:
     small, big = torch.zeros(SMALL), torch.zeros(BIG)
-    with NoAllocMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():
         small.copy_(torch.ones(SMALL))
         big.copy_(torch.ones(()).expand(BIG))
         small[:5].fill_(3.0)
@@ -32,7 +32,7 @@ def test_large_copies_are_left_out_and_small_ones_done() -> None:
 
 
 def test_zeros_are_zeros() -> None:
-    with NoAllocMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():
         made = [
             torch.zeros(BIG),
             torch.zeros(4, BIG // 4, dtype=torch.bfloat16),
@@ -51,7 +51,7 @@ def test_zeros_are_zeros() -> None:
 
 
 def test_clones_casts_and_concatenations_have_shape_and_type_only() -> None:
-    with NoAllocMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():
         big = torch.zeros(BIG)
         clone, cast, flat = big.clone(), big.to(torch.bfloat16), torch.cat([big, torch.zeros(SMALL)])
         small = torch.cat([torch.ones(2), torch.ones(3)])
@@ -66,7 +66,7 @@ def test_memory_is_reserved_and_not_touched() -> None:
             return int(file.read().split()[1]) * 4096
 
     numel = 1 << 26
-    with NoAllocMode():  # type: ignore[no-untyped-call]
+    with NoAllocMode():
         before = resident()
         made = [torch.zeros(numel), torch.zeros(numel).clone()]
         assert resident() - before < numel

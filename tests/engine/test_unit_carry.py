@@ -267,10 +267,23 @@ def test_batch_norm_with_uneven_micro_batches() -> None:
 def test_memory_counts_all_members_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feasible, "available_bytes", lambda: 1000)
     nodes = {0: "a", 1: "a", 2: "b"}
-    feasible.check_memory(0, {0: 500, 1: 500, 2: 900}, nodes)
-    feasible.check_memory(2, {0: 900, 1: 900, 2: 900}, nodes)
+
+    def check(member: int, *needs: int) -> None:
+        feasible.check_memory(member, {(other, "cpu"): need for other, need in enumerate(needs)}, nodes)
+
+    check(0, 500, 500, 900)
+    check(2, 900, 900, 900)
     with pytest.raises(SwitchRefused, match=r"node 'a' need 1001 bytes .*member 1 500.* 1000 are available"):
-        feasible.check_memory(1, {0: 501, 1: 500}, nodes)
+        check(1, 501, 500)
+
+
+def test_memory_of_a_device_is_its_members_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feasible, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(feasible, "free_bytes", lambda: 700)
+    nodes = {0: "a", 1: "a"}
+    feasible.check_memory(0, {(0, "cuda"): 700, (0, "cpu"): 400, (1, "cuda"): 900, (1, "cpu"): 600}, nodes)
+    with pytest.raises(SwitchRefused, match=r"member 1 needs 900 bytes on cuda .* 700 are free"):
+        feasible.check_memory(1, {(0, "cuda"): 700, (1, "cuda"): 900}, nodes)
 
 
 def test_available_bytes_are_those_of_this_system() -> None:

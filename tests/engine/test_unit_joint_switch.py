@@ -11,11 +11,16 @@ from ds_dynatrain.errors import SwitchRefused, WorldChanged
 NODES = {0: "a", 1: "a", 2: "b"}
 
 
+def on_host(*needs: int) -> feasible.Needs:
+    """What each member allocates there."""
+    return {(member, "cpu"): need for member, need in enumerate(needs)}
+
+
 @pytest.mark.parametrize(("free", "fits"), [(60, True), (59, False)])
 def test_all_engines_of_a_node_count(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
     """10 + 20 bytes of one engine and 30 of the other on node a; what node b needs is no matter here."""
     monkeypatch.setattr(feasible, "available_bytes", lambda: free)
-    memory = NodeMemory(0, [lambda: {0: 10, 1: 20, 2: 500}, lambda: {1: 30, 2: 500}], NODES)
+    memory = NodeMemory(0, [lambda: on_host(10, 20, 500), lambda: on_host(0, 30, 500)], NODES)
     for _ in range(2):
         if fits:
             memory.check()
@@ -27,7 +32,7 @@ def test_all_engines_of_a_node_count(monkeypatch: pytest.MonkeyPatch, free: int,
 def test_what_one_has_taken_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [100]
     monkeypatch.setattr(feasible, "available_bytes", lambda: free[0])
-    memory = NodeMemory(0, [lambda: {0: 40}, lambda: {0: 50}], NODES)
+    memory = NodeMemory(0, [lambda: on_host(40), lambda: on_host(50)], NODES)
     memory.check()
     free[0] -= 40
     memory.check()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_dynatrain.adapters.memory import provide, reusable
+from ds_dynatrain.adapters.memory import provide, reusable, zeros
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Kind, Layout, VirtualParameterSpace, standard_kinds
 from tests.plan.simulate import play
@@ -58,7 +59,8 @@ def test_buffers(layout: Layout) -> None:
                 assert piece.offset + piece.stop - piece.start <= found[kind, piece.buffer]
     assert not [kind for kind, _ in found if kind == "nowhere"]
     assert {name for kind, name in found if kind == "exp_avg"} < {name for kind, name in found if kind == "master"}
-    types = {kind.name: torch.float32 if kind.itemsize == 4 else torch.bfloat16 for kind in vps.kinds}
-    live = provide(vps.local(layout, 0), types, set(), {}, lambda size, dtype: torch.zeros(size, dtype=dtype))
+    types = {4: torch.float32, 2: torch.bfloat16}
+    memory = {kind.name: Memory(types[kind.itemsize]) for kind in vps.kinds}
+    live = provide(vps.local(layout, 0), memory, set(), {}, zeros)
     assert set(live) == set(found)
-    assert reusable(vps, 0, layout, 0, live) == set(found)
+    assert reusable(vps, 0, layout, 0, live, memory) == set(found)

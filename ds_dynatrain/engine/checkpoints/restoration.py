@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ds_dynatrain.adapters.memory import provide, release, zeros
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, install
 from ds_dynatrain.checkpoint import Reader
@@ -107,7 +106,7 @@ class Restoration:
         self.shared: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
         self.streams: streams.Streams = {}
-        self.types: dict[str, torch.dtype] = {}
+        self.memory: dict[str, Memory] = {}
         self.kinds: tuple[str, ...] = ()
         self.digest = ""
         self.swap = Swap(engine)
@@ -146,12 +145,12 @@ class Restoration:
         """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
         engine, layout, vps = self.engine, self.goal.layout, self.vps
         numbers = self._numbers(source)
-        self.types = self._types(source)
+        self.memory = self._memory(source)
         local = vps.local(layout, self.rank)
         if self.old is not None:
             room = needs(engine, layout, self.goal.members)
             feasible.check_memory(self.control.member, room, engine.candidates.nodes)
-        self.buffers = provide(local, self.types, set(), {}, zeros)
+        self.buffers = provide(local, self.memory, set(), {}, zeros)
         reader.fill(vps, layout, self.rank, self.buffers)
         try:
             self.shared = source.shared(numbers)
@@ -182,28 +181,28 @@ class Restoration:
             raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
         return found
 
-    def _types(self, source: Source) -> dict[str, torch.dtype]:
-        """Element types of the kinds that there will be; CheckpointError for those of another optimizer."""
-        types = self.engine.types_in(self.goal.layout)
+    def _memory(self, source: Source) -> dict[str, Memory]:
+        """What the kinds that there will be are made of; CheckpointError for those of another optimizer."""
+        memory = self.engine.memory_in(self.goal.layout)
         there = [kind for kind in source.kinds if kind not in ALWAYS]
-        here = [kind for kind in types if kind not in ALWAYS]
+        here = [kind for kind in memory if kind not in ALWAYS]
         if there and set(there) != set(here):
             raise CheckpointError(
                 f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
                 "use the same optimizer"
             )
-        types = {kind: dtype for kind, dtype in types.items() if kind in ALWAYS or kind in there}
+        memory = {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in there}
         for row in source.manifest:
-            if row.kind in types and row.kind != WEIGHT and row.dtype != name_of(types[row.kind]):
-                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(types[row.kind])} here")
-        return types
+            if row.kind in memory and row.kind != WEIGHT and row.dtype != name_of(memory[row.kind].dtype):
+                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(memory[row.kind].dtype)} here")
+        return memory
 
     # ---- proofs ------------------------------------------------------------------------------------------------------
 
     def _verify_tensors(self, source: Source, reader: Reader) -> None:
         """CheckpointDamaged, naming tensor, kind and place, unless all members together have what was saved."""
         layout, members = self.goal.layout, self.goal.members
-        kinds = tuple(kind for kind in self.types if kind in source.kinds)
+        kinds = tuple(kind for kind in self.memory if kind in source.kinds)
         mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
         whole = agreed(self.session, "digests", self.vps, layout, self.rank, mine, "loaded")
         there, place = source.digests(reader, self.rank, len(members), self.session.all), self.rank
@@ -211,7 +210,7 @@ class Restoration:
         for kind in whole:
             for number, tensor in enumerate(self.vps.tensors):
                 rows = source.manifest.rows.get((tensor.name, kind))
-                if rows is None or rows[0].dtype != name_of(self.types[kind]):
+                if rows is None or rows[0].dtype != name_of(self.memory[kind].dtype):
                     continue
                 if not tensor.trainable and kind != WEIGHT:
                     continue  # it has a master there, of which its weight was cast

@@ -22,9 +22,6 @@ from ds_dynatrain.space import Layout
 SPARE = 1000
 """Discarded batches that no earlier round accounts for: there may have been none."""
 
-Needs = Mapping[int, int]
-"""Bytes that each member allocates for one engine."""
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -109,7 +106,7 @@ class NodeMemory:
     needs: of each engine. nodes: of all members.
     """
 
-    def __init__(self, member: int, needs: Sequence[Callable[[], Needs]], nodes: Mapping[int, str]) -> None:
+    def __init__(self, member: int, needs: Sequence[Callable[[], feasible.Needs]], nodes: Mapping[int, str]) -> None:
         self._member, self._needs, self._nodes = member, needs, nodes
         self._lock = threading.Lock()
         self._is_known = False
@@ -124,7 +121,7 @@ class NodeMemory:
             raise self._refusal
 
     def _look(self) -> SwitchRefused | None:
-        together = Counter[int]()
+        together = Counter[tuple[int, str]]()
         for needs in self._needs:
             together.update(needs())
         try:

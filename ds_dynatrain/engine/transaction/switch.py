@@ -251,9 +251,11 @@ class Transaction(Meeting):
             if key not in self.source or self.source[key].data_ptr() != preparation.buffers[key].data_ptr()
         ]
         if stale:
-            preparation.kept = reusable(vps, self.source_rank, layout, self.target_rank, self.source)
+            preparation.kept = reusable(
+                vps, self.source_rank, layout, self.target_rank, self.source, preparation.memory
+            )
             local = vps.local(layout, self.target_rank)
-            preparation.buffers = provide(local, preparation.types, preparation.kept, self.source, zeros)
+            preparation.buffers = provide(local, preparation.memory, preparation.kept, self.source, zeros)
         absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
         self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
 
