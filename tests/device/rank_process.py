@@ -6,11 +6,42 @@ over the accelerator's own collectives.
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+import torch
+import torch.distributed as td
 
 from tests.device import accelerator, lab
 
+
+def lift_refusal() -> None:
+    """Let an engine be built on an accelerator."""
+    from ds_dynatrain.adapters import support
+
+    support.is_accelerated = lambda: False  # type: ignore[attr-defined]
+
+
+def pair_groups() -> None:
+    """Give groups made by hand collectives for the device."""
+    from ds_dynatrain.adapters import process_groups
+
+    around = process_groups._around
+
+    def pair(backends: Any, kind: Any, store: Any, name: str, *rest: Any) -> Any:
+        group = around(backends, kind, store, name, *rest)
+        if list(backends) == [torch.device("cpu")]:
+            staged = lab.load().staged(backends[torch.device("cpu")])
+            group._register_backend(torch.device(lab.NAME), td.ProcessGroup.BackendType.CUSTOM, staged)
+            group._set_group_name(name)
+        return group
+
+    process_groups._around = pair
+
+
 if __name__ == "__main__":
     accelerator.use()
+    lift_refusal()
+    pair_groups()
     from tests.engine import rank_process
 
     rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=lab.BACKEND)
