@@ -18,7 +18,8 @@ from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 TESTED_DEEPSPEED = ("0.19.8", "0.18.9")
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = (2, 11)
+TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
@@ -85,12 +86,13 @@ def _versions() -> Iterator[Check]:
 
 
 def _torch() -> Check:
-    found = _version("torch")
+    found, oldest = _version("torch"), ".".join(map(str, OLDEST_TORCH))
     if found is None:
-        return Check("torch", "not installed", False, "pip install 'torch>=2.13'")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    fits = numbers >= OLDEST_TORCH
-    return Check("torch", found, fits, "" if fits else "2.13 or newer is needed: pip install 'torch>=2.13'")
+        return Check("torch", "not installed", False, f"pip install 'torch>={oldest}'")
+    release = found.split("+")[0]
+    if tuple(int(part) for part in release.split(".")[:2]) < OLDEST_TORCH:
+        return Check("torch", found, False, f"{oldest} or newer is needed: pip install 'torch>={oldest}'")
+    return Check("torch", found, True, "a version that is tested" if release in TESTED_TORCH else "")
 
 
 def _deepspeed_version() -> Check:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ds_dynatrain.adapters import versions
+from ds_dynatrain.adapters import torch_versions, versions
 from ds_dynatrain.cli import environment
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.support import TABLES
@@ -84,6 +84,8 @@ def test_versions_are_those_of_the_package() -> None:
     oldest, newest = environment.OLDEST_PYTHON, environment.NEWEST_PYTHON
     assert f'requires-python = ">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in project
     assert f'"torch>={".".join(map(str, environment.OLDEST_TORCH))}"' in project
+    assert ".".join(map(str, environment.OLDEST_TORCH)) == torch_versions.OLDEST
+    assert environment.TESTED_TORCH == torch_versions.TESTED
     assert tuple(series.tested for series in versions.SERIES.values()) == environment.TESTED_DEEPSPEED
     assert 'ds-dynatrain = "ds_dynatrain.cli.main:main"' in project
 
