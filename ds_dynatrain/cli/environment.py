@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ds_dynatrain.support import usage
+from ds_dynatrain.support.proved import CPU, PARTS, warning
 from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
@@ -27,7 +27,7 @@ VARIABLES = (
 """Environment variables that decide about a launch."""
 LONGEST_COMPILATION_MINUTES = 15
 STATUS = (
-    "CPU processes over gloo only: a job on GPUs is refused at its start. "
+    "CPU processes over gloo; on GPUs a fixed launch is let in, and was never run on one. "
     "Not for the Trainer of Hugging Face, Accelerate or Lightning yet."
 )
 """What everybody should know first; the box at the top of README.md says it in these words."""
@@ -127,9 +127,8 @@ def _deepspeed() -> Iterator[Check]:
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
-    row = usage("accelerator")
-    if device != "cpu":
-        yield Check("accelerator", device, False, f"{row.why}; {row.instead}")
+    if device != CPU:
+        yield Check("accelerator", device, None, warning(device, PARTS))
     else:
         yield Check("accelerator", device, True, f"torch is built for {built} too, which does no harm" if built else "")
 

@@ -198,23 +198,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None, words: str
     assert words in result.stderr and "Traceback" not in result.output
 
 
-def test_an_accelerator_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never tried on such hardware is said; a job may start."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
     result = doctor("--json")
-    assert result.exit_code == 1
     checks = {check["name"]: check for check in json.loads(result.stdout)["environment"]}
-    assert checks["accelerator"]["ok"] is False and "DS_ACCELERATOR=cpu" in checks["accelerator"]["note"]
-
-
-def test_on_gpus_the_report_begins_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
+    assert result.exit_code == 0 and checks["accelerator"]["ok"] is None
+    assert "never ran" in checks["accelerator"]["note"] and "docs/gpu.md" in checks["accelerator"]["note"]
     lines = doctor().stdout.splitlines()
-    assert lines[0].startswith("status") and "GPUs is refused" in " ".join(" ".join(lines[:5]).split())
-    assert lines[-1] == "a job would be refused: accelerator"
+    assert lines[0].startswith("status") and "on GPUs" in " ".join(" ".join(lines[:5]).split())
 
 
 def test_a_torch_that_is_built_for_gpus_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
