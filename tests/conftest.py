@@ -34,6 +34,11 @@ BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Another device for what runs on ranks."""
+    parser.addoption("--on-device", action="store_true", help="ranks compute on the device without hardware")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported and made in here stays: to look for garbage among it took a quarter of the time."""
@@ -91,9 +96,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Four rank processes for the whole session, started by the first test that runs a case on them."""
+    if request.config.option.on_device:
+        yield request.getfixturevalue("lab_pool")
+        return
     ranks = RankPool(RANKS, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def lab_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four more, which compute on the device without hardware (tests/device), each with its memory."""
+    request.config.stash[BUILDS].wait(OPERATORS["lab_pool"])
+    ranks = RankPool(RANKS, tmp_path_factory.mktemp("lab"), module="tests.device.rank_process")
     yield ranks
     ranks.stop()
 

@@ -1,25 +1,11 @@
-"""Ranks that compute on the device; files with `pytestmark = pytest.mark.on_device` run on them as they stand."""
+"""Files with `pytestmark = pytest.mark.on_device` run on ranks that compute on the device, as they stand."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from tests.conftest import BUILDS, RANKS
-from tests.device import lab
-from tests.engine.pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def lab_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four ranks on the device, each with its memory."""
-    request.config.stash[BUILDS].wait(lab.NAME)
-    ranks = RankPool(RANKS, tmp_path_factory.mktemp("lab"), module="tests.device.rank_process")
-    yield ranks
-    ranks.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -217,14 +217,14 @@ bool is_pinned(const Tensor& tensor) {
   return is_pinned(tensor.storage().data());
 }
 
-// Of a tensor of the device that is not empty; else nothing.
+// Of a tensor over memory of the device; nothing for another one, an empty one, and where torch has wrapped the bytes.
 Held block_of(const Tensor& tensor) {
   if (!is_lab(tensor) || tensor.numel() == 0) {
     return nullptr;
   }
   const auto& pointer = tensor.storage().data_ptr();
-  TORCH_CHECK(pointer.get_deleter() == &DeviceAllocator::release, "lab: a tensor over memory of another allocator");
-  return *static_cast<Held*>(pointer.get_context());
+  const bool is_ours = pointer.get_deleter() == &DeviceAllocator::release;
+  return is_ours ? *static_cast<Held*>(pointer.get_context()) : nullptr;
 }
 
 // A CPU tensor over the same bytes, which stay as long as it does.

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._pytree import tree_map_only
 
 from tests.device import accelerator, lab
 
@@ -38,10 +40,22 @@ def pair_groups() -> None:
     process_groups._around = pair
 
 
+def move_batches() -> None:
+    """Do for the tests what a user's script does: what an engine is called with goes to its device."""
+    forward = DeepSpeedEngine.forward
+
+    def moving(self: Any, *given: Any, **named: Any) -> Any:
+        given, named = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (given, named))
+        return forward(self, *given, **named)
+
+    DeepSpeedEngine.forward = moving
+
+
 if __name__ == "__main__":
     accelerator.use()
+    move_batches()
     lift_refusal()
     pair_groups()
     from tests.engine import rank_process
 
-    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=lab.BACKEND)
+    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=f"cpu:gloo,{lab.NAME}:{lab.BACKEND}")

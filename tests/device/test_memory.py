@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickle
 import threading
 
 import pytest
@@ -147,6 +148,7 @@ def test_files_remember_the_device() -> None:
     assert torch.load(file).device == torch.device(lab.NAME, 0)
     file.seek(0)
     assert torch.load(file, map_location="cpu").device == torch.device("cpu")
+    assert pickle.loads(pickle.dumps(torch.arange(3, device=lab.NAME))).tolist() == [0, 1, 2]
 
 
 def test_autocast_computes_in_16_bits() -> None:

@@ -178,7 +178,8 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
     def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
-            return own(self, without_a_piece(self, plan.plan), transport)
+            budget = self.engine.settings.memory_budget_bytes
+            return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), budget, plan.on_host), transport)
         if name == "stale moment" and self.control.member == WHERE:
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
             with patch.object(self, "source", {**self.source, **moved}):

@@ -156,7 +156,7 @@ def one_micro_batch(engine: Any, batch: Sequence[Any], record: Record) -> None:
     """Forward, backward, step; the loss and the samples that it is the mean of are noted under the optimizer step."""
     step = engine.global_steps
     samples = 0 if engine.slot_is_borrowed else len(batch[0])
-    loss = engine(*(part.to(engine.device) for part in batch))
+    loss = engine(*batch)
     engine.backward(loss)
     record.losses.setdefault(step, []).append((loss.item(), samples))
     record.rates[step] = [group["lr"] for group in engine.basic_optimizer.param_groups]

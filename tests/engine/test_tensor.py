@@ -228,7 +228,7 @@ def torn(method: str) -> Story:
         wanted = next(each for each in arguments if isinstance(each, Layout))
         if wanted.tensor == 4 and not failed:
             failed.append(True)
-            if int(os.environ["LOCAL_RANK"]) == 1:
+            if int(os.environ["RANK"]) == 1:
                 raise RuntimeError("a test's failure")
         return result
 
