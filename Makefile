@@ -15,14 +15,16 @@ BIN      := $(VENV)/bin
 TORCHRUN := $(BIN)/torchrun --standalone
 CHECKED  := ds_dynatrain examples $(wildcard tools)
 
-# Another DeepSpeed: a virtual environment that has it alone, and the packages of .venv behind it.
+# Another DeepSpeed, another torch: a virtual environment that has it alone, and the packages of .venv behind it.
 OTHER    := .venv-deepspeed-$(VERSION)
+TORCH    := $(if $(filter file,$(origin VERSION)),2.11.0,$(VERSION))
+FRONT    := .venv-torch-$(TORCH)
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # Three files of tests at a time: while one waits, two others compute. One at a time: make test WORKERS=0
 WORKERS  ?= 3
 
-# What runs with every supported DeepSpeed.
+# What runs with every supported DeepSpeed and torch.
 CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \
             $(addprefix tests/engine/test_,start.py matrix.py chains.py members.py faults.py checkpoints.py)
 
@@ -34,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-deepspeed chaos simulate lint types format bench bench-checkpoint compare feasibility clean
+.PHONY: help install demo test test-all test-deepspeed test-torch chaos simulate lint types format bench bench-checkpoint compare feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -72,6 +74,17 @@ $(OTHER)/.installed: $(STAMP)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" > $$($(OTHER)/bin/python $(PACKAGES))/behind.pth
 	@touch $@
 
+# The index has builds for CUDA: 2 to 4 GB. Another place for them: make test-torch FRONT=/folder VERSION=...
+test-torch: $(FRONT)/.installed  ## run the core of the tests with another torch: VERSION=2.11.0
+	PATH="$(abspath $(FRONT))/bin:$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(FRONT)/extensions) $(FRONT)/bin/python -m pytest $(CORE) $(ARGS)
+
+$(FRONT)/.installed: $(STAMP)
+	@echo "Installing torch $(TORCH) into $(FRONT), in front of what $(VENV) has."
+	$(BIN)/python -m venv --clear --without-pip $(FRONT)
+	$(BIN)/python -m pip --python $(FRONT)/bin/python install --quiet --disable-pip-version-check torch==$(TORCH)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" > $$($(FRONT)/bin/python $(PACKAGES))/behind.pth
+	@touch $@
+
 chaos: $(STAMP)  ## 200 random events in an elastic job on a busy machine; about ten minutes
 	$(BIN)/python tools/chaos.py $(ARGS)
 
@@ -104,5 +117,5 @@ feasibility: $(STAMP)  ## try every combination of axes and stages on DeepSpeed 
 	$(BIN)/python tools/feasibility.py --write docs/feasibility.md $(ARGS)
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) .venv-deepspeed-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-deepspeed-* .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

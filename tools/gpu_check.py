@@ -80,15 +80,17 @@ def main() -> None:
     if not gpu_steps.has_device():
         return print("no accelerator that torch can use here: nothing was checked")
     args.out.mkdir(parents=True, exist_ok=True)
-    end, rows = time.monotonic() + 60 * args.minutes, []
+    end, rows, every = time.monotonic() + 60 * args.minutes, [], dict[str, Any]()
     for name in args.only:
         left = end - time.monotonic()
         found = run(name, args.out, min(LIMIT_SECONDS, left)) if left > 0 else {"error": "left out: time was up"}
+        every[name] = found
         rows.append([name, found.get("seconds", "–"), shown(found)])
         print(f"{name}: {rows[-1][2]}", flush=True)
     text = table(("step", "seconds", "found"), rows)
-    (args.out / "gpu_check.md").write_text(text)
-    print(text)
+    proved = gpu_steps.proved(every, *gpu_steps.versions())
+    (args.out / "gpu_check.md").write_text(text + (f"\nFor support/proved.py:\n\n{proved}\n" if proved else ""))
+    print(text, proved, sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,11 @@ ROWS, ROW_BYTES, ROW_STEP = 65536, 4096, 16384
 def has_device() -> bool:
     """Whether torch sees a card."""
     return torch.cuda.is_available()
+
+
+def versions() -> tuple[str, str]:
+    """Of torch, and the card's name."""
+    return torch.__version__, torch.cuda.get_device_name()
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -183,11 +189,45 @@ def builds() -> Found:
 
 
 def tests() -> Found:
-    """The tests of tests/gpu on the device's memory; its walk needs a torch that the package supports."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-s", "-p", "no:cacheprovider", "--no-header"]
-    command += ["-k", "not all_pairs"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=240)
+    """The tests of tests/gpu on the device's memory, and their speeds."""
+    return _pytest("tests/gpu/test_cuda.py", ["-s"])
+
+
+CORE = {
+    "stages": "a_part_of_all_pairs or a_part_of_the_processes or members_wake or chain_of_20",
+    "members": "idle or woken or streams_stay or dropout",
+    "faults": "faults",
+    "checkpoints": "save_after_a_switch",
+    "offload": "offload",
+    "axes": "pipe or tensor or expert or sequence",
+}
+"""A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
+
+
+def core(part: str) -> Found:
+    """Four ranks on the one card, collectives staged on gloo."""
+    return _pytest("tests/gpu/core", ["-k", CORE[part]])
+
+
+def _pytest(path: str, arguments: list[str]) -> Found:
+    command = [sys.executable, "-m", "pytest", path, "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
+    root = Path(__file__).parents[1]
+    names = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=names)
     return {"exit": done.returncode, "last lines": done.stdout[-3000:], "errors": done.stderr[-1000:]}
+
+
+def proved(found: dict[str, Found], torch_version: str, card: str) -> str:
+    """The lines for `support/proved.py` of what has passed."""
+    from ds_dynatrain.support.proved import PARTS
+
+    today = time.strftime("%Y-%m-%d")
+    passed = [part for part in PARTS if found.get(f"core {part}", {}).get("exit") == 0]
+    return "\n".join(
+        f'("cuda", "{part}"): Proof("1 × {card}", "{today}", "torch {torch_version}", '
+        f"\"python tools/gpu_check.py --only 'core {part}'\"),"
+        for part in passed
+    )
 
 
 STEPS: dict[str, Callable[[], Found]] = {
@@ -198,6 +238,7 @@ STEPS: dict[str, Callable[[], Found]] = {
     "nccl": nccl,
     "builds": builds,
     "tests": tests,
+    **{f"core {part}": partial(core, part) for part in CORE},
 }
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as td
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject import auto_tp, set_autotp_mode
@@ -23,6 +24,7 @@ from torch import nn
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.adapters.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
 
@@ -99,15 +101,19 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
-    """LayoutError where a rank would get no element of a parameter, and DeepSpeed cannot do with that."""
-    overlap = (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False)
-    if layout.zero_stage < 3 and not overlap:
+    """LayoutError where a rank would get no element of a parameter, and DeepSpeed or torch cannot do with that."""
+    if layout.zero_stage == 3:
+        why = "zero_stage=3"
+    elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
+        why = "tp_overlap_comm"
+    elif not attends_without_heads():
+        why = f"torch {torch.__version__} (before 2.12)"
+    else:
         return
     for name, cut in found.items():
         blocks = cut.tensor.blocks if isinstance(cut.tensor, DimCut) else ()
         sizes = [sum(each) for each in zip(*blocks, strict=True)]
         if 0 in sizes:
-            why = "zero_stage=3" if layout.zero_stage == 3 else "tp_overlap_comm"
             raise LayoutError(
                 f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank"
             )

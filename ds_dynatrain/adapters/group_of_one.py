@@ -177,7 +177,8 @@ def _wrong(what: str) -> RuntimeError:
 
 MEANINGS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), _keep),
-    **dict.fromkeys(("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"), _copy),
+    **dict.fromkeys(("_allgather_base", "all_gather_single", "gather_into_tensor", "gather_single"), _copy),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _copy),
     **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"), _copy_each),
     **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter_single_coalesced"), _copy_each),
     **dict.fromkeys(("allgather", "allgather_coalesced", "gather"), _from_ranks),

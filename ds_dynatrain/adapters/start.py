@@ -51,7 +51,8 @@ def start_without_compiler() -> None:
 def telling_of_locks(seconds: float | None = None) -> Iterator[None]:
     """Inside the block, whoever waits for the compilation of an operator for so long (LOCK_SECONDS) says so on the log.
 
-    torch waits until a lock file is gone, for ever, and a process that is killed while it compiles leaves it behind.
+    torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while it compiles leaves
+    it behind.
     """
     limit = LOCK_SECONDS if seconds is None else seconds
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
-from ds_dynatrain.adapters.device import compute_device, is_accelerated
+from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated
 from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -30,8 +30,6 @@ def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
     """UnsupportedError, naming the feature, the reason and the way out, for what a switch would get wrong."""
-    if is_accelerated():
-        raise usage("accelerator").error(f"accelerator {compute_device().type!r}")
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):
@@ -45,9 +43,18 @@ def refuse_unsupported(
     _refuse_model(model)
 
 
+def refuse_elastic_launch() -> None:
+    """UnsupportedError where members come and go and the process computes on an accelerator."""
+    if is_accelerated():
+        row = usage("an elastic launch on an accelerator")
+        raise row.error(f"an elastic launch on {compute_device().type!r}")
+
+
 def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
     """SwitchRefused for a module that cannot run in a layout."""
     refuse_axes(layout)
+    if layout.zero_stage == 0 and offloads(config) and is_accelerated():
+        raise usage("CPU optimizers at stage 0 on an accelerator").refused(f"offload_optimizer in {layout}")
     if is_pipeline(model):
         if (config.get("fp16") or {}).get("enabled") and layout.zero_stage == 0 and layout.pipe > 1:
             raise usage("stages in fp16 without ZeRO").refused(f"a PipelineModule in fp16 in {layout}")
@@ -112,6 +119,10 @@ def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_model(model: nn.Module) -> None:
+    devices = {held.device for held in model.parameters() if held.device.type not in (HOST.type, "meta")}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise usage("several devices in one process").error(f"the model lies on {named}")
     native = dict(layers(model))
     for name, parameter in model.named_parameters():
         if getattr(parameter, "allreduce", True) is False and not any(name.startswith(path) for path in native):

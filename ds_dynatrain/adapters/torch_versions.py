@@ -16,23 +16,25 @@ from packaging.version import Version
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-OLDEST = "2.13"
-TESTED = ("2.13.0",)
+OLDEST = "2.11"
+TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
 """The versions that the tests ran with; docs/support.md says how much of them."""
 
 NAMES: Mapping[str, str] = {
     "torch._C": "_AutoDispatchBelowAutograd",
     "torch._C._distributed_c10d": """
-        Backend FakeProcessGroup FakeProcessGroup.Options.error_on_collective FakeProcessGroup._create_internal
-        HashStore PrefixStore Store Work _unregister_process_group
+        Backend Backend.eager_connect_single_device Backend.supports_splitting FakeProcessGroup
+        FakeProcessGroup.Options.error_on_collective FakeProcessGroup._create_internal HashStore PrefixStore Store
+        Store.clone Work _DistributedBackendOptions _unregister_process_group
     """,
     "torch._dynamo": "reset",
     "torch._dynamo.callback": "callback_handler",
     "torch._dynamo.eval_frame": "OptimizedModule",
     "torch.distributed": """
-        ProcessGroup._allgather_base ProcessGroup._end_coalescing ProcessGroup._get_backend
-        ProcessGroup._reduce_scatter_base ProcessGroup._register_backend ProcessGroup._set_default_backend
-        ProcessGroup._set_group_name ProcessGroup._start_coalescing ProcessGroupGloo
+        Backend._plugins ProcessGroup._allgather_base ProcessGroup._device_types ProcessGroup._end_coalescing
+        ProcessGroup._get_backend ProcessGroup._reduce_scatter_base ProcessGroup._register_backend
+        ProcessGroup._set_default_backend ProcessGroup._set_group_name ProcessGroup._start_coalescing
+        ProcessGroup.bound_device_id ProcessGroupGloo
     """,
     "torch.distributed.distributed_c10d": """
         GroupName _get_default_group _get_default_store _update_default_pg _world.group_count _world.pg_backend_config
@@ -40,19 +42,22 @@ NAMES: Mapping[str, str] = {
     """,
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch.utils.file_baton": "FileBaton.wait",
 }
-"""Private names of torch's that the adapters rely on in every version: module -> names in it, parted by spaces."""
+"""Names of torch's, most of them private, that the adapters rely on in every version: module -> names in it."""
 
 REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
 """What makes a group known to `torch.distributed`: since 2.13, and before."""
 
 NO_COLLECTIVES = frozenset(
     {
-        *("BackendType", "name", "rank", "size", "set_timeout", "get_group_store", "boxed", "unbox"),
-        *("abort", "shutdown", "split_group", "merge_remote_group"),
+        *("BackendType", "name", "rank", "size", "set_timeout", "get_group_store", "boxed", "unbox", "get_backend"),
+        *("abort", "shutdown", "split_group", "merge_remote_group", "reconfigure", "get_reconfigure_handle"),
+        *("register_abort_hook", "register_pre_hook", "register_post_hook"),
+        *("unregister_abort_hook", "unregister_pre_hook", "unregister_post_hook"),
     }
 )
-"""What torch's groups can be asked for without a word to the peers, and what makes or ends one."""
+"""What torch's groups can be asked for without a word to the peers, and what makes, changes or ends one."""
 HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 COLLECTIVES = tuple(
     name
@@ -65,7 +70,7 @@ COLLECTIVES = tuple(
 
 def tested_torches() -> str:
     """The versions that the tests ran with, for messages."""
-    return " and ".join(TESTED)
+    return f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 
 def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
@@ -100,6 +105,11 @@ def register_in_world() -> Callable[..., None]:
     """What makes a group known to `torch.distributed`; its arguments are the same in all versions."""
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
+
+
+def attends_without_heads() -> bool:
+    """Whether attention works on a rank that holds no head: before 2.12, on a CPU, it ends the process (SIGFPE)."""
+    return Version(torch.__version__).release >= Version("2.12").release
 
 
 def fake_backend(rank: int, size: int) -> Backend:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ds_dynatrain.support import usage
+from ds_dynatrain.support.proved import CPU, PARTS, warning
 from ds_dynatrain.version import __version__
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 TESTED_DEEPSPEED = ("0.19.8", "0.18.9")
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = (2, 11)
+TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
@@ -26,7 +27,7 @@ VARIABLES = (
 """Environment variables that decide about a launch."""
 LONGEST_COMPILATION_MINUTES = 15
 STATUS = (
-    "CPU processes over gloo only: a job on GPUs is refused at its start. "
+    "CPU processes over gloo; on GPUs a fixed launch is let in, and was never run on one. "
     "Not for the Trainer of Hugging Face, Accelerate or Lightning yet."
 )
 """What everybody should know first; the box at the top of README.md says it in these words."""
@@ -85,12 +86,13 @@ def _versions() -> Iterator[Check]:
 
 
 def _torch() -> Check:
-    found = _version("torch")
+    found, oldest = _version("torch"), ".".join(map(str, OLDEST_TORCH))
     if found is None:
-        return Check("torch", "not installed", False, "pip install 'torch>=2.13'")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    fits = numbers >= OLDEST_TORCH
-    return Check("torch", found, fits, "" if fits else "2.13 or newer is needed: pip install 'torch>=2.13'")
+        return Check("torch", "not installed", False, f"pip install 'torch>={oldest}'")
+    release = found.split("+")[0]
+    if tuple(int(part) for part in release.split(".")[:2]) < OLDEST_TORCH:
+        return Check("torch", found, False, f"{oldest} or newer is needed: pip install 'torch>={oldest}'")
+    return Check("torch", found, True, "a version that is tested" if release in TESTED_TORCH else "")
 
 
 def _deepspeed_version() -> Check:
@@ -125,9 +127,8 @@ def _deepspeed() -> Iterator[Check]:
             yield Check("names", "not found", False, f"{type(error).__name__}: {error}")
             return
     yield Check("names", "all found", True, "the private names of DeepSpeed's that are relied on")
-    row = usage("accelerator")
-    if device != "cpu":
-        yield Check("accelerator", device, False, f"{row.why}; {row.instead}")
+    if device != CPU:
+        yield Check("accelerator", device, None, warning(device, PARTS))
     else:
         yield Check("accelerator", device, True, f"torch is built for {built} too, which does no harm" if built else "")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
@@ -26,13 +27,29 @@ from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile
+from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile, logger
 from ds_dynatrain.space import Layout
+from ds_dynatrain.support.proved import warning
 
 ASSUMED_BYTES_PER_SECOND = 1e9
 """Speed of a link that `estimate` reckons with before a switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
+
+
+def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
+    """The parts of `support.proved` that a switch of this job goes through."""
+    layouts = (proposal.source_layout, proposal.layout)
+    wide = {axis for layout in layouts for axis, size in layout.axes().items() if size > 1}
+    used = {
+        "members": len(engine.candidates) > min(layout.world_size for layout in layouts),
+        "offload": engine.deepspeed.zero_use_cpu_optimizer(),
+        "compile": bool(engine.host.compiled_modules),
+        "fused": any(group.get("fused") for group in engine.host.basic_optimizer.param_groups),
+        "engines": PROCESS.is_shared,
+        **{axis: axis in wide for axis in ("pipe", "tensor", "expert", "sequence")},
+    }
+    return ["groups", "stages", *(part for part, is_used in used.items() if is_used)]
 
 
 class Attempts:
@@ -44,6 +61,7 @@ class Attempts:
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
         self._first_step_is_due = False
+        self._has_warned = False
 
     def rehearse(self, layout: Layout, rank: int) -> None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
@@ -80,6 +98,7 @@ class Attempts:
         SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
         are in the present generation.
         """
+        self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
         live = {} if engine.idle else engine.host.state_buffers()[0]
         self.settle_meshes(proposal)
@@ -97,6 +116,15 @@ class Attempts:
         PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation
         preparation.start()
+
+    def _warn_of_hardware(self, proposal: Proposal) -> None:
+        """Once, on rank 0, what of this job never ran on such an accelerator."""
+        if self._has_warned or self.engine.rank != 0:
+            return
+        self._has_warned = True
+        said = warning(compute_device().type, parts_in_use(self.engine, proposal))
+        if said:
+            logger.warning(said)
 
     def transact(self, place: str) -> None:
         """Take part in the switch that was prepared."""

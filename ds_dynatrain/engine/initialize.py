@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaping import shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
-from ds_dynatrain.adapters.support import refuse_unsupported
+from ds_dynatrain.adapters.support import refuse_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.config import Config, DynatrainConfig, split_config
@@ -88,6 +88,8 @@ def initialize(
         return plain
     if model is None:
         raise ConfigError("initialize needs a model")
+    if worker_place() is not None:
+        refuse_elastic_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
@@ -113,6 +115,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     place = worker_place()
     joins = False
     if place is not None and not (td.is_initialized() and is_ours_installed()):
+        refuse_elastic_launch()
         early: Early | None = PROCESS.found_early()
         if early is None:
             early = PROCESS.early = begin(place)

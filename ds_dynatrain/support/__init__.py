@@ -10,6 +10,7 @@ that changes its verdict changes its row. `docs/support.md` is made from them.
 | `usage` | what users do around the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |
 | `axes` | rules on the combinations of axes and stages, of `docs/feasibility.md` |
+| `proved` | not rows: what ran on which accelerator |
 | `row`, `tables`, `walk` | a row; all of them; a configuration against them |
 """
 

@@ -1,8 +1,8 @@
-"""The support table as Markdown, and a page of the docs with its tables brought up to date.
+"""The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/support.md
+    python -m ds_dynatrain.support.markdown docs/support.md docs/gpu.md
 
-writes the tables between the page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
+writes the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.support import proved
 from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
 from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES
 
@@ -67,6 +68,16 @@ def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"`{row.key if place == 0 else '.' * ('.' in row.key) + row.key.rpartition('.')[2]}`"
 
 
+def with_proofs(page: str) -> str:
+    """A page with the table of what ran on which accelerator; ConfigError unless it stands there once."""
+    mark, end = "<!-- table: proved -->\n", "\n<!-- end -->"
+    if page.count(mark) != 1:
+        raise ConfigError("the page must have the table once: proved")
+    before, _, rest = page.partition(mark)
+    return f"{before}{mark}{proved.table()}{end}{rest.partition(end)[2]}"
+
+
 if __name__ == "__main__":
     for file in map(Path, sys.argv[1:]):
-        file.write_text(filled(file.read_text(encoding="utf-8")), encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
+        file.write_text((with_proofs if "table: proved" in text else filled)(text), encoding="utf-8")

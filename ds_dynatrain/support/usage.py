@@ -27,11 +27,28 @@ def _works(name: str, why: str, test: str) -> Row:
 
 
 USAGE = (
-    _start(
+    _works(
         "accelerator",
-        "a live switch is tested on CPU members only",
-        f"{_NO_BLOCK} there, or set DS_ACCELERATOR=cpu",
-        "another_accelerator",
+        "right by its tests on a device that is no GPU; what ran on hardware, and what never did: see [GPUs](gpu.md)",
+        "tests/device/test_switch_memory.py::test_no_third_copy_is_made",
+    ),
+    _start(
+        "an elastic launch on an accelerator",
+        "a death under NCCL is not handled yet: what a broken collective leaves behind would be trained on",
+        "launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
+        "an_elastic_launch_on_an_accelerator",
+    ),
+    _start(
+        "several devices in one process",
+        "a process has one device",
+        "start a process for each device, with torchrun --nproc-per-node",
+        "several_devices",
+    ),
+    _switch(
+        "CPU optimizers at stage 0 on an accelerator",
+        "DeepSpeed offloads nothing at stage 0, and its CPU optimizer cannot step weights on the device",
+        "choose a stage from 1 to 3, or leave offload_optimizer out",
+        "a_cpu_optimizer_at_stage_0",
     ),
     *PIPELINES,
     _works(

@@ -15,7 +15,12 @@ from deepspeed.sequence import fpdt_layer
 from torch import nn
 
 from ds_dynatrain.adapters import sequence
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_module, refuse_unsupported
+from ds_dynatrain.adapters.support import (
+    refuse_at_boundary,
+    refuse_elastic_launch,
+    refuse_module,
+    refuse_unsupported,
+)
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
@@ -318,11 +323,33 @@ def test_a_module_compiled_in_place() -> None:
     refuse_module(model, Layout(data=2, zero_stage=3), {})
 
 
-def test_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed says that it computes on a GPU."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
-    refused(settings(), "accelerator 'cuda': a live switch is tested on CPU members only")
+
+
+def test_an_elastic_launch_on_an_accelerator(accelerated: None) -> None:
+    with pytest.raises(UnsupportedError, match=r"an elastic launch on 'cuda': .*no MIN:MAX"):
+        refuse_elastic_launch()
+
+
+def test_several_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for number, part in enumerate(model):
+        place = torch.device("cuda", number)
+        kind = type("Elsewhere", (nn.Parameter,), {"device": property(lambda self, place=place: place)})
+        part.weight = kind(part.weight.detach())
+    refused(settings(), "the model lies on cuda:0, cuda:1: .*nproc-per-node", model)
+
+
+def test_a_cpu_optimizer_at_stage_0(accelerated: None) -> None:
+    config = settings(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    refuse_module(nn.Linear(1, 1), Layout(zero_stage=1), config)
+    with pytest.raises(SwitchRefused, match=r"offload_optimizer in .* cannot step weights on the device"):
+        refuse_module(nn.Linear(1, 1), Layout(zero_stage=0), config)
 
 
 class Standing:

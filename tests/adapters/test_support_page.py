@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.support import TABLES
-from ds_dynatrain.support.markdown import filled, markdown
+from ds_dynatrain.support import TABLES, proved
+from ds_dynatrain.support.markdown import filled, markdown, with_proofs
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -24,6 +24,29 @@ def test_every_row_is_shown(name: str) -> None:
     for row in TABLES[name]:
         assert row.key.rpartition(".")[2] in text or row.key in text
         assert row.verdict.value in text
+
+
+def test_the_page_of_gpus_says_what_was_proved() -> None:
+    page = (PAGE.parent / "gpu.md").read_text()
+    assert with_proofs(page) == page, "run: python -m ds_dynatrain.support.markdown docs/gpu.md"
+    with pytest.raises(ConfigError, match="proved"):
+        with_proofs("no table")
+
+
+@pytest.mark.parametrize("part", proved.ON_TEST_DEVICE)
+def test_what_ran_on_the_test_device_names_its_test(part: str) -> None:
+    assert part in proved.PARTS
+    file, _, name = proved.ON_TEST_DEVICE[part].partition("::")
+    text = (PAGE.parents[1] / file).read_text()
+    assert not name or f"def {name}" in text
+
+
+def test_a_part_that_never_ran_is_warned_of() -> None:
+    assert proved.unproved("cpu", proved.PARTS) == ()
+    assert proved.unproved("cuda", ["digests", "stages"]) == ("stages",)
+    assert "starts and switches" in proved.warning("cuda", ["digests", "stages"])
+    assert proved.warning("cuda", ["digests"]) == "" and proved.warning("cpu", proved.PARTS) == ""
+    assert all(part in proved.PARTS for _, part in proved.HARDWARE)
 
 
 def test_other_text_stays() -> None:

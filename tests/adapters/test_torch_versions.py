@@ -18,12 +18,12 @@ LISTED = {f"{module}.{name}" for module, row in NAMES.items() for name in row.sp
 MODULES = {"td": "torch.distributed", "c10d": "torch.distributed.distributed_c10d"}
 
 
-@pytest.mark.parametrize("version", [*TESTED, "2.13.0+cpu", "2.16.0.dev1", "3.0"])
+@pytest.mark.parametrize("version", [*TESTED, "2.11.0+cu130", "2.13.0+cpu", "2.16.0.dev1", "3.0"])
 def test_the_oldest_and_all_newer_ones_are_let_in(version: str) -> None:
     check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.9.1+cu128", "1.13.1"])
+@pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "1.13.1"])
 def test_older_ones_are_refused_by_name(version: str) -> None:
     with pytest.raises(ImportError) as found:
         check_torch(version)
@@ -53,6 +53,9 @@ def test_the_project_names_the_same_versions() -> None:
     assert f'"torch>={OLDEST}",' in (ROOT / "pyproject.toml").read_text()
     pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None and pinned[1] in TESTED
+    assert f",{TESTED[0]},$(VERSION)" in (ROOT / "Makefile").read_text()
+    row = next(line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("| torch |"))
+    assert all(version in row for version in (*TESTED, f"{OLDEST} and newer"))
 
 
 def private(file: Path) -> set[str]:

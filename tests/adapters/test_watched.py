@@ -39,7 +39,9 @@ CALLS: dict[str, Callable[[Group], object]] = {
     "broadcast": lambda group: td.broadcast(ones(), 0, group=group),
     "broadcast_object_list": lambda group: td.broadcast_object_list([1], 0, group=group),
     "gather": lambda group: td.gather(ones(), [ones(), ones()], 0, group=group),
+    "gather_into_tensor": lambda group: td.gather_into_tensor(ones(), ones(4), 0, group=group),
     "gather_object": lambda group: td.gather_object(1, [None, None], 0, group=group),
+    "gather_single": lambda group: td.gather_single(ones(), ones(4), 0, group=group),
     "irecv": lambda group: td.irecv(ones(), 1, group=group),
     "isend": lambda group: td.isend(ones(), 1, group=group),
     "monitored_barrier": lambda group: td.monitored_barrier(group=group),
@@ -62,7 +64,15 @@ NO_COLLECTIVE_FUNCTIONS = {
     *("get_group_rank", "get_node_local_rank", "get_pg_count", "get_process_group_ranks", "get_rank"),
     *("get_world_size", "set_debug_level", "set_debug_level_from_env", "breakpoint", "record_comm", "GroupName"),
     *("init_process_group", "init_device_mesh", "destroy_process_group", "register_rendezvous_handler", "rendezvous"),
-    *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "shrink_group"),
+    *(
+        "get_backend_impl",
+        "set_timeout",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+        "shrink_group",
+    ),
 }
 """Those that ask, or make and take down groups: they meet, if at all, at a store."""
 

@@ -1,14 +1,9 @@
-"""On one CUDA device: the core walk in several processes, and the speed of digests and packing beside a plain copy.
-
-Digests and packing were run on an H100 (`docs/figures.md`). The walk was not yet: a job with a `dynatrain` block is
-refused on a GPU until it has passed; it lifts that refusal for itself.
-"""
+"""On one CUDA device: digests and packing, and their speed beside a plain copy. Ranks on it are in `core`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +13,6 @@ import torch
 from ds_dynatrain.transfer import digest
 from ds_dynatrain.transfer.regions import Regions
 from ds_dynatrain.transfer.series import matrices
-from tests.engine import walks
-from tests.engine.paths import part
-from tests.engine.pool import RankPool
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -28,38 +20,10 @@ pytestmark = pytest.mark.skipif(
     f"{torch.cuda.device_count()}; one device and a CUDA build of torch are needed",
 )
 
-RANKS = 4
 NBYTES = 1 << 28
 REPEATS = 9
 DIGEST_BAR = 0.5
 """Least speed of a digest, as a part of the speed of a copy on the device."""
-
-
-# ---- the core walk --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def gpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four ranks that share the device; their messages go over gloo."""
-    ranks = RankPool(RANKS, tmp_path_factory.mktemp("gpu"), accelerator="cuda")
-    yield ranks
-    ranks.stop()
-
-
-def lift_refusal() -> str:
-    """Let this rank build an engine on the GPU; the accelerator's name."""
-    from deepspeed.accelerator import get_accelerator
-
-    from ds_dynatrain.adapters import support
-
-    support.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cpu")  # type: ignore[attr-defined]
-    return str(get_accelerator().device_name())
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_part_of_all_pairs(gpu_pool: RankPool, dtype: str) -> None:
-    assert gpu_pool.run(lift_refusal) == ["cuda"] * RANKS
-    walks.compare(gpu_pool, walks.settings(dtype), part(seed=5, switches=24))
 
 
 # ---- digests and packing --------------------------------------------------------------------------------------------

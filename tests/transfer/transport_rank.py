@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed import _dist2
 
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
@@ -31,8 +30,12 @@ MEMBERS = (10, 11, 12)
 
 
 def make_group(store: Store, name: str, rank: int) -> dist.ProcessGroup:
-    prefixed = PrefixStore(name, store)
-    return _dist2._gloo_factory(prefixed, rank, len(MEMBERS), timedelta(seconds=30), torch.device("cpu"))
+    prefixed, kind = PrefixStore(name, store), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(prefixed, rank, len(MEMBERS))
+    backend = dist.ProcessGroupGloo(prefixed, rank, len(MEMBERS), timeout=timedelta(seconds=30))
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
 
 
 def every_dtype(rank: int, ends: Transport) -> list[str]:

@@ -1,0 +1,92 @@
+"""What ran on which accelerator: where, when, with which versions, by which command. Docs and warnings come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+CPU = "cpu"
+TEST_DEVICE = "test device"
+"""Host memory that torch takes for another device's (`tests/device`): it shows where memory lies and what must be
+waited for, and nothing of speed, drivers or communicators."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A run. where: the devices. versions: of torch and DeepSpeed. command: what gives it again."""
+
+    where: str
+    date: str
+    versions: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.where}, {self.versions}, {self.date}"
+
+
+PARTS: Mapping[str, str] = {
+    "digests": "digests and packing of device memory",
+    "groups": "process groups of the accelerator's own back-end",
+    "stages": "starts and switches of ZeRO stage and data size",
+    "members": "idle members that come in, and leave",
+    "offload": "`offload_optimizer`, `offload_param`",
+    "checkpoints": "checkpoints, saved and loaded",
+    "pipe": "pipeline stages",
+    "tensor": "tensor parallelism",
+    "expert": "experts",
+    "sequence": "sequence parallelism",
+    "compile": "`engine.compile`",
+    "fused": "torch's fused optimizers",
+    "engines": "several engines in one process",
+    "elastic": "nodes that come and go",
+}
+"""Every part of the package that touches a device -> its name."""
+
+_H100 = Proof("1 × H100", "2026-11-22", "torch 2.11.0+cu130", "python tools/gpu_check.py --only digests packing")
+
+HARDWARE: Mapping[tuple[str, str], Proof] = {("cuda", "digests"): _H100}
+"""(accelerator, part) -> the run. A pair that is not here never ran."""
+
+_CORE = "tests/device/core/test_core.py"
+_MEMORY = "tests/device/test_switch_memory.py"
+
+ON_TEST_DEVICE: Mapping[str, str] = {
+    "groups": "tests/device/test_collectives.py",
+    "stages": _CORE,
+    "members": _CORE,
+    "offload": f"{_MEMORY}::test_no_third_copy_is_made",
+    "checkpoints": _CORE,
+    "fused": f"{_MEMORY}::test_counts_of_fused_optimizers_stay_on_the_device",
+}
+"""Part -> its test there."""
+
+
+def standing(accelerator: str, part: str) -> str:
+    """Where a part has run, in words: on hardware, on the test device only, or never."""
+    proof = HARDWARE.get((accelerator, part))
+    if proof is not None:
+        return str(proof)
+    return f"{TEST_DEVICE} only" if part in ON_TEST_DEVICE else "never"
+
+
+def unproved(accelerator: str, parts: Iterable[str]) -> tuple[str, ...]:
+    """Those of `parts` that never ran on this accelerator."""
+    return tuple(part for part in parts if accelerator != CPU and (accelerator, part) not in HARDWARE)
+
+
+def warning(accelerator: str, parts: Iterable[str]) -> str:
+    """What to say before the first switch of a job; empty where all that it uses was proved."""
+    named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in unproved(accelerator, parts)]
+    if not named:
+        return ""
+    return (
+        f"on {accelerator} hardware these parts of ds_dynatrain, which this job uses, never ran: {'; '.join(named)}. "
+        "Every switch is proved before it counts, as on a CPU; see docs/gpu.md"
+    )
+
+
+def table() -> str:
+    """All parts, as Markdown."""
+    lines = ["| part | on CUDA | on other accelerators |", "|---|---|---|"]
+    lines += [f"| {name} | {standing('cuda', part)} | {standing('other', part)} |" for part, name in PARTS.items()]
+    return "\n".join(lines)
