@@ -48,6 +48,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
@@ -134,7 +135,7 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
     The world of the layout is installed. What pipeline stages share counts on the stage that owns it.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
-    squares = torch.zeros(3)  # of whole tensors, of parts of tensors, of experts
+    squares = torch.zeros(3, device=compute_device())  # of whole tensors, of parts of tensors, of experts
     for held, gradient in given:
         if not getattr(held, "ds_pipe_replicated", False):
             kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from ds_dynatrain.adapters.device import compute_device
+from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta, swap_in
 from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known
@@ -146,7 +146,7 @@ class Incoming:
             if self.forms[id(each)] == PART:
                 mine = _gathered(mine, launch, places)[: math.prod(self.shapes[id(each)])]
             elif launch.size > 1:
-                mine = mine.reshape(-1).clone()  # the memory may be the user's
+                mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may be the user's, and lies anywhere
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
             yield each, mine.reshape(-1)
         if works:

@@ -16,13 +16,6 @@ from torch.utils._pytree import tree_map_only
 from tests.device import accelerator, lab
 
 
-def lift_refusal() -> None:
-    """Let an engine be built on an accelerator."""
-    from ds_dynatrain.adapters import support
-
-    support.is_accelerated = lambda: False  # type: ignore[attr-defined]
-
-
 def pair_groups() -> None:
     """Give groups made by hand collectives for the device."""
     from ds_dynatrain.adapters import process_groups
@@ -54,7 +47,6 @@ def move_batches() -> None:
 if __name__ == "__main__":
     accelerator.use()
     move_batches()
-    lift_refusal()
     pair_groups()
     from tests.engine import rank_process
 

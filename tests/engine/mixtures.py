@@ -87,7 +87,7 @@ def probe(engine: Any) -> Answer:
             hooks.append(part.router.register_forward_hook(lambda _, __, found: chosen.append(digest(found[1]))))
         elif isinstance(part, MoE):
             hooks.append(part.register_forward_hook(lambda _, __, found: chosen.append(digest(found[2]))))
-    tokens = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(8))
+    tokens = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(8)).to(engine.device)
     engine.module.eval()
     with torch.no_grad():
         loss = engine.module(tokens, tokens.roll(1, 1))
@@ -100,4 +100,4 @@ def probe(engine: Any) -> Answer:
 
 def digest(held: torch.Tensor) -> str:
     """The bytes of a tensor in a few words."""
-    return hashlib.sha256(held.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(held.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
