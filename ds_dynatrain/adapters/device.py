@@ -31,6 +31,11 @@ def devices() -> tuple[torch.device, ...]:
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
+def device_backend() -> str:
+    """The name by which torch knows how the accelerator communicates: "nccl", "xccl", "hccl"."""
+    return str(get_accelerator().communication_backend_name())
+
+
 def synchronize() -> None:
     """Wait until the device has done all that was queued; nothing on a CPU."""
     if is_accelerated():

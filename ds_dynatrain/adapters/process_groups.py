@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.device import HOST, devices, start_thread
+from ds_dynatrain.adapters.device import HOST, device_backend, devices, start_thread
 from ds_dynatrain.adapters.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.torch_versions import fake_backend, register_in_world
 
@@ -45,6 +45,18 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     backend._set_sequence_number_for_group()
     backend._set_default_timeout(default_pg_timeout)
     return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+
+
+def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
+    """Give a group that somebody else has made a gloo for the CPU, where it has none; all its ranks call it.
+
+    Stock `deepspeed.init_distributed` makes one of NCCL alone. seconds: as `make_group`.
+    """
+    if HOST in group._device_types:
+        return
+    name, made = group.group_name, make_group(store, f"{OURS}host", group.rank(), group.size(), seconds)[0]
+    group._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, made._get_backend(HOST))
+    group._set_group_name(GroupName(name))  # which it asks one of its back-ends for
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
@@ -80,8 +92,11 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
     """Make a group known to `torch.distributed`; harmless if it is. ranks: of the world, in the group's order."""
     if group in c10d._world.pg_map:
         return
-    backend = "fake" if group.name() == "custom" else "gloo"
-    backends = ",".join(f"{device.type}:{backend}" for device in group._device_types)
+    names = {HOST.type: "fake" if group.name() == "custom" else "gloo"}
+    for device in group._device_types:
+        names.setdefault(device.type, names[HOST.type] if group.bound_device_id is None else device_backend())
+    backends = ",".join(f"{device}:{name}" for device, name in names.items())
+    backend = backends if len({*names.values()}) > 1 else names[HOST.type]
     mapping = {rank: place for place, rank in enumerate(ranks)}
     register_in_world()(group, backend, store, group.group_name, backends, rank_mapping=mapping)
 
@@ -110,18 +125,22 @@ def unregister(group: td.ProcessGroup) -> None:
         _unregister_process_group(group.group_name)
 
 
-def tear_down(groups: list[td.ProcessGroup]) -> threading.Thread:
-    """Shut groups down; the list must hold the last references to them, and is emptied.
+def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
+    """Shut groups down; the list must hold the last references to them, and is emptied. first: called before that.
 
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends. What their threads have left free goes back to the system.
     """
-    return start_thread(partial(_take_down, groups), "dynatrain-teardown")
+    return start_thread(partial(_take_down, groups, first), "dynatrain-teardown")
 
 
-def _take_down(groups: list[td.ProcessGroup]) -> None:
-    groups.clear()
-    give_back_memory()
+def _take_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None) -> None:
+    try:
+        if first is not None:
+            first()
+    finally:
+        groups.clear()
+        give_back_memory()
 
 
 def give_back_memory() -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import Work
-from torch.distributed.distributed_c10d import GroupName
 
+from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
@@ -69,17 +68,11 @@ class WatchedWork(Work):
         self._status = status
 
 
-class WatchedGroup(td.ProcessGroup):
+class WatchedGroup(Pair):
     """A group over the same connections as another one, which it keeps."""
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the one for classes of Python
-        cpu = torch.device("cpu")
-        backend: Any = group._get_backend(cpu)
-        self._set_default_backend(td.ProcessGroup.BackendType.GLOO)
-        self._register_backend(cpu, td.ProcessGroup.BackendType.GLOO, backend)
-        self._set_group_name(GroupName(group.group_name))
-        self._group = group
+        super().__init__(group)
         self._status = status
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,9 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
+from ds_dynatrain.adapters.communicators import Communicator, Connections, Place, end, make_communicator
+from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
 from ds_dynatrain.adapters.process_groups import (
     OURS,
@@ -38,6 +43,11 @@ GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
 
 
+Between = tuple[str, tuple[int, ...]]
+"""Whom a communicator connects: members in the order of a group, and the kind of a group of the user's (one may be used
+from a thread beside all others, and shares with none), or nothing."""
+
+
 @dataclass(eq=False)
 class World:
     """The process groups of one generation, as seen by one of its members.
@@ -48,6 +58,7 @@ class World:
     sets of pipeline stages that share tied weights, each of which has a group in every pipeline. status: of its
     groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
     whose world it is. has_sequence: whether its model can have a sequence axis, also while that has size 1.
+    communicators: what `connect` has made or kept, by members.
     """
 
     generation: int
@@ -60,9 +71,11 @@ class World:
     has_sequence: bool = False
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
+    communicators: dict[Between, Communicator] = field(default_factory=dict)
     _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
     _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _stores: dict[str, Store] = field(default_factory=dict)
+    _of_user: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -99,14 +112,57 @@ class World:
         """What DeepSpeed gets as `mpu` in this world: None where data and expert are the only axes above 1."""
         return parallel_state.mpu_of(self) if parallel_state.is_wide(self.layout) else None
 
-    def hold(self, kind: str, ranks: tuple[int, ...], made: Made) -> None:
+    def hold(self, kind: str, ranks: tuple[int, ...], made: Made, is_of_user: bool = False) -> None:
         """Take a group in that was made for this world."""
         self._ranks[kind] = ranks
+        self._of_user |= {kind} if is_of_user else set()
         self._groups[kind], self._stores[kind] = made
 
     def made(self, kind: str) -> Made:
         """A group that it holds, and the store that it was made over."""
         return self.group(kind), self._stores[kind]
+
+    def between(self, kind: str) -> Between:
+        """Whom the group of a kind connects."""
+        members = tuple(self.members[rank] for rank in self.ranks(kind))
+        return (kind if kind in self._of_user else "", members)
+
+    def connect(self, seconds: float, previous: World | None = None) -> Connections:
+        """Let its groups serve the accelerator's device; all its ranks call it, while nothing else is under way.
+
+        Communicators of `previous` are kept, in both, where their members stay in their order; which these are all
+        members see alike. Nothing on a member without a rank, and where there is no accelerator. seconds: how long it
+        waits for the others. RuntimeError where that does not come about.
+        """
+        if self.rank is None or not is_accelerated():
+            return Connections()
+        begin, there = time.perf_counter(), {**self.communicators}
+        known = {} if previous is None or previous.status is not None else previous.communicators
+        for kind, group in self._groups.items():
+            if kind == "transfer" or group.size() == 1 or group.bound_device_id is not None:
+                continue
+            between = self.between(kind)
+            found = self.communicators.get(between) or known.get(between)
+            if found is None:
+                ranks = self._ranks[kind]
+                place = Place(str(group.group_name), ranks, ranks.index(self.rank), self._stores[kind])
+                found = make_communicator(place, seconds)
+            if between not in self.communicators:
+                self.communicators[between] = found
+                found.users += 1
+            found.serve(group)
+        new = [each for between, each in self.communicators.items() if between not in there]
+        kept = sum(each.users > 1 for each in new)
+        return Connections(len(new) - kept, kept, 1e3 * (time.perf_counter() - begin))
+
+    def disconnect(self) -> Callable[[], None]:
+        """Let its communicators go; what ends those that no other world has kept, as all their members have to."""
+        gone = [*self.communicators.values()]
+        self.communicators.clear()
+        for each in gone:
+            each.users -= 1
+        unused = [each for each in gone if each.users == 0]
+        return partial(end, unused, is_broken=self.status is not None and self.status.failure is not None)
 
     def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
         """Let go of the groups of some kinds, all other references to which are gone."""
@@ -150,8 +206,9 @@ def build_world(
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
-    and are never used again. A group of one rank costs no connection and no thread. own: groups of the user's that this
-    member is in, kind -> ranks; every member has to name them in the same order. engine, has_sequence: see `World`.
+    and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
+    connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
+    them in the same order. engine, has_sequence: see `World`.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
@@ -174,15 +231,20 @@ def build_world(
 def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
     """More groups of the user's for a world that is installed; all its members call it."""
     _hold_own(world, own, lambda kind, ranks, place: _made(store, world, kind, ranks, place, seconds))
+    world.connect(seconds)
     world.register()
 
 
 def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: int, seconds: float) -> Made:
     name = f"{world.name}_{kind}_{min(ranks)}"
-    if len(ranks) == 1 and kind != "default":
+    if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return make_fake_group(name, 0, 1)
     made = make_group(store, name, place, len(ranks), seconds)
-    return made if world.status is None or kind == "transfer" else watched(made, world.status)
+    if kind == "transfer":
+        return made
+    if world.status is not None:
+        return watched(made, world.status)
+    return (Pair(made[0]), made[1]) if is_accelerated() else made
 
 
 def _hold_own(
@@ -190,7 +252,7 @@ def _hold_own(
 ) -> None:
     for kind, ranks in own.items():
         if world.rank is not None and world.rank in ranks:
-            world.hold(kind, ranks, make(kind, ranks, ranks.index(world.rank)))
+            world.hold(kind, ranks, make(kind, ranks, ranks.index(world.rank)), is_of_user=True)
 
 
 def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], Made]) -> None:
@@ -231,19 +293,22 @@ def is_ours_installed() -> bool:
 def drop(world: World) -> threading.Thread:
     """Forget and shut down every group of `world`; harmless for groups that were never installed.
 
+    Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it: the
+    others are shut down together.
+
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
         world.status.is_closed = True
-    gone = world.give_up(world.kinds)
+    gone, disconnected = world.give_up(world.kinds), world.disconnect()
     if parallel_state.points_at(gone):
         parallel_state.forget()
     for group in gone:
         unregister(group)
     del group
-    return tear_down(gone)
+    return tear_down(gone, disconnected)
 
 
 @dataclass(frozen=True)

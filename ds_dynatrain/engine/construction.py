@@ -89,8 +89,9 @@ class Construction:
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, status
             store, number = entry.background.store, job.number
             world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
-        install(world)
         try:
+            world.connect(job.settings.timeout_seconds)
+            install(world)
             return _engine_in(world, world, given)
         except BaseException:
             entry.launch.install()

@@ -41,7 +41,7 @@ class CertificateSummary:
 @dataclass(frozen=True)
 class SwitchEvent:
     """One switch, over all of its members: byte counts are sums, phases and pause those of the member that
-    reports, the certificate's time and memory the largest of any member."""
+    reports, all else that is measured the largest of any member."""
 
     outcome: Outcome
     generation: int
@@ -68,6 +68,12 @@ class SwitchEvent:
     """The most that a member held between drain and release."""
     memory_bound_bytes: int = 0
     """What it was allowed to hold."""
+    communicators_built: int = 0
+    """Connections between members that were made anew for the accelerator; none on a CPU."""
+    communicators_kept: int = 0
+    """Those that were handed on, as their members stayed the same."""
+    connect_ms: float = 0.0
+    """How long making them took, inside of the phase `rebuild` (of a lean switch, of `verify`)."""
     recompile_ms: float | None = None
     """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
     None before that step, and where nothing is compiled."""
@@ -112,11 +118,18 @@ class SwitchEvent:
         notes = "".join(f"; warning: {warning}" for warning in self.warnings)
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
-        return f"{head} in {took}, {self._bytes()}, {self._proof()}{notes}"
+        return f"{head} in {took}, {self._bytes()}, {self._proof()}{self._connections()}{notes}"
 
     def _bytes(self) -> str:
         """Return what was sent, against the minimum."""
         return f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})"
+
+    def _connections(self) -> str:
+        """Return what was connected for an accelerator; nothing on a CPU."""
+        if not self.communicators_built + self.communicators_kept:
+            return ""
+        counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
+        return f", communicators: {counts} ({self.connect_ms:.0f} ms)"
 
     def _proof(self) -> str:
         """Return what the certificate says."""

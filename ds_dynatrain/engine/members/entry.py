@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.adapters.process_groups import make_group
+from ds_dynatrain.adapters.process_groups import make_group, serve_host
 from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
 from ds_dynatrain.config import DynatrainConfig
@@ -88,6 +88,7 @@ class Entry:
 def with_launch(seconds: float, known: Membership | None) -> Entry:
     """With all processes of a launch, each of which makes its engines in the same order. known: of those before."""
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
+    serve_host(launch.group, store, seconds)
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
     control = Control(store, f"dynatrain/{number}", launch.member, seconds)
     return Entry(launch, control, control.clone(), launch.member, launch.size, known or FixedLaunch(), number)

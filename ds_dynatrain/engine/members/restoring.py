@@ -72,7 +72,9 @@ def _world_of(engine: EngineParts, proposal: Proposal, world: World, elastic: El
         sides = mine, members, members, seconds, layout, engine.vps.ties(layout)
         of_engine = own, number, engine.job.has_sequence
         store = engine.context.background.store
-        return build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine)
+        made = build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine)
+        made.connect(seconds)
+        return made
 
 
 def _is_overtaken(world: World, elastic: Elastic) -> bool:

@@ -94,6 +94,7 @@ class LeanTransaction(Meeting):
             path = self._written()
         with self.phase("verify"):
             self._read_back(path)
+            self.connect(self.session)
 
     def _written(self) -> str:
         """Save; the folder, known to all members of either world."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.communicators import Connections
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
@@ -20,13 +22,16 @@ from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
 
+SUMS = frozenset({"kept", "local", "sent"})
+"""What is added up over all members; of all else that is measured the event has the largest."""
+
 
 @dataclass
 class Outcome:
     """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
 
     certificate_ms: digests and census of both sides, without waiting for others.
-    is_rebuilt: whether the optimizer was taken off, be it put back on.
+    is_rebuilt: whether the optimizer was taken off, be it put back on. connections: to the next world's members.
     """
 
     committed: bool = False
@@ -40,8 +45,9 @@ class Outcome:
     phases_ms: dict[str, float] = field(default_factory=dict)
     certificate_ms: float = 0.0
     peak_memory: int = 0
+    connections: Connections = field(default_factory=Connections)
     over_all: dict[str, Any] = field(default_factory=dict)
-    """Over all members: bytes kept, local and sent together, the longest certificate, the most memory."""
+    """Over all members: bytes kept, local and sent together, of all else the longest and the most."""
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
@@ -53,13 +59,20 @@ class Outcome:
             "sent": stats.bytes_sent if stats else 0,
             "certificate_ms": self.certificate_ms,
             "peak_memory": self.peak_memory,
+            "communicators_built": self.connections.built,
+            "communicators_kept": self.connections.kept,
+            "connect_ms": self.connections.milliseconds,
         }
 
 
 def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What two parts have measured, as one."""
-    sums = {name: one[name] + other[name] for name in ("kept", "local", "sent")}
-    return {**sums, **{name: max(one[name], other[name]) for name in ("certificate_ms", "peak_memory")}}
+    sums = {name: one[name] + other[name] for name in SUMS}
+    return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
+
+
+def _nothing(one: None, other: None) -> None:
+    """All that is to be known is that they have come."""
 
 
 class Meeting:
@@ -82,6 +95,18 @@ class Meeting:
         agreement.wait_until_prepared(self.control, self.proposal, session.stop)
         agreement.meet(session, self.proposal, int(self.engine.global_steps), self.place)
         self.preparation.join()
+
+    def connect(self, session: Session) -> None:
+        """The next world's groups serve the accelerator, too; in between all members stand, and nothing is under way.
+
+        Where there is an accelerator; all members of either world call it. SwitchFailed if one of them does not come.
+        """
+        world = self.preparation.world
+        if not is_accelerated() or world is None:
+            return
+        synchronize()
+        session.reduce("connecting", None, _nothing, doing="connecting the next world's members")
+        self.outcome.connections = world.connect(self.control.timeout_seconds, self.old_world)
 
     def warn_of_last_gradients(self) -> None:
         """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""

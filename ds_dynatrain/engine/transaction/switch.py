@@ -261,6 +261,7 @@ class Transaction(Meeting):
 
     def _rebuild(self) -> None:
         """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
+        self.connect(self.session)
         world, old_world = self.preparation.world, self.old_world
         if self.source_rank is not None and old_world is not None:
             self.swap.off(lambda: self._back(old_world))

@@ -1,0 +1,128 @@
+"""What groups of a world have for the accelerator's device, beside gloo for the CPU: a back-end of its own library.
+
+One is dear (under NCCL a second and half a GiB), so there is one for all groups of the same members in the same order,
+and it is handed on from world to world while they stay. To make one beside running collectives may deadlock
+(NVIDIA/nccl#1082): `World.connect` belongs on the main thread, where all members stand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
+from torch.distributed import distributed_c10d as c10d
+
+from ds_dynatrain.adapters.device import compute_device, device_backend
+
+BUILT_IN = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+"""Back-ends that torch has itself, where it is built for them. Others register with it."""
+Kind = td.ProcessGroup.BackendType
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What a member has connected for one world, and how long it took."""
+
+    built: int = 0
+    kept: int = 0
+    milliseconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Communicator:
+    """The back-end of some members, in their order, on `device`. users: how many worlds have it, two while it is handed
+    on. since: when it was made; of two, all that are in both have made the same one first.
+    """
+
+    device: torch.device
+    kind: td.ProcessGroup.BackendType
+    backend: Backend
+    users: int = 0
+    since: int = field(default_factory=time.monotonic_ns)
+
+    def serve(self, group: td.ProcessGroup) -> None:
+        """Let a group of these members send the device's tensors by it."""
+        group.bound_device_id = self.device  # before it is registered: the back-end is told
+        group._register_backend(self.device, self.kind, self.backend)
+
+
+def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
+    """All their members call it. is_broken: one of these is gone, or a collective has failed."""
+    for each in sorted(communicators, key=lambda each: each.since):
+        each.backend.abort() if is_broken else each.backend.shutdown()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a communicator is made from: the ranks that are in it, this one's place among them, and the group's name."""
+
+    name: str
+    ranks: Sequence[int]
+    place: int
+    store: Store
+
+
+def make_communicator(where: Place, seconds: float) -> Communicator:
+    """A new one, connected as far as its library does that ahead; all of its members call it.
+
+    seconds: how long it waits for them; its collectives wait as long as in any DeepSpeed job. RuntimeError, after it
+    was aborted, where it cannot be connected, and where torch does not know the accelerator's back-end.
+    """
+    device, name = compute_device(), device_backend()
+    own: Any = where.store
+    store = PrefixStore(f"{name}/", own.clone())
+    store.set_timeout(timedelta(seconds=seconds))
+    make, kind = _maker(name)
+    made = Communicator(device, kind, make(store, where))
+    try:
+        if made.backend.supports_splitting:  # as torch: those that can build at once
+            made.backend.eager_connect_single_device(device)
+    except BaseException:
+        end([made], is_broken=True)
+        raise
+    return made
+
+
+def _maker(name: str) -> tuple[Callable[[Store, Place], Backend], td.ProcessGroup.BackendType]:
+    """As `torch.distributed` makes a back-end for one device, without its global state."""
+    built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
+    if built_in is not None:
+        return lambda store, where: _built_in(built_in, store, where), getattr(Kind, name.upper())
+    plugin = td.Backend._plugins.get(name.upper())
+    if plugin is None:
+        known = ", ".join(sorted(each.lower() for each in td.Backend._plugins)) or "none"
+        raise RuntimeError(
+            f"the accelerator {compute_device().type} communicates by {name!r}, which torch "
+            f"{torch.__version__} was not built with and nobody has registered (registered: {known}); import the "
+            "package that brings it, or take a torch that is built for the accelerator"
+        )
+    return lambda store, where: _registered(plugin, store, where), Kind.CUSTOM
+
+
+def _built_in(kind: Any, store: Store, where: Place) -> Backend:
+    options = kind.Options()
+    options._timeout = default_pg_timeout
+    options.global_ranks_in_group, options.group_name = list(where.ranks), where.name
+    made: Backend = kind(store, where.place, len(where.ranks), options)
+    if kind.__name__ == BUILT_IN["nccl"]:  # as torch does
+        made._set_sequence_number_for_group()
+    return made
+
+
+def _registered(plugin: Any, store: Store, where: Place) -> Backend:
+    if not plugin.extended_api:
+        made: Backend = plugin.creator_fn(store, where.place, len(where.ranks), default_pg_timeout)
+        return made
+    options: Any = _DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, where.place, len(where.ranks)
+    options.timeout, options.group_id = default_pg_timeout, where.name
+    options.global_ranks_in_group = list(where.ranks)
+    made = plugin.creator_fn(options, None)
+    return made
