@@ -9,28 +9,10 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as td
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_map_only
 
 from tests.device import accelerator, lab
-
-
-def pair_groups() -> None:
-    """Give groups made by hand collectives for the device."""
-    from ds_dynatrain.adapters import process_groups
-
-    around = process_groups._around
-
-    def pair(backends: Any, kind: Any, store: Any, name: str, *rest: Any) -> Any:
-        group = around(backends, kind, store, name, *rest)
-        if list(backends) == [torch.device("cpu")]:
-            staged = lab.load().staged(backends[torch.device("cpu")])
-            group._register_backend(torch.device(lab.NAME), td.ProcessGroup.BackendType.CUSTOM, staged)
-            group._set_group_name(name)
-        return group
-
-    process_groups._around = pair
 
 
 def move_batches() -> None:
@@ -47,7 +29,6 @@ def move_batches() -> None:
 if __name__ == "__main__":
     accelerator.use()
     move_batches()
-    pair_groups()
     from tests.engine import rank_process
 
-    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=f"cpu:gloo,{lab.NAME}:{lab.BACKEND}")
+    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=lab.BACKEND)
