@@ -1,8 +1,8 @@
 """DeepSpeed's compiled operators, and the test device: built once, before any rank asks for one.
 
 DeepSpeed compiles an operator at its first use, under a lock file that a killed process leaves behind; so the test
-process has it built first, into a folder that only tests use: beside the first tests, which keep one core busy. About a
-minute each on a fresh machine, nothing afterwards.
+process has it built first, into a folder that only tests with this torch use: beside the first tests, which keep one
+core busy. About a minute each on a fresh machine, nothing afterwards.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from threading import Timer
 
@@ -20,7 +21,7 @@ import pytest
 
 BUILD_SECONDS = 280
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "build" / "torch_extensions"
+FOLDER = ROOT / "build" / "torch_extensions" / metadata.version("torch")
 BUILT = "built"
 BUILD = f"""
 import sys
