@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynatrain.adapters.children import without_memory
+from ds_dynatrain.adapters.device import HOST
 from ds_dynatrain.adapters.meta import seeded
 from ds_dynatrain.adapters.pipeline import giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.stage_module import build_layers
@@ -151,7 +152,9 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
         if any(mark[:2] != marks[0][:2] for mark in marks):
             raise UnsupportedError(f"buffer {name!r} has another shape or type where another stage builds its layer")
         if any(mark != marks[0] for mark in marks):
-            td.broadcast(held, owners.get(layer_of(name), 0))
+            value = held.detach().to(HOST, copy=True)  # its own layers' lie where the user has them, others may not
+            td.broadcast(value, owners.get(layer_of(name), 0))
+            held.copy_(value)
 
 
 def _mark(held: torch.Tensor) -> list[str]:
