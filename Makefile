@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-deepspeed test-torch chaos simulate lint types format bench bench-checkpoint compare feasibility clean
+.PHONY: help install demo test test-all test-device test-deepspeed test-torch chaos simulate lint types format bench bench-checkpoint compare feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -63,6 +63,10 @@ test: $(STAMP)  ## run the tests, the long sets apart
 
 test-all: $(STAMP)  ## run all tests: every combination, long chains
 	$(BIN)/python -m pytest -m '' $(ARGS)
+
+test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, and all of tests/engine
+	$(BIN)/python -m pytest -m '' tests/device $(ARGS)
+	$(BIN)/python -m pytest -m '' --on-device tests/engine $(ARGS)
 
 test-deepspeed: $(OTHER)/.installed  ## run the core of the tests with another DeepSpeed: VERSION=0.18.9
 	PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(OTHER)/extensions) $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)

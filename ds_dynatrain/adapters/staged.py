@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynatrain.adapters.children import without_memory
+from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.meta import seeded
 from ds_dynatrain.adapters.pipeline import giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.stage_module import build_layers
@@ -145,13 +146,19 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Every process takes the owner's value of a buffer that differs: one that a constructor draws, say."""
+    """Every process takes the owner's value of a buffer that differs: one that a constructor draws, say.
+
+    All of them are on the device then, as DeepSpeed has put those of the process's own stage.
+    """
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]
         if any(mark[:2] != marks[0][:2] for mark in marks):
             raise UnsupportedError(f"buffer {name!r} has another shape or type where another stage builds its layer")
         if any(mark != marks[0] for mark in marks):
-            td.broadcast(held, owners.get(layer_of(name), 0))
+            value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
+            td.broadcast(value, owners.get(layer_of(name), 0))
+            held.copy_(value)
+        held.data = held.data.to(compute_device())
 
 
 def _mark(held: torch.Tensor) -> list[str]:
