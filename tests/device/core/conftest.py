@@ -10,3 +10,15 @@ from tests.engine.pool import RankPool
 @pytest.fixture(scope="session")
 def pool(lab_pool: RankPool) -> RankPool:
     return lab_pool
+
+
+LONG = ("chain_of_20", "accumulation_is_exact", "no_trace[bf16")
+"""Parts of the names of cases that `make test-device` runs, and `make test` does not: it has them on the CPU."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones of this folder are of the full set."""
+    for item in items:
+        if item.path.parent.name == "core" and any(part in item.name for part in LONG):
+            item.add_marker(pytest.mark.full)
