@@ -199,7 +199,10 @@ CORE = {
     "faults": "faults",
     "checkpoints": "save_after_a_switch",
     "offload": "offload",
-    "axes": "pipe or tensor or expert or sequence",
+    "pipe": "pipe",
+    "tensor": "tensor_parallel",
+    "expert": "test_expert",
+    "sequence": "sequence_parallel",
 }
 """A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
 

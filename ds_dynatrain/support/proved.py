@@ -48,6 +48,7 @@ HARDWARE: Mapping[tuple[str, str], Proof] = {("cuda", "digests"): _H100}
 """(accelerator, part) -> the run. A pair that is not here never ran."""
 
 _CORE = "tests/device/core/test_core.py"
+_AXES = "tests/device/core/test_axes.py"
 _MEMORY = "tests/device/test_switch_memory.py"
 
 ON_TEST_DEVICE: Mapping[str, str] = {
@@ -56,6 +57,10 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "members": _CORE,
     "offload": f"{_MEMORY}::test_no_third_copy_is_made",
     "checkpoints": _CORE,
+    "pipe": f"{_AXES}::test_pipe",
+    "tensor": f"{_AXES}::test_tensor_parallel",
+    "expert": f"{_AXES}::test_expert",
+    "sequence": f"{_AXES}::test_sequence_parallel",
     "fused": f"{_MEMORY}::test_counts_of_fused_optimizers_stay_on_the_device",
 }
 """Part -> its test there."""

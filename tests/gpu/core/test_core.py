@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from tests.device.core.test_axes import *  # noqa: F403
 from tests.device.core.test_core import *  # noqa: F403
