@@ -107,9 +107,9 @@ COLLECTIVES: dict[str, Callable[[Put, Any], Begun]] = {
 
 
 @contextmanager
-def pair() -> Iterator[Any]:
-    """A group of all ranks with collectives for tensors of both kinds."""
-    group = td.new_group(backend=f"cpu:gloo,{lab.NAME}:{lab.BACKEND}")
+def group_of(backend: str) -> Iterator[Any]:
+    """A group of all ranks."""
+    group = td.new_group(backend=backend)
     try:
         yield group
     finally:
@@ -129,7 +129,7 @@ def wait(work: Any) -> None:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_numbers_are_those_of_gloo(name: str) -> None:
-    with pair() as group:
+    with group_of(f"cpu:gloo,{lab.NAME}:{lab.BACKEND}") as group:
         sides = []
         for put in (torch.clone, on_device):
             results, work = COLLECTIVES[name](put, group)
@@ -164,5 +164,6 @@ def test_objects_and_barriers() -> None:
 
 
 def test_a_tensor_of_the_host_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        td.all_reduce(torch.ones(1))
+    with group_of(lab.BACKEND) as group:
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            td.all_reduce(torch.ones(1), group=group)
