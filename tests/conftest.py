@@ -50,6 +50,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on the device without hardware comes last: until it is compiled nobody need wait for it."""
+    items.sort(key=lambda item: "/device/" in item.path.as_posix())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin to compile what the tests will need; of several workers one does, and the others wait for its locks."""
     wanted = {name for item in session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
