@@ -7,9 +7,11 @@ hangs or kills a rank fails alone: the ranks are started anew for the next one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from tests.ops import surroundings
 ROOT = Path(__file__).parents[2]
 SLOW = {"transformers": "transformers.models.mixtral.modeling_mixtral"}
 """What ranks would import, a second each: before they are forked, if a test of this session has the first."""
+PORTS = 20_000, 32_000
 START_SECONDS = 120.0
 CASE_SECONDS = 60.0
 GRACE_SECONDS = 3.0
@@ -66,6 +69,15 @@ class Rank:
         with self.log.open("rb") as file:
             file.seek(since)
             return file.read().decode(errors="replace")[-LOG_CHARACTERS:]
+
+
+def free_port() -> int:
+    """One that nobody listens at, and that no connection is given: the system gives those from 32768 on."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class Nursery:
@@ -213,9 +225,7 @@ class RankPool:
             return
         if self.nursery is None:
             self.nursery = Nursery(self.folder / "nursery.log", self.accelerator, self.module)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.starts += 1
         files = [self.folder / f"{self.starts}_{rank}.log" for rank in range(self.size)]
         try:
