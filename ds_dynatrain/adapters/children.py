@@ -34,8 +34,7 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     device = compute_device()
 
     def memory(held: nn.Parameter) -> torch.Tensor:
-        is_free = device == HOST
-        return torch.empty(held.shape, dtype=dtype) if is_free else stand_in(held.shape, dtype, device)
+        return torch.empty(held.shape, dtype=dtype) if device == HOST else stand_in(held.shape, dtype, device)
 
     return _over(module, memory)
 

@@ -60,7 +60,7 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """What a communicator is made from: the ranks that are in it, this one's place among them, and the group's name."""
 
     name: str
@@ -69,7 +69,7 @@ class Place:
     store: Store
 
 
-def make_communicator(where: Place, seconds: float) -> Communicator:
+def make_communicator(where: Endpoint, seconds: float) -> Communicator:
     """A new one, connected as far as its library does that ahead; all of its members call it.
 
     seconds: how long it waits for them; its collectives wait as long as in any DeepSpeed job. RuntimeError, after it
@@ -90,7 +90,7 @@ def make_communicator(where: Place, seconds: float) -> Communicator:
     return made
 
 
-def _maker(name: str) -> tuple[Callable[[Store, Place], Backend], td.ProcessGroup.BackendType]:
+def _maker(name: str) -> tuple[Callable[[Store, Endpoint], Backend], td.ProcessGroup.BackendType]:
     """As `torch.distributed` makes a back-end for one device, without its global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
     if built_in is not None:
@@ -106,7 +106,7 @@ def _maker(name: str) -> tuple[Callable[[Store, Place], Backend], td.ProcessGrou
     return lambda store, where: _registered(plugin, store, where), Kind.CUSTOM
 
 
-def _built_in(kind: Any, store: Store, where: Place) -> Backend:
+def _built_in(kind: Any, store: Store, where: Endpoint) -> Backend:
     options = kind.Options()
     options._timeout = default_pg_timeout
     options.global_ranks_in_group, options.group_name = list(where.ranks), where.name
@@ -116,7 +116,7 @@ def _built_in(kind: Any, store: Store, where: Place) -> Backend:
     return made
 
 
-def _registered(plugin: Any, store: Store, where: Place) -> Backend:
+def _registered(plugin: Any, store: Store, where: Endpoint) -> Backend:
     if not plugin.extended_api:
         made: Backend = plugin.creator_fn(store, where.place, len(where.ranks), default_pg_timeout)
         return made

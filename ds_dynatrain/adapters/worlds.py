@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
-from ds_dynatrain.adapters.communicators import Communicator, Connections, Place, end, make_communicator
+from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, end, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
@@ -145,7 +145,7 @@ class World:
             found = self.communicators.get(between) or known.get(between)
             if found is None:
                 ranks = self._ranks[kind]
-                place = Place(str(group.group_name), ranks, ranks.index(self.rank), self._stores[kind])
+                place = Endpoint(str(group.group_name), ranks, ranks.index(self.rank), self._stores[kind])
                 found = make_communicator(place, seconds)
             if between not in self.communicators:
                 self.communicators[between] = found

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters import communicators
-from ds_dynatrain.adapters.communicators import Communicator, Connections, Place, make_communicator
+from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, make_communicator
 from ds_dynatrain.adapters.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, serve_host, unregister
 from ds_dynatrain.adapters.watched import GroupStatus
@@ -462,7 +462,7 @@ def test_a_launch_with_a_cpu_stays_as_it_is() -> None:
 
 def test_a_back_end_that_nobody_has_is_an_error(accelerator: None) -> None:
     with pytest.raises(RuntimeError, match=f"communicates by '{NAME}', which torch .* nobody has registered"):
-        make_communicator(Place("here", (0, 1), 0, HashStore()), SECONDS)
+        make_communicator(Endpoint("here", (0, 1), 0, HashStore()), SECONDS)
 
 
 def test_those_of_torch_s_own_get_their_options(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +485,7 @@ def test_those_of_torch_s_own_get_their_options(accelerator: None, monkeypatch: 
 
     monkeypatch.setattr(communicators.c10d, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
     monkeypatch.setattr(Accelerator, "communication_backend_name", lambda self: "nccl")
-    made = make_communicator(Place("here", (4, 6), 1, HashStore()), SECONDS)
+    made = make_communicator(Endpoint("here", (4, 6), 1, HashStore()), SECONDS)
     options = {"_timeout": communicators.default_pg_timeout, "global_ranks_in_group": [4, 6], "group_name": "here"}
     assert seen == [(1, 2, options), "sequence", DEVICE]
     assert made.kind == td.ProcessGroup.BackendType.NCCL and made.device == DEVICE
