@@ -11,6 +11,7 @@ import pytest
 
 from ds_dynatrain.checkpoint.folder import latest
 from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.elastic.messages import Status
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import (
     Static,
@@ -182,6 +183,41 @@ def test_too_few_for_too_long(train: Callable[..., Job], tmp_path: Path) -> None
     assert f"exitcode: {int(Ending.TOO_FEW)}" in " ".join(log.split()), log[-3000:]
     made = max(row["step"] for row in job.rows("step")) + 1
     assert latest(tmp_path / "fallback") == f"step{made}"
+
+
+def test_one_that_comes_below_min_waits_with_the_others(
+    train: Callable[..., Job], static: Static, tmp_path: Path
+) -> None:
+    """3 -> 1 -> 2 -> 3 with MIN = 3: what is left is saved at once, nobody makes a step, and all go on together."""
+    kept = tmp_path / "kept"
+    job = train(nodes="3:4", block={"fallback": {"path": str(kept), "every_steps": 1000}})
+    job.coordinator("coordinator")
+    for name in "abc":
+        job.node(name, is_host=0)
+    job.settled(3)
+    steps_on(job)
+    for name in "bc":
+        job.kill(name, signal.SIGTERM)
+        job.code(name)
+    alone = job.wait(lambda: paused(job, 1), "a world of one")
+    made = max(row["step"] for row in job.rows("step")) + 1
+    job.wait(lambda: (latest(kept) or "").partition("-")[0] == f"step{made}", "a checkpoint of what is left")
+    job.node("d", is_host=0)
+    both = job.wait(lambda: paused(job, 2), "a world of two")
+    job.node("e", is_host=0)
+    after = job.settled(3, both.generation)
+    assert set(processes(after)) == {worker(job, name) for name in "ade"}
+    assert not job.steps(alone.generation) and not job.steps(both.generation)
+    finish(job)
+    check_history(job, static)
+
+
+def paused(job: Job, size: int) -> Status | None:
+    """A world below MIN that so many members have entered."""
+    status = job.status()
+    if status is None or not status.paused or len(status.members) != size:
+        return None
+    return status if all(one.entered == status.generation for one in status.members) else None
 
 
 def test_a_spare_steps_in_for_one_that_is_killed(train: Callable[..., Job], static: Static) -> None:

@@ -36,6 +36,7 @@ class Fallback:
         self._settings = settings = engine.settings.fallback
         self._due = None if settings is None else Due(engine, settings)
         self._asked = "", -1
+        self._standing, self._tries, self._is_saved = ("", -1), 0, False
         self._is_told = False
         self._termination: Termination | None = None
         if settings is not None and settings.on_sigterm and not PROCESS.membership.takes_sigterm:
@@ -72,9 +73,16 @@ class Fallback:
         return [self._saver, *(other._saver for other in others)]
 
     def save_now(self) -> None:
-        """Before all working members end: save, and wait for it. One that fails is logged."""
-        if self._settings is not None:
-            self._save(self._settings, self._saver.save, "/last")
+        """Where training stands still or ends, on all working members: save this step, and wait for it.
+
+        Nothing if this has saved it already. A save that fails is logged, and the next call tries it again.
+        """
+        now = self.engine.segment, self.engine.global_steps
+        if self._standing != now:
+            self._standing, self._tries, self._is_saved = now, 0, False
+        if self._settings is not None and not self._is_saved:
+            self._tries += 1
+            self._is_saved = self._save(self._settings, self._saver.save, f"/now{self._tries}")
 
     def save_before_the_end(self) -> None:
         """Another engine of this process is about to end the script."""
@@ -84,10 +92,12 @@ class Fallback:
         with PROCESS.turn(self.engine):
             self.save_now()
 
-    def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> None:
+    def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> bool:
+        """Whether it was saved, or is being saved in the background."""
         engine = self.engine
         key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
         others = self._others() if PROCESS.membership.saves_jointly else []
+        is_saved = True
         try:
             if not others:
                 how(settings.path, None, key, "", settings.keep)
@@ -99,7 +109,9 @@ class Fallback:
         except CheckpointError as error:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
+            is_saved = False
         engine.settle_fallback()
+        return is_saved
 
     def save_beside(self, tag: str, key: str, in_background: bool) -> None:
         """The first engine saves just now, under that tag: this one, too. CheckpointError if it cannot."""

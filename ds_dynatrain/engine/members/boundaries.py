@@ -74,10 +74,12 @@ class Boundaries:
                 other.is_discarded = False
         if not self.first.idle and not self.first.has_open_window and not self._others_are_busy():
             self._work()
-        if self.first.idle:
+        while self.first.idle:
             self._wait_for_work()
             self.first.settle_fallback()
             self._form_anew_if_aborted()  # somebody died just when this member got its share
+            if self._is_paused:
+                self._work()
         last = self.first.last_switch
         pause_ms = 0.0 if last is None else last.pause_ms
         self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms)
@@ -114,8 +116,11 @@ class Boundaries:
         return bool(busy)
 
     def _work(self) -> None:
-        """On a working member; below MIN it holds the state and makes no step, until others come or it is too long."""
-        begin, seconds = time.monotonic(), self.elastic.wait_seconds
+        """On a working member; below MIN it makes no step, until others come or it is too long.
+
+        It holds the state, and saves it at once: the last nodes may go without a word, too.
+        """
+        begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
             self._save(self.first.fallback.at_boundary)
             self._advance()
@@ -125,6 +130,9 @@ class Boundaries:
             self.executor.say_once(
                 f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s"
             )
+            if standing != self.first.segment:  # once in each world, on all of its members
+                standing = self.first.segment
+                self._save(self.first.fallback.save_now)
             if time.monotonic() - begin > seconds:
                 self._save(self.first.fallback.save_now)
                 logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
