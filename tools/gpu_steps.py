@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from launch import launch
 
 Found = dict[str, Any]
 NBYTES = 1 << 30
@@ -176,6 +177,53 @@ def nccl() -> Found:
     return found
 
 
+RANKS, LAUNCH_SECONDS = 4, 280
+BUDGET_BYTES = SPARE_BYTES = 64 << 20
+START = {"data": 2, "zero_stage": 1}
+CHANGES = {"2→4": {"data": 4}, "4→2": {"data": 2}, "stage 1→3": {"zero_stage": 3}, "stage 3→1": {"zero_stage": 1}}
+"""One after the other, from `START` and back."""
+Note = dict[str, Any]
+"""What a rank says of one switch: see `gpu_switch_ranks.py`."""
+
+
+def pauses(dtype: str, size: str = "125M", device: str = "cuda") -> Found:
+    """Switches of four ranks that share the card: pauses, communicators, and what is allocated at the peak."""
+    walk = [{"name": name, "target": to, "mode": mode} for mode in ("now", "ahead") for name, to in CHANGES.items()]
+    given = {"device": device, "size": size, "dtype": dtype, "walk": walk, "start": START, "budget": BUDGET_BYTES}
+    accelerator = device if device != "lab" else "cpu"
+    notes = launch("gpu_switch_ranks.py", RANKS, LAUNCH_SECONDS, accelerator=accelerator, **given)
+    return pauses_of([note for member in notes.values() for note in member])
+
+
+def pauses_of(notes: list[Note]) -> Found:
+    """By change: pauses and communicators of those asked for ahead, memory of the others, on the fullest member."""
+    found: Found = {}
+    for name in CHANGES:
+        of_change = [note for note in notes if note["change"]["name"] == name]
+        event = next(note["event"] for note in of_change if note["change"]["mode"] == "ahead")
+        fullest = max((note for note in of_change if note["change"]["mode"] == "now"), key=above)
+        phases = ", ".join(f"{phase} {took:.0f}" for phase, took in event["phases_ms"].items())
+        found[name] = f"{event['pause_ms']:.0f} ms ({phases})"
+        found[f"{name}, communicators"] = (
+            f"{event['communicators_built']} built, {event['communicators_kept']} kept, {event['connect_ms']:.0f} ms, "
+            f"{event['connect_pause_ms']:.0f} of them in the pause"
+        )
+        found[f"{name}, peak MiB"] = f"{fullest['peak'] / 2**20:.0f}, allowed {allowed(fullest) / 2**20:.0f}"
+    worst = max(above(note) for note in notes if note["change"]["mode"] == "now")
+    found["memory at the peak"] = "within the bound" if worst <= 0 else f"{worst / 2**20:.0f} MiB above the bound"
+    return found
+
+
+def allowed(note: Note) -> int:
+    """Bytes that may be there at the peak: what was there, what the target adds to the source, the budget, 64 MiB."""
+    return int(note["before"] + note["both"] - note["source"] + BUDGET_BYTES + SPARE_BYTES)
+
+
+def above(note: Note) -> int:
+    """Bytes above that, negative below."""
+    return int(note["peak"]) - allowed(note)
+
+
 def builds() -> Found:
     """Seconds that DeepSpeed's operators take to compile here."""
     from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
@@ -239,6 +287,7 @@ STEPS: dict[str, Callable[[], Found]] = {
     "digests": digests,
     "packing": packing,
     "nccl": nccl,
+    **{f"pauses {dtype}": partial(pauses, dtype) for dtype in ("fp32", "bf16")},
     "builds": builds,
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},

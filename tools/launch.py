@@ -14,31 +14,33 @@ from typing import Any
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
 }
 
 
-def launch(script: str, processes: int, limit_seconds: float, **arguments: Any) -> dict[int, list[dict[str, Any]]]:
+def launch(
+    script: str, processes: int, limit_seconds: float, accelerator: str = "cpu", **arguments: Any
+) -> dict[int, list[dict[str, Any]]]:
     """Run `script` in `processes` ranks as `script OUT ARGUMENTS` and return the lines that each wrote, by member.
 
-    arguments travel as JSON. SystemExit with the end of the output if a rank fails or the time is up.
+    accelerator: DeepSpeed's name of what they compute on. arguments travel as JSON. SystemExit with the end of the
+    output if a rank fails or the time is up.
     """
     with tempfile.TemporaryDirectory(prefix="dynatrain-bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += [str(HERE / script), folder, json.dumps(arguments)]
-        status, output = _run(command, limit_seconds)
+        status, output = _run(command, limit_seconds, accelerator)
         if status:
             raise SystemExit(f"{script} ended with {status}:\n{output[-12000:]}")
         return {int(file.stem): _lines(file) for file in sorted(Path(folder).glob("*.jsonl"))}
 
 
-def _run(command: list[str], limit_seconds: float) -> tuple[int, str]:
+def _run(command: list[str], limit_seconds: float, accelerator: str) -> tuple[int, str]:
     """(exit status, output); whatever ends this process ends the launch too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": accelerator}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -2,13 +2,14 @@
 
 One is dear (under NCCL a second and half a GiB), so there is one for all groups of the same members in the same order,
 and it is handed on from world to world while they stay. To make one beside running collectives may deadlock
-(NVIDIA/nccl#1082): `World.connect` belongs on the main thread, where all members stand.
+(NVIDIA/nccl#1082): `World.connect` belongs where all members stand.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,20 +20,29 @@ from deepspeed.constants import default_pg_timeout
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.device import compute_device, device_backend
+from ds_dynatrain.adapters.device import compute_device, device_backend, start_thread
 
 BUILT_IN = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch has itself, where it is built for them. Others register with it."""
 Kind = td.ProcessGroup.BackendType
+LOOK_SECONDS = 0.1
+"""Between two looks whether another member has failed."""
+SPARE_SECONDS = 5.0
+"""How much longer a library looks for its peers than it is waited for: the words for who is missing are ours."""
+
+
+def go_on() -> None:
+    """For waits that nobody can give up."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """What a member has connected for one world, and how long it took."""
+    """What a member has connected for one world, and how long it took. is_ahead: before the pause of the switch."""
 
     built: int = 0
     kept: int = 0
     milliseconds: float = 0.0
+    is_ahead: bool = False
 
 
 @dataclass(eq=False)
@@ -54,7 +64,7 @@ class Communicator:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """All their members call it. is_broken: one of these is gone, or a collective has failed."""
+    """All their members call it. is_broken: one of these is gone or may not have it, or a collective has failed."""
     for each in sorted(communicators, key=lambda each: each.since):
         each.backend.abort() if is_broken else each.backend.shutdown()
 
@@ -69,16 +79,61 @@ class Endpoint:
     store: Store
 
 
-def make_communicator(where: Endpoint, seconds: float) -> Communicator:
+def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
     """A new one, connected as far as its library does that ahead; all of its members call it.
 
-    seconds: how long it waits for them; its collectives wait as long as in any DeepSpeed job. RuntimeError, after it
-    was aborted, where it cannot be connected, and where torch does not know the accelerator's back-end.
+    seconds: how long it waits for them; its collectives wait as long as in any DeepSpeed job. stop: called meanwhile;
+    it may raise. RuntimeError, after it was aborted, where it cannot be connected in that time, and where torch does
+    not know the accelerator's back-end.
+
+    A library may wait for a peer without end, so it does that in a thread, which is left to itself if need be: what it
+    still makes is aborted.
     """
+    found: Future[Communicator] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(_connected(where, seconds + SPARE_SECONDS))
+        except BaseException as error:
+            found.set_exception(error)
+
+    thread, end_at = start_thread(run, "dynatrain-connect"), time.monotonic() + seconds
+    try:
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            stop()
+            if time.monotonic() > end_at and not found.done():
+                raise RuntimeError(
+                    f"{device_backend()} has not connected ranks {list(where.ranks)} of {where.name} within "
+                    f"{seconds:g} s; {_missing(where)}"
+                )
+        return found.result()
+    except BaseException:
+        found.add_done_callback(_abort)
+        raise
+
+
+def _abort(found: Future[Communicator]) -> None:
+    if found.exception() is None:
+        end([found.result()], is_broken=True)
+
+
+def _missing(where: Endpoint) -> str:
+    """Who has not begun; where all have, who is not through."""
+    for step in ("begun", "done"):
+        absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
+        if absent:
+            return f"not {step}: {absent}"
+    return "all of them are through by now"
+
+
+def _connected(where: Endpoint, seconds: float) -> Communicator:
     device, name = compute_device(), device_backend()
     own: Any = where.store
-    store = PrefixStore(f"{name}/", own.clone())
+    base = own.clone()
+    store = PrefixStore(f"{name}/", base)
     store.set_timeout(timedelta(seconds=seconds))
+    base.set(f"begun/{where.place}", "")
     make, kind = _maker(name)
     made = Communicator(device, kind, make(store, where))
     try:
@@ -87,6 +142,7 @@ def make_communicator(where: Endpoint, seconds: float) -> Communicator:
     except BaseException:
         end([made], is_broken=True)
         raise
+    base.set(f"done/{where.place}", "")
     return made
 
 

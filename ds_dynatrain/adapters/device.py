@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -37,17 +38,33 @@ def device_backend() -> str:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that was queued; nothing on a CPU."""
-    if is_accelerated():
+    """Wait until the device has done all that was queued; nothing on a CPU, and while a graph is captured, which that
+    would break off: there nothing is switched.
+    """
+    if is_accelerated() and not is_capturing():
         get_accelerator().synchronize()
+
+
+def is_capturing() -> bool:
+    """Whether the present stream records a graph (`torch.cuda.graph`) instead of running."""
+    asked = _of_torch("is_current_stream_capturing")
+    return asked is not None and bool(asked())
 
 
 def free_bytes() -> int:
     """Memory that this process may still take on its accelerator: what the driver has free, and what torch's allocator
-    holds and does not use.
+    holds and does not use. Where torch cannot ask the driver, memory of other processes is not known.
     """
-    accelerator = get_accelerator()
-    return int(accelerator.available_memory() + accelerator.memory_reserved() - accelerator.memory_allocated())
+    accelerator, asked = get_accelerator(), _of_torch("mem_get_info")
+    if asked is None:
+        return int(accelerator.total_memory() - accelerator.memory_allocated())
+    return int(asked()[0] + accelerator.memory_reserved() - accelerator.memory_allocated())
+
+
+def _of_torch(name: str) -> Callable[[], Any] | None:
+    """A function of torch's module for the accelerator, which not every one has; None on a CPU."""
+    module = getattr(torch, compute_device().type, None) if is_accelerated() else None
+    return getattr(module, name, None)
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:

@@ -64,7 +64,7 @@ NAMES: Names = {
     """,
     "deepspeed.runtime.zero.partition_parameters:GatheredParameters": "__enter__",
     "deepspeed.runtime.zero.partition_parameters:Init": """
-        param_id num_persisted_parameters num_persisted_elements apply_param_persistence
+        param_id num_persisted_parameters num_persisted_elements apply_param_persistence _partition_param
     """,
     "deepspeed.runtime.zero.partition_parameters": """
         InsertPostInitMethodToModuleSubClasses top_level_context shutdown_init_context restore_init_context

@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed.comm.comm as ds_comm
 import torch
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero.partition_parameters import Init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynatrain.adapters.replaced import replaced
@@ -31,6 +32,7 @@ _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _IN_PLACE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 _FRESH = {_aten.full.default, _aten.cat.default, _aten.clone.default, _aten._to_copy.default}
+_EMPTY = _aten.empty.memory_format
 _NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 
 
@@ -38,14 +40,24 @@ class NoAllocMode(TorchDispatchMode):
     """Large fresh tensors are reserved, not written; large copies into existing ones are skipped.
 
     On the host zeros stay zeros (memory that the operating system hands out zeroed). A device has no memory that is not
-    there, so a large tensor on it is a stand-in: one element that has the shape. What nobody replaces would be written
-    to in training, which torch refuses. keeps_zeros: whether the optimizer that is built keeps tensors that it makes
-    of zeros; they are real then. Small tensors behave as always.
+    there, so a large tensor on it is a stand-in, one element that has the shape; a part that ZeRO-3 cuts from a
+    parameter, too. What nobody replaces would be written to in training, which torch refuses. keeps_zeros: whether the
+    optimizer that is built keeps tensors that it makes of zeros; they are real then. Small tensors behave as always.
     """
 
     def __init__(self, keeps_zeros: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeps_zeros = keeps_zeros
+        self._cuts = False
+
+    @contextmanager
+    def cutting(self) -> Iterator[None]:
+        """Inside the block a parameter is cut: what is made empty on a device is its part, and a stand-in, too."""
+        self._cuts = True
+        try:
+            yield
+        finally:
+            self._cuts = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,6 +69,10 @@ class NoAllocMode(TorchDispatchMode):
         if func is _aten.view.dtype and is_stand_in(args[0]):  # which torch refuses: its one element is of its type
             *rows, last = args[0].shape
             return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
+        if func is _EMPTY and self._cuts:
+            part = _outline(func, args, kwargs)
+            if part is not None and part.numel >= LARGE and part.device.type not in ("cpu", "meta"):
+                return stand_in(part.shape, part.dtype, part.device)
         if func not in _NO_ALLOC:
             return func(*args, **kwargs)
         made = _outline(func, args, kwargs)
@@ -82,7 +98,7 @@ class _Outline:
 
 
 def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outline | None:
-    """Of one of `_NO_ALLOC`; None for what is let through: values besides zero, and rows that are joined."""
+    """Of one of `_NO_ALLOC` or `empty`; None for what is let through: values besides zero, and rows that are joined."""
     if func is _aten.full.default:
         if args[1] != 0:
             return None
@@ -91,7 +107,7 @@ def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outli
         if any(part.dim() != 1 for part in args[0]):
             return None
         like, shape = args[0][0], (sum(part.numel() for part in args[0]),)
-    elif func is _aten.zeros.default:
+    elif func in (_aten.zeros.default, _EMPTY):
         like, shape = None, args[0]
     else:
         like, shape = args[0], args[1] if func is _aten.new_zeros.default else args[0].shape
@@ -183,12 +199,19 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
     It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
     all of its arguments, every parameter among them, for a message that is then not shown, which takes 0.1 s and more.
     """
+    mode, cut = NoAllocMode(keeps_zeros), Init._partition_param
+
+    def partition(*given: Any, **named: Any) -> Any:
+        with mode.cutting():
+            return cut(*given, **named)
+
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"))
         stack.enter_context(silent_communication())
         stack.enter_context(replaced(optimizer, "step", _nothing))
-        stack.enter_context(NoAllocMode(keeps_zeros))
+        stack.enter_context(replaced(Init, "_partition_param", partition))
+        stack.enter_context(mode)
         yield
 
 

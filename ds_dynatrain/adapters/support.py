@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
-from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated
+from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated, is_capturing
 from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -78,6 +78,8 @@ def refuse_at_boundary(host: Any) -> None:
         raise usage("open accumulation window").refused(have)
     if getattr(host.optimizer, "_coalesce_grad_reduction", False):
         raise usage("coalesce_grad_reduction").refused("a coalesce_grad_reduction window is open")
+    if is_capturing():
+        raise usage("a CUDA graph under capture").refused("a graph is being captured on the present stream")
     if host.engine.inside_no_sync_ctxt:
         raise usage("no_sync").refused("a no_sync window is open")
     refuse_moved_states(host)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
-from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, end, make_communicator
+from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, end, go_on, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
@@ -41,7 +41,6 @@ from ds_dynatrain.space import Layout
 NOTHING: Mapping[str, tuple[int, ...]] = {}
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
-
 
 Between = tuple[str, tuple[int, ...]]
 """Whom a communicator connects: members in the order of a group, and the kind of a group of the user's (one may be used
@@ -127,26 +126,26 @@ class World:
         members = tuple(self.members[rank] for rank in self.ranks(kind))
         return (kind if kind in self._of_user else "", members)
 
-    def connect(self, seconds: float, previous: World | None = None) -> Connections:
+    def lacks(self, previous: World | None) -> bool:
+        """Whether `connect` would make a communicator on this member."""
+        return any(self._known(kind, previous) is None for kind in self._unconnected())
+
+    def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
         """Let its groups serve the accelerator's device; all its ranks call it, while nothing else is under way.
 
         Communicators of `previous` are kept, in both, where their members stay in their order; which these are all
         members see alike. Nothing on a member without a rank, and where there is no accelerator. seconds: how long it
-        waits for the others. RuntimeError where that does not come about.
+        waits for the others; stop: called meanwhile, may raise. RuntimeError where that does not come about.
         """
-        if self.rank is None or not is_accelerated():
+        begin, there, kinds = time.perf_counter(), {**self.communicators}, self._unconnected()
+        if not kinds:
             return Connections()
-        begin, there = time.perf_counter(), {**self.communicators}
-        known = {} if previous is None or previous.status is not None else previous.communicators
-        for kind, group in self._groups.items():
-            if kind == "transfer" or group.size() == 1 or group.bound_device_id is not None:
-                continue
-            between = self.between(kind)
-            found = self.communicators.get(between) or known.get(between)
+        for kind in kinds:
+            group, between, found = self._groups[kind], self.between(kind), self._known(kind, previous)
             if found is None:
                 ranks = self._ranks[kind]
-                place = Endpoint(str(group.group_name), ranks, ranks.index(self.rank), self._stores[kind])
-                found = make_communicator(place, seconds)
+                place = Endpoint(str(group.group_name), ranks, ranks.index(self.rank or 0), self._stores[kind])
+                found = make_communicator(place, seconds, stop)
             if between not in self.communicators:
                 self.communicators[between] = found
                 found.users += 1
@@ -155,14 +154,28 @@ class World:
         kept = sum(each.users > 1 for each in new)
         return Connections(len(new) - kept, kept, 1e3 * (time.perf_counter() - begin))
 
-    def disconnect(self) -> Callable[[], None]:
+    def _unconnected(self) -> list[str]:
+        """Kinds of the groups that do not serve the accelerator yet; none where there is none."""
+        if self.rank is None or not is_accelerated():
+            return []
+        alone = {"transfer", *(kind for kind, ranks in self._ranks.items() if len(ranks) == 1)}
+        return [kind for kind, group in self._groups.items() if kind not in alone and group.bound_device_id is None]
+
+    def _known(self, kind: str, previous: World | None) -> Communicator | None:
+        """The communicator that there is for a group, in this world or in one that may hand it on."""
+        handed_on = {} if previous is None or previous.status is not None else previous.communicators
+        between = self.between(kind)
+        return self.communicators.get(between) or handed_on.get(between)
+
+    def disconnect(self, is_broken: bool) -> Callable[[], None]:
         """Let its communicators go; what ends those that no other world has kept, as all their members have to."""
         gone = [*self.communicators.values()]
         self.communicators.clear()
         for each in gone:
             each.users -= 1
         unused = [each for each in gone if each.users == 0]
-        return partial(end, unused, is_broken=self.status is not None and self.status.failure is not None)
+        has_failed = self.status is not None and self.status.failure is not None
+        return partial(end, unused, is_broken=is_broken or has_failed)
 
     def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
         """Let go of the groups of some kinds, all other references to which are gone."""
@@ -290,11 +303,11 @@ def is_ours_installed() -> bool:
     return is_ours(c10d._get_default_group())
 
 
-def drop(world: World) -> threading.Thread:
+def drop(world: World, is_broken: bool = False) -> threading.Thread:
     """Forget and shut down every group of `world`; harmless for groups that were never installed.
 
     Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it: the
-    others are shut down together.
+    others are shut down together; is_broken: or aborted, as some may lack one that this member has.
 
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
     Join it before the process ends.
@@ -302,7 +315,7 @@ def drop(world: World) -> threading.Thread:
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
         world.status.is_closed = True
-    gone, disconnected = world.give_up(world.kinds), world.disconnect()
+    gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
     if parallel_state.points_at(gone):
         parallel_state.forget()
     for group in gone:

@@ -18,6 +18,9 @@ from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout
 
 MOST_PLACES = 4
+CONNECTING = "connecting"
+IN_THE_PAUSE = -1
+"""For a step: communicators are made when the switch takes place."""
 
 
 class Board(Protocol):
@@ -154,9 +157,36 @@ def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahe
     return None if decided is None else int(decided)
 
 
+def connecting_step(
+    control: Control, proposal: Proposal, rank: int, step: int, is_needed: Callable[[], bool]
+) -> int | None:
+    """The step before that of a switch at which its communicators are made; `IN_THE_PAUSE` if there is none, None while
+    that is open.
+
+    Rank 0 sets it to its next step once all are prepared, as in `meeting_step`. is_needed: whether it lacks one.
+    """
+    if proposal.at is None:
+        return IN_THE_PAUSE
+    key, is_late = f"{ahead_key(proposal)}/step", step + 1 >= proposal.at
+    if rank == 0 and (is_late or all_prepared(control, proposal)):
+        return int(control.decide(key, IN_THE_PAUSE if is_late or not is_needed() else step + 1))
+    decided = control.read(key)
+    return None if decided is None else int(decided)
+
+
 def key_of(proposal: Proposal) -> str:
     """Of what the members of both worlds do together in a switch."""
     return f"switch/{proposal.generation}"
+
+
+def ahead_key(proposal: Proposal) -> str:
+    """Of what they do together at a boundary before it."""
+    return f"ahead/{proposal.generation}"
+
+
+def is_connecting_ahead(board: Board, proposal: Proposal) -> bool:
+    """On a member that does not work: whether rank 0 stands where that is done (polled, no wait)."""
+    return board.all_posted(f"{ahead_key(proposal)}/{CONNECTING}/0", proposal.source_members[:1])
 
 
 def wait_for_rank_0(board: Board, proposal: Proposal) -> bool:

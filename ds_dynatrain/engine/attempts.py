@@ -24,6 +24,7 @@ from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.transaction.connecting import connect_ahead
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -125,6 +126,13 @@ class Attempts:
         said = warning(compute_device().type, parts_in_use(self.engine, proposal))
         if said:
             logger.warning(said)
+
+    def connect_ahead(self) -> None:
+        """Connect the next world's members at a boundary before that of the switch; if that fails, it is given up."""
+        decision = connect_ahead(self._prepared(), self.engine.world)
+        if not decision.commit:
+            self.give_up(decision.reason)
+        decision.raise_interrupt()
 
     def transact(self, place: str) -> None:
         """Take part in the switch that was prepared."""

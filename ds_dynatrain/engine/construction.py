@@ -95,7 +95,7 @@ class Construction:
             return _engine_in(world, world, given)
         except BaseException:
             entry.launch.install()
-            drop(world).join(job.settings.timeout_seconds)  # who was refused may ask again at once
+            drop(world, is_broken=True).join(job.settings.timeout_seconds)  # who was refused may ask again at once
             raise
 
     def _idle(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:

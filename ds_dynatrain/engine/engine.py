@@ -301,7 +301,8 @@ class DynatrainEngine(OverridingEngine):
             self._parts.job_epoch += 1
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the CPU.
+        """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the
+        device of `value` (of a plain number: the CPU).
 
         With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
         A collective of the working members. If the world is aborted in it, or the global batch is discarded, or

@@ -134,7 +134,8 @@ class Loaders:
             pair = PROCESS.membership.surviving(self.engine, lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
-        return (pair[0] / pair[1]).to(torch.float32)
+        found = (pair[0] / pair[1]).to(torch.float32)
+        return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     def _add_up(self, pair: torch.Tensor) -> torch.Tensor:
         world = self.engine.world

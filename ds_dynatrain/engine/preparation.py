@@ -16,6 +16,7 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
+from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.device import is_accelerated, start_thread
 from ds_dynatrain.adapters.memory import provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
@@ -77,7 +78,9 @@ class Preparation:
     member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
     `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
     groups; stop: called in every wait, raises if the switch will not come about; committed: called as soon as it has.
-    is_lean: nothing of the target is made, for it has to wait until the source is gone.
+    is_lean: nothing of the target is made, for it has to wait until the source is gone. connect_at: the step at which
+    the next world's members are connected, once that is decided (see `agreement.connecting_step`); connections: what
+    came of it.
     """
 
     proposal: Proposal
@@ -99,6 +102,8 @@ class Preparation:
     own_count: int = 0
     made: Made | None = None
     world: World | None = None
+    connect_at: int | None = None
+    connections: Connections | None = None
     number: int = 1
     has_sequence: bool = False
     neighbors: Neighbors | None = None
@@ -166,6 +171,10 @@ class Preparation:
             return Figures(*known["figures"])
         return Figures.of(self.plan(kinds)[0], self.budget_bytes)
 
+    def lacks(self, old_world: World | None) -> bool:
+        """Whether the next world needs communicators that the old one does not have; on this member."""
+        return self.world is not None and self.world.lacks(old_world)
+
     def transport(self) -> Transport:
         """Between all members of both worlds; after `join`. SwitchFailed if there is none."""
         if self.world is None or self.world.transfer is None:
@@ -189,7 +198,7 @@ class Preparation:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
         self.end_neighbors()
         if self.world is not None:
-            self.control.track_teardown(drop(self.world))
+            self.control.track_teardown(drop(self.world, is_broken=True))
             self.world = None
         self.buffers, self.mine, self.made = {}, {}, None
 

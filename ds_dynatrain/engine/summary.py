@@ -42,6 +42,7 @@ def event_of(
         communicators_built=everyone["communicators_built"],
         communicators_kept=everyone["communicators_kept"],
         connect_ms=everyone["connect_ms"],
+        connect_pause_ms=everyone["connect_pause_ms"],
         memory_bound_bytes=figures.peak_bytes if figures is not None else 0,
         certificate=certificate,
         reason=measured.reason,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.attempts import Attempts
@@ -131,11 +132,26 @@ class Switcher:
         PROCESS.membership.at_boundary(self.engine, place)
         PROCESS.sync_points.note()
 
+    def connects_ahead(self) -> bool:
+        """On a working member: whether it is to connect to the members of a switch to come now."""
+        preparation = self.engine.preparation
+        if preparation is None or preparation.connections is not None or not is_accelerated():
+            return False
+        proposal, step = preparation.proposal, self.engine.global_steps
+        if preparation.connect_at is None:
+            synchronize()  # the host may be ahead of its device, and so of what rank 0 has posted
+            given = preparation.board, proposal, self.engine.rank, step
+            preparation.connect_at = agreement.connecting_step(*given, lambda: preparation.lacks(self.engine.world))
+        at = preparation.connect_at
+        return at is not None and agreement.IN_THE_PAUSE < at <= step < (proposal.at or 0)
+
     def is_due(self, ahead: int = 1) -> bool:
         """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""
         if self.engine.preparation is None:
             return False
         proposal, step = self.engine.preparation.proposal, self.engine.global_steps
+        if proposal.at is None:
+            synchronize()  # as above
         meet = agreement.meeting_step(self.engine.preparation.board, proposal, self.engine.rank, step, ahead)
         return meet is not None and step >= meet
 
@@ -143,8 +159,10 @@ class Switcher:
         """On an idle member: take part in a switch that begins; let go of one that was given up."""
         if self.engine.preparation is None:
             return
-        proposal = self.engine.preparation.proposal
-        if agreement.wait_for_rank_0(self.engine.control, proposal):
+        preparation, proposal = self.engine.preparation, self.engine.preparation.proposal
+        if preparation.connections is None and agreement.is_connecting_ahead(self.engine.control, proposal):
+            self._attempts.connect_ahead()
+        elif agreement.wait_for_rank_0(self.engine.control, proposal):
             self._attempts.transact(place)
         else:
             self._see_given_up()

@@ -73,7 +73,9 @@ class SwitchEvent:
     communicators_kept: int = 0
     """Those that were handed on, as their members stayed the same."""
     connect_ms: float = 0.0
-    """How long making them took, inside of the phase `rebuild` (of a lean switch, of `verify`)."""
+    """How long making them took, at this boundary or at an earlier one."""
+    connect_pause_ms: float = 0.0
+    """What of it was in the pause, in the phase `rebuild` (of a lean switch, in `verify`): all of it, or nothing."""
     recompile_ms: float | None = None
     """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
     None before that step, and where nothing is compiled."""
@@ -129,7 +131,8 @@ class SwitchEvent:
         if not self.communicators_built + self.communicators_kept:
             return ""
         counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
-        return f", communicators: {counts} ({self.connect_ms:.0f} ms)"
+        ahead = "" if self.connect_pause_ms else ", before the pause"
+        return f", communicators: {counts} ({self.connect_ms:.0f} ms{ahead})"
 
     def _proof(self) -> str:
         """Return what the certificate says."""

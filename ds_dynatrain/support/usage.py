@@ -222,6 +222,12 @@ USAGE = (
         f"{_WINDOWS}::test_an_open_window_is_named_and_stays_as_it_is",
     ),
     _switch(
+        "a CUDA graph under capture",
+        "it records addresses that a switch replaces; one that is captured is not seen, see [GPUs](gpu.md)",
+        "end the capture before the boundary, and capture anew in engine.on_switch",
+        "no_switch_while_a_graph_is_captured",
+    ),
+    _switch(
         "GatheredParameters",
         "its parameters would change under it",
         "leave the block before the boundary",

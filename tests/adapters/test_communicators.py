@@ -65,6 +65,8 @@ class Log:
 
     rows: list[tuple[str, str, int]] = field(default_factory=list)
     fails: str = ""
+    hangs: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
 
     def of(self, what: str) -> list[str]:
         return [name for done, name, _ in self.rows if done == what]
@@ -86,6 +88,8 @@ class Recorded:
         assert device == DEVICE
         if self.log.fails and self.log.fails in self.name:
             raise RuntimeError("no way there")
+        if self.log.hangs and self.log.hangs == f"{self.name}, rank {self.rank}":
+            self.log.released.wait()
         self.note("connected")
 
     def shutdown(self) -> None:
@@ -306,6 +310,45 @@ def test_one_that_cannot_be_connected_is_aborted_and_the_others_shut_down(log: L
     }
 
 
+def test_what_hangs_is_left_to_itself_and_aborted_when_it_is_through(log: Log) -> None:
+    worlds = Job().build(Layout(data=2, tensor=2, zero_stage=1), range(4))
+    log.hangs, begin = "dynatrain_1_1_tensor_2, rank 1", time.monotonic()
+
+    def connect(place: int) -> str:
+        try:
+            worlds[place].connect(1.0)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    said = each(4, connect)
+    assert said[:3] == ["", "", ""] and time.monotonic() - begin < SECONDS
+    assert said[3] == f"{NAME} has not connected ranks [2, 3] of dynatrain_1_1_tensor_2 within 1 s; not done: [3]"
+    for world in worlds:
+        drop(world, is_broken=True).join()
+    assert not log.of("shutdown")
+    before = log.of("abort").count("dynatrain_1_1_tensor_2")
+    log.released.set()
+    end = time.monotonic() + SECONDS
+    while log.of("abort").count("dynatrain_1_1_tensor_2") == before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert Counter(log.of("made")) == Counter(log.of("abort")), "what is made is ended, once"
+
+
+def test_who_waits_leaves_when_another_one_has_failed(log: Log) -> None:
+    worlds = Job().build(Layout(data=2, zero_stage=1), (0, 1))
+    log.hangs, begin = "dynatrain_1_1_default_0, rank 0", time.monotonic()
+
+    def stop() -> None:
+        raise DynatrainError("member 1 has failed")
+
+    with pytest.raises(DynatrainError, match="member 1 has failed"):
+        worlds[0].connect(SECONDS, stop=stop)
+    assert time.monotonic() - begin < SECONDS / 2
+    log.released.set()
+    ended(worlds)
+
+
 def test_ending_is_left_to_the_thread_that_takes_groups_down(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     worlds, names = Job().start(Layout(data=2, zero_stage=1)), []
     monkeypatch.setattr(Recorded, "shutdown", lambda self: names.append(threading.current_thread().name))
@@ -333,7 +376,8 @@ def meeting(job: Job, world: World, old: World | None, member: int, union: Seque
     """One member's part of a switch, as far as it connects."""
     board = Control(job.store, "board", member, SECONDS)
     proposal = SimpleNamespace(source_members=() if old is None else old.members)
-    preparation: Any = SimpleNamespace(world=world, proposal=proposal, board=board, target_rank=world.rank)
+    known = {"proposal": proposal, "board": board, "target_rank": world.rank, "connections": None}
+    preparation: Any = SimpleNamespace(world=world, **known)
     engine: Any = SimpleNamespace(world=old)
     return Meeting(engine, preparation, "here"), Session(board, "switch/2", tuple(union), "the switch")
 

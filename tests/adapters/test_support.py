@@ -14,7 +14,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence import fpdt_layer
 from torch import nn
 
-from ds_dynatrain.adapters import sequence
+from ds_dynatrain.adapters import sequence, support
 from ds_dynatrain.adapters.support import (
     refuse_at_boundary,
     refuse_elastic_launch,
@@ -381,6 +381,12 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
     ):
         with pytest.raises(SwitchRefused, match=words):
             refuse_at_boundary(engine)
+
+
+def test_no_switch_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "is_capturing", lambda: True)
+    with pytest.raises(SwitchRefused, match=r"a graph is being captured.*end the capture before the boundary"):
+        refuse_at_boundary(Standing())
 
 
 def test_calls_of_an_engine() -> None:

@@ -15,6 +15,8 @@ from tests.engine.pool import RankPool
 
 WIDE = {"width": 256, "hidden": 1024, "depth": 3}
 """About 1.8 million parameters, most of them in tensors that DeepSpeed's constructors may not write."""
+DEEP = {**WIDE, "depth": 10}
+"""For offload, which leaves the weights alone on the device: half of them are more than `WORKING_BYTES`."""
 FOUR = {"layout": {"data": 4, "zero_stage": 1}, "timeout_seconds": 20}
 WORKING_BYTES = 4 << 20
 """DeepSpeed's own buckets, as configured below, and small tensors."""
@@ -27,12 +29,12 @@ def settings(dtype: str, stage: int, **zero: Any) -> dict[str, Any]:
     return made
 
 
-def peaks(config: dict[str, Any], path: list[jobs.Sizes]) -> list[tuple[Any, int, int, int]]:
+def peaks(config: dict[str, Any], shape: dict[str, int], path: list[jobs.Sizes]) -> list[tuple[Any, int, int, int]]:
     """Of each switch on the way: (event, highest number of bytes on the device meanwhile, held before, held after)."""
     from deepspeed.accelerator import get_accelerator
 
     device, found = get_accelerator(), []
-    with jobs.job(config, model=small_gpt(**WIDE)) as made:
+    with jobs.job(config, model=small_gpt(**shape)) as made:
         engine = made.engine
         for number, sizes in enumerate(path):
             jobs.train(made, 2 * number + 2)
@@ -47,15 +49,20 @@ def peaks(config: dict[str, Any], path: list[jobs.Sizes]) -> list[tuple[Any, int
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zero"),
-    [("bf16", {}), ("fp32", {}), ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}})],
+    ("dtype", "zero", "shape"),
+    [
+        ("bf16", {}, WIDE),
+        ("fp32", {}, WIDE),
+        ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, DEEP),
+    ],
     ids=["bf16", "fp32", "offload"],
 )
-def test_no_third_copy_is_made(lab_pool: RankPool, dtype: str, zero: dict[str, Any]) -> None:
+def test_no_third_copy_is_made(lab_pool: RankPool, dtype: str, zero: dict[str, Any], shape: dict[str, int]) -> None:
     """Source and target, and what DeepSpeed works with: what its constructors make has no memory."""
     path = [(2, stage) for stage in (2, 3, 1, 3, 2)]
-    for found in lab_pool.run(peaks, config=settings(dtype, 1, **zero), path=path):
+    for found in lab_pool.run(peaks, config=settings(dtype, 1, **zero), shape=shape, path=path):
         for event, peak, before, after in found:
+            assert WORKING_BYTES < min(before, after), "another copy would show"
             assert peak <= before + after + WORKING_BYTES, (str(event.target), peak, before, after)
             assert event.communicators_built == 0 < event.communicators_kept, "the members stay"
 

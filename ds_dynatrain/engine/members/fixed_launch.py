@@ -109,6 +109,8 @@ class FixedLaunch:
             if parts.has_open_window:
                 return
             parts.fallback.at_boundary()
+            if parts.switcher.connects_ahead():
+                parts.attempts.connect_ahead()
             if not parts.switcher.is_due():
                 return
             parts.attempts.transact(place)

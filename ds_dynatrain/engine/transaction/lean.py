@@ -143,7 +143,7 @@ class LeanTransaction(Meeting):
             except BaseException as error:
                 self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
                 over["failed"] = str(error) or type(error).__name__
-                self.control.track_teardown(drop(world))
+                self.control.track_teardown(drop(world, is_broken=True))
             else:
                 over |= {"digest": found.digest, "kinds": list(found.kinds)}
                 self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))

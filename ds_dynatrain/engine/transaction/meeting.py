@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.connecting import connect
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
@@ -62,6 +62,7 @@ class Outcome:
             "communicators_built": self.connections.built,
             "communicators_kept": self.connections.kept,
             "connect_ms": self.connections.milliseconds,
+            "connect_pause_ms": 0.0 if self.connections.is_ahead else self.connections.milliseconds,
         }
 
 
@@ -69,10 +70,6 @@ def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What two parts have measured, as one."""
     sums = {name: one[name] + other[name] for name in SUMS}
     return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
-
-
-def _nothing(one: None, other: None) -> None:
-    """All that is to be known is that they have come."""
 
 
 class Meeting:
@@ -97,16 +94,9 @@ class Meeting:
         self.preparation.join()
 
     def connect(self, session: Session) -> None:
-        """The next world's groups serve the accelerator, too; in between all members stand, and nothing is under way.
-
-        Where there is an accelerator; all members of either world call it. SwitchFailed if one of them does not come.
-        """
-        world = self.preparation.world
-        if not is_accelerated() or world is None:
-            return
-        synchronize()
-        session.reduce("connecting", None, _nothing, doing="connecting the next world's members")
-        self.outcome.connections = world.connect(self.control.timeout_seconds, self.old_world)
+        """The next world's groups serve the accelerator, too, if they do not yet; see `connecting.connect`."""
+        connect(self.preparation, self.old_world, session)
+        self.outcome.connections = self.preparation.connections or Connections()
 
     def warn_of_last_gradients(self) -> None:
         """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""

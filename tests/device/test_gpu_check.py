@@ -1,0 +1,56 @@
+"""`tools/gpu_check.py` where there is no card, and its switches on the device without hardware, which counts memory."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.pool import RankPool
+
+TOOLS = Path(__file__).parents[2] / "tools"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("gpu_steps")
+
+
+def note(name: str, mode: str, **memory: int) -> dict[str, Any]:
+    event = {"pause_ms": 12.4, "phases_ms": {"move": 7.6}, "communicators_built": 1, "communicators_kept": 2}
+    event |= {"connect_ms": 5.2, "connect_pause_ms": 0.0}
+    return {"change": {"name": name, "mode": mode}, "event": event, **memory}
+
+
+def test_memory_is_held_against_what_was_there_and_what_the_target_adds(steps: Any) -> None:
+    """100 MiB were there, 60 of them state; the target keeps 20 of these, and is 50 in all."""
+    held = {"before": 100 * MIB, "source": 60 * MIB, "both": 90 * MIB}
+    inside, outside = (note("2→4", "now", peak=peak * MIB, **held) for peak in (258, 261))
+    assert steps.allowed(inside) == (100 + 30 + 64 + 64) * MIB and steps.above(inside) == 0
+    others = [note(name, mode, peak=0, **held) for name in steps.CHANGES for mode in ("now", "ahead")]
+    found = steps.pauses_of([*others, inside])
+    assert found["2→4"] == "12 ms (move 8)" and found["2→4, peak MiB"] == "258, allowed 258"
+    assert found["2→4, communicators"] == "1 built, 2 kept, 5 ms, 0 of them in the pause"
+    assert found["memory at the peak"] == "within the bound"
+    assert steps.pauses_of([*others, inside, outside])["memory at the peak"] == "3 MiB above the bound"
+
+
+@pytest.mark.full
+def test_switches_are_measured(steps: Any, lab_pool: RankPool) -> None:
+    found = steps.pauses("bf16", "tiny", "lab")
+    assert found["memory at the peak"] == "within the bound"
+    assert found["stage 1→3, communicators"].startswith("0 built, ") and "1 built" in found["2→4, communicators"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_nothing_is_checked(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no accelerator" in done.stdout and not (tmp_path / "out").exists()

@@ -1,0 +1,120 @@
+"""One rank of the steps "pauses" of `gpu_steps.py`: all share the one card, with collectives staged on gloo.
+
+torchrun ... gpu_switch_ranks.py FOLDER '{"device": "cuda", "size": "125M", "dtype": "bf16", "walk": [...], ...}'
+
+"device" is "lab" for the one without hardware of `tests/device`, which counts memory, too. A switch of the walk is
+asked for *now*, so that nothing else takes memory until it is over, or *ahead*, two steps before it takes effect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import Notes
+
+BATCH, LENGTH = 12, 8
+
+
+def stage_collectives(device: str) -> str:
+    """Let DeepSpeed's accelerator communicate over the host, before anything else is imported; the back-end's name."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    if device == "lab":
+        importlib.import_module("tests.device.accelerator").use()
+        return str(importlib.import_module("tests.device.lab").BACKEND)
+    ranks = importlib.import_module("tests.gpu.rank_process")
+    ranks.stage_collectives()
+    return str(ranks.BACKEND)
+
+
+def storages(*sides: Any) -> int:
+    """Bytes of the memory behind the buffers, those of the host left out, each counted once."""
+    found = {}
+    for buffers in sides:
+        for held in buffers.values():
+            memory = held.untyped_storage()
+            found[memory.data_ptr()] = 0 if held.device.type == "cpu" else memory.nbytes()
+    return sum(found.values())
+
+
+class Watch:
+    """Memory on this member's device while a switch takes place, in bytes: `state` has the source, and both sides."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.state = {"source": 0, "both": 0}
+        self.begin()
+
+    def begin(self) -> None:
+        """From here on nothing but a switch takes memory."""
+        self._device.synchronize()
+        self._device.reset_peak_memory_stats()
+        self.before = int(self._device.memory_allocated())
+
+    def install(self) -> None:
+        """Look at the buffers where a transaction looks at them itself."""
+        from ds_dynatrain.engine.transaction.switch import Transaction
+
+        watch, own = self, Transaction._measure
+
+        def measure(self: Transaction) -> None:
+            own(self)
+            watch.state = {"source": storages(self.source), "both": storages(self.source, self.target)}
+
+        Transaction._measure = measure  # type: ignore[method-assign]
+
+    def found(self) -> dict[str, int]:
+        """Since `begin`."""
+        self._device.synchronize()
+        return {"before": self.before, "peak": int(self._device.max_memory_allocated()), **self.state}
+
+
+def main() -> None:
+    """Walk."""
+    folder, wanted = sys.argv[1], json.loads(sys.argv[2])
+    os.environ["LOCAL_RANK"] = "0"  # they share the card
+    backend = stage_collectives(wanted["device"])
+    import deepspeed
+    import torch.distributed as td
+    from deepspeed.accelerator import get_accelerator
+    from workload import GPT, SIZES, Samples, config
+
+    import ds_dynatrain
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(backend, verbose=False)
+    notes, shape, walk = Notes(folder, td.get_rank()), SIZES[wanted["size"]], wanted["walk"]
+    settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
+    ours = {"layout": wanted["start"], "timeout_seconds": 120, "memory_budget_bytes": wanted["budget"]}
+    engine, *_ = ds_dynatrain.initialize(model=GPT(**shape), config={**settings, "dynatrain": ours})
+    watch = Watch(get_accelerator())
+    watch.install()
+
+    def note(event: ds_dynatrain.SwitchEvent) -> None:
+        change = walk[event.generation - 2]
+        notes.write({"change": change, "event": json.loads(event.to_json()), **watch.found()})
+        watch.begin()
+
+    engine.on_switch(note)
+    batches, pending = iter(engine.loader(Samples(10**6, LENGTH, shape["vocabulary"]), num_workers=0)), None
+    while True:
+        tokens = next(batches).to(engine.device)
+        engine.backward(engine(tokens))
+        engine.step()
+        if engine.global_steps < 2 or (pending is not None and not pending.done):
+            continue
+        done = engine.generation - 1
+        if done == len(walk):
+            break
+        watch.begin()
+        ahead = 2 if walk[done]["mode"] == "ahead" else 0
+        pending = engine.switch(at=engine.global_steps + ahead, **walk[done]["target"])
+
+
+if __name__ == "__main__":
+    main()
