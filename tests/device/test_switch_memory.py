@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import time
 from typing import Any
 
 import pytest
@@ -60,15 +58,6 @@ def test_no_third_copy_is_made(lab_pool: RankPool, dtype: str, zero: dict[str, A
             assert event.communicators_built == 0 < event.communicators_kept, "the members stay"
 
 
-def least(what: str) -> int:
-    """Threads or descriptors of this process; of several looks the lowest, for some are on their way out."""
-    looks = []
-    for _ in range(10):
-        looks.append(len(os.listdir(f"/proc/self/{what}")))
-        time.sleep(0.02)
-    return min(looks)
-
-
 def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[tuple[int, int, int]]:
     """(bytes on the device, threads, descriptors) of this process after each round of switches."""
     from deepspeed.accelerator import get_accelerator
@@ -83,7 +72,7 @@ def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[
             made.engine._parts.control.finish_teardowns()
             gc.collect()
             get_accelerator().synchronize()
-            found.append((get_accelerator().memory_allocated(), least("task"), least("fd")))
+            found.append((get_accelerator().memory_allocated(), jobs.least("task"), jobs.least("fd")))
             assert made.engine.global_steps == len(path) * (number + 1)
     return found
 
