@@ -255,10 +255,10 @@ class Seen:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
+@torch.compiler.set_stance("force_eager")  # Muon compiles its Newton-Schulz steps, for a minute
 def walk_case(name: str, walks: bool) -> Seen:
     """Walk the path, or stay at its first place for as many steps."""
     case, seen = CASES[name], Seen()
-    torch.compiler.set_stance("force_eager")  # Muon compiles its Newton-Schulz steps, for a minute
     places = len(case.path) - 1
     model = case.model(**case.sizes)
     with jobs.job(
@@ -320,6 +320,7 @@ def test_a_walk_over_stages_and_worlds(pool: RankPool, name: str, request: pytes
     assert distance <= case.furthest
 
 
+@torch.compiler.set_stance("force_eager")
 def register_case(name: str, block: str, start: jobs.Sizes, target: jobs.Sizes) -> list[list[str]] | None:
     """Freeze a block, switch, train it again, with Muon: what is wrong after each; None on members that started idle.
 
