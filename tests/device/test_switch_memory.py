@@ -46,8 +46,13 @@ def peaks(config: dict[str, Any], path: list[jobs.Sizes]) -> list[tuple[Any, int
 
 @pytest.mark.parametrize(
     ("dtype", "zero"),
-    [("bf16", {}), ("fp32", {}), ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}})],
-    ids=["bf16", "fp32", "offload"],
+    [
+        ("bf16", {}),
+        ("bf16 in fp32", {}),
+        ("fp32", {}),
+        ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+    ],
+    ids=["bf16", "bf16 in fp32", "fp32", "offload"],
 )
 def test_no_third_copy_is_made(lab_pool: RankPool, dtype: str, zero: dict[str, Any]) -> None:
     """Source and target, and what DeepSpeed works with: what its constructors make has no memory."""
