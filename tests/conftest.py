@@ -50,9 +50,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on the device without hardware comes last: until it is compiled nobody need wait for it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What runs on the device without hardware comes last: until it is compiled nobody need wait for it.
+
+    Where all ranks are on it, what makes no sense there is left out, by name.
+    """
     items.sort(key=lambda item: "/device/" in item.path.as_posix())
+    for item in items if config.option.on_device else ():
+        if (mark := item.get_closest_marker("not_on_device")) is not None:
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -137,6 +143,8 @@ def in_time(request: pytest.FixtureRequest) -> Callable[[float, float], None]:
 @pytest.fixture(scope="session")
 def fused_adam(request: pytest.FixtureRequest) -> None:
     """DeepSpeed's FusedAdam, which a configuration without `torch_adam` means, is compiled."""
+    if request.config.option.on_device:
+        pytest.skip("DeepSpeed's FusedAdam has no kernel for the device without hardware")
     request.config.stash[BUILDS].wait(OPERATORS["fused_adam"])
 
 

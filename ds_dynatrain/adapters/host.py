@@ -313,12 +313,17 @@ class Host:
                 held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)
             }
             self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
-        keeps_zeros = layout.zero_stage == 0 or self.placement.offloads_optimizer  # a buffer for gradients on their way
-        with no_alloc(self.basic_optimizer, keeps_zeros):
+        with no_alloc(self.basic_optimizer, keeps_zeros=self._has_gradients_of_its_own(layout)):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
         self.stage_adapter.refill(self.engine, self.model_map, buffers, scalars)
         self._after_attach()
+
+    def _has_gradients_of_its_own(self, layout: Layout) -> bool:
+        """Whether DeepSpeed's optimizer of a layout keeps what it makes of zeros: buffers that gradients come into."""
+        weight, gradient = self.engine.get_data_types()
+        is_accumulating = layout.zero_stage == 1 and weight != gradient  # BF16_Optimizer
+        return layout.zero_stage == 0 or is_accumulating or self.placement.offloads_optimizer
 
     def _give_shapes(self) -> None:
         """Parameters that have no data get a shape; nobody reads what is in it."""

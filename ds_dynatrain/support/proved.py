@@ -61,7 +61,9 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "tensor": f"{_AXES}::test_tensor_parallel",
     "expert": f"{_AXES}::test_expert",
     "sequence": f"{_AXES}::test_sequence_parallel",
+    "compile": "tests/engine/test_compile.py::test_twelve_switches",
     "fused": f"{_MEMORY}::test_counts_of_fused_optimizers_stay_on_the_device",
+    "engines": "tests/engine/test_engines.py",
 }
 """Part -> its test there."""
 

@@ -21,6 +21,8 @@ from torch.utils import cpp_extension
 NAME = "lab"
 BACKEND = "staged"
 """What torch.distributed calls its collectives."""
+_initialized = True
+"""As `torch.cuda._initialized`: else torch.utils.checkpoint would not keep the device's random numbers."""
 SOURCE = Path(__file__).with_name("lab.cpp")
 
 

@@ -31,6 +31,7 @@ import pytest  # noqa: F401 - the modules of the cases import it
 import torch
 import torch._dynamo  # likewise
 import torch.distributed as td
+from torch._dynamo import eval_frame
 
 import ds_dynatrain.checkpoint.arrow
 import ds_dynatrain.engine.initialize  # noqa: F401 - likewise
@@ -152,6 +153,8 @@ def _check_end(group: Any) -> None:
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("dynatrain")]
     if left:
         raise AssertionError(f"the case left threads: {left}")
+    if eval_frame._stance.stance != "default":
+        raise AssertionError("the case left another stance of torch.compile's: what is compiled would run eagerly")
 
 
 def _end_with_parent() -> None:

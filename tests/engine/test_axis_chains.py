@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 from collections.abc import Iterator
@@ -73,9 +72,9 @@ def holdings(engine: Any) -> dict[str, int]:
     tensors = [held for held in gc.get_objects() if type(held) in (torch.Tensor, torch.nn.Parameter)]
     parts = list(engine.module.modules())
     return {
-        "files": len(os.listdir("/proc/self/fd")),
+        "files": jobs.least("fd"),
         "threads": threading.active_count(),
-        "tasks": len(os.listdir("/proc/self/task")),
+        "tasks": jobs.least("task"),
         "groups": len(c10d._world.pg_map),
         "hooks": sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts),
         "modules": sum(isinstance(held, torch.nn.Module) for held in gc.get_objects()),

@@ -32,13 +32,15 @@ def at(data: int, expert: int, stage: int) -> Layout:
 
 CROSSING = [at(4, 2, 3), at(2, 2, 1), at(3, 1, 2), at(4, 4, 3), at(1, 1, 0), at(4, 2, 0)]
 
+UNALIGNED = "DeepSpeed fails there: torch's grouped_mm wants weights at multiples of 16 bytes (docs/gpu.md)"
+
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "path"),
     [
         pytest.param("qwen3", "fp32", CROSSING, marks=pytest.mark.full),
         pytest.param("qwen2", "bf16", CROSSING, marks=pytest.mark.full),
-        ("mixtral", "bf16 in fp32", CROSSING[1:4]),
+        pytest.param("mixtral", "bf16 in fp32", CROSSING[1:4], marks=pytest.mark.not_on_device(UNALIGNED)),
     ],
 )
 def test_crossing_stages(pool: RankPool, kind: str, dtype: str, path: list[Layout]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -263,7 +262,7 @@ def soak_case(rounds: int) -> Any:
             gc.collect()
             zeros = sum(type(held).__name__.startswith("DeepSpeedZeroOptimizer") for held in gc.get_objects())
             pages = int(Path("/proc/self/statm").read_text().split()[1])
-            seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), zeros, pages * 4096))
+            seen.append((threading.active_count(), jobs.least("fd"), zeros, pages * 4096))
 
     steps = rounds * (len(ROUND) + 1)
     schedule = {1 + 5 * number + place: sizes for number in range(rounds) for place, sizes in enumerate(ROUND)}

@@ -104,11 +104,13 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
             ties, seconds = engine._parts.vps.ties(target), engine._parts.control.timeout_seconds
             if breaks:
                 world = build_world(engine._parts.control.store, 8, mine, members, members, seconds, target, ties)
+                world.connect(seconds)
                 with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
                     restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
                 engine._parts.control.track_teardown(drop(world))
             world = build_world(engine._parts.control.store, 9, mine, members, members, seconds, target, ties)
+            world.connect(seconds)
             found = restore(engine._parts, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9
             assert found.path.name == "older", "the latest one is damaged"

@@ -66,8 +66,8 @@ def restore(
 
     For a failure path. Call it on the main thread of every member in `members`, which has the member at each rank of
     `layout`; no accumulation window counts any more, and loaders may stand anywhere. `world` is this member's, from
-    `adapters.worlds.build_world` for (layout, members) and a generation that was never used; it is installed here.
-    Nothing of what members hold is used: where an optimizer is on it comes off, without a message to anybody, and
+    `adapters.worlds.build_world` for (layout, members) and a generation that was never used, connected; it is installed
+    here. Nothing of what members hold is used: where an optimizer is on it comes off, without a message to anybody, and
     members that were idle or have just joined are called alike. Groups of an old world are neither used nor taken
     down: abort them before, drop them after. All members must share `engine.control`.
 
