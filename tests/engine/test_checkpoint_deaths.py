@@ -74,9 +74,8 @@ def case(path: Path, kind: type, method: str) -> str:
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in (
-                (_Saving, "_exchange"),
-                (_Saving, "_open"),
-                (_Saving, "_report"),
+                (_Saving, "take"),
+                (_Saving, "carry_out"),
                 (Restoration, "_read"),
                 (Restoration, "_verify_tensors"),
                 (Restoration, "_verify_carry"),

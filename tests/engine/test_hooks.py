@@ -78,7 +78,7 @@ class Ema:
     def update(self, model: nn.Module) -> None:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             for name, held in model.named_parameters():
-                self.average[name].lerp_(held.detach().float(), 0.1)
+                self.average[name].lerp_(held.detach().to(self.average[name]), 0.1)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:

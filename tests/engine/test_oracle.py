@@ -22,12 +22,12 @@ def compare(made: jobs.Job) -> None:
         made.engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in made.engine.module.named_parameters():
         with GatheredParameters([parameter], enabled=stage == 3):
-            assert torch.equal(parameter.detach().view(-1), state.tensors[name, "weight"]), name
+            assert torch.equal(parameter.detach().view(-1).cpu(), state.tensors[name, "weight"]), name
         if stage and parameter.requires_grad:
             seen = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
             seen["master"] = safe_get_full_fp32_param(parameter)
             for kind, whole in seen.items():
-                assert torch.equal(whole.view(-1), state.tensors[name, kind]), f"{kind} of {name}"
+                assert torch.equal(whole.view(-1).cpu(), state.tensors[name, kind]), f"{kind} of {name}"
 
 
 def case(dtype: str, path: list[jobs.Sizes]) -> Any:
@@ -51,7 +51,7 @@ def switch_and_look(made: jobs.Job) -> None:
     for name, parameter in trained:
         for kind in ("exp_avg", "exp_avg_sq"):
             seen = safe_get_full_optimizer_state(parameter, kind)
-            assert torch.equal(seen.view(-1), state.tensors[name, kind]), f"{kind} of {name}"
+            assert torch.equal(seen.view(-1).cpu(), state.tensors[name, kind]), f"{kind} of {name}"
 
 
 def looking() -> Any:

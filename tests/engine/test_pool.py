@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as td
+from deepspeed.accelerator import get_accelerator
 
 from tests.engine import jobs
 from tests.engine.pool import CaseFailed, Died, RankPool
 
 
 def summing(value: int) -> tuple[int, float]:
-    total = torch.tensor(float(value + td.get_rank()))
+    total = torch.tensor(float(value + td.get_rank()), device=get_accelerator().current_device_name())
     td.all_reduce(total)
     return td.get_rank(), total.item()
 
