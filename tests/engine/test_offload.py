@@ -58,12 +58,17 @@ def data() -> Sequences:
 # ---- state and losses, from layout to layout ----------------------------------------------------------------------
 
 
+STAGE_0 = pytest.mark.not_on_device("the walk goes through stage 0, where offload is refused on a device (docs/gpu.md)")
+
+
+@STAGE_0
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", "small"), ("fp32", "large")])
 def test_state_and_losses_over_a_walk(pool: RankPool, dtype: str, size: str) -> None:
     walks.compare(pool, settings(dtype, (2, 1), param=dtype == "bf16"), WALKS[size], MODELS[size])
 
 
+@STAGE_0
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "param"), [("fp32", True), ("bf16", False), ("fp16", True)])
 def test_state_and_losses_over_a_long_walk(pool: RankPool, dtype: str, param: bool) -> None:
