@@ -102,17 +102,17 @@ class Copy:
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers those that belong into a copy; none where nothing in the layout has one holder alone."""
     kinds = {kind for kind, _ in buffers if has_one_holder(vps, layout, kind)}
-    return {key: held for key, held in buffers.items() if key[0] in kinds and not _is_cast(vps, *key)}
+    return {key: held for key, held in buffers.items() if key[0] in kinds and not is_cast(vps, *key)}
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers the frozen weights that others have, too; they are in no copy."""
     if has_one_holder(vps, layout, WEIGHT):
         return {}
-    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not _is_cast(vps, *key)}
+    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_cast(vps, *key)}
 
 
-def _is_cast(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
+def is_cast(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
     """Whether it has trained weights, which are cast from their masters."""
     is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
     return kind == WEIGHT and not is_frozen
