@@ -20,20 +20,18 @@ from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.buddies.shipping import Round, Ward
-from ds_dynatrain.engine.buddies.taking import Taken, mark_of, needed_bytes, take
+from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.errors import ConfigError, DynatrainError, WorldChanged
-from ds_dynatrain.plan import buddies_of, has_one_holder, wards_of
+from ds_dynatrain.plan import buddies_of, has_one_holder, memory_of_copies, wards_of
 from ds_dynatrain.report import Protection, logger
 from ds_dynatrain.transfer import GroupTransport
 
 MOST_OF_A_STEP = 0.02
 """In mode "auto": what a step may wait for copies, as a share of it."""
 MILLIONTHS = 1_000_000
-MOMENTS = 2
-"""That each member keeps of each copy."""
 
 
 class Buddies:
@@ -61,16 +59,13 @@ class Buddies:
     def check_memory(self) -> None:
         """ConfigError if the host memory of this node is too small for the copies of the first world."""
         engine, nodes = self._engine, self._engine.candidates.nodes
-        where = [nodes[member] for member in engine.members]
-        buddies, vps, layout = buddies_of(where), engine.vps, engine.layout
-        here = [rank for rank in range(len(buddies)) if where[rank] == where[engine.rank]]
-        kept = [rank for mine in here for rank in (mine, *wards_of(buddies, mine))]
-        need, free = MOMENTS * sum(needed_bytes(vps, layout, rank) for rank in kept), available_bytes()
-        if need > free:
+        where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
+        needs = memory_of_copies(engine.vps, engine.layout, where)
+        here = [need for need, node in zip(needs, where, strict=True) if node == mine]
+        if sum(here) > (free := available_bytes()):
             raise ConfigError(
-                f"dynatrain.buddies: node {where[engine.rank]!r} needs {need} bytes for copies, {MOMENTS} of each, of "
-                f"what {len(here)} ranks and their wards hold alone, and {free} are available; start on more nodes, or "
-                "leave it out"
+                f"dynatrain.buddies: the {len(here)} ranks on node {mine!r} need {sum(here)} bytes for copies of what "
+                f"they and their wards hold alone, and {free} are available; start on more nodes, or leave it out"
             )
 
     # ---- at a boundary -----------------------------------------------------------------------------------------------

@@ -9,15 +9,14 @@ import torch
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere, is_cast
+from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.buddies.kept import Room
 from ds_dynatrain.engine.buddies.message import nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.checkpoints.snapshot import plain
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import encode
-from ds_dynatrain.plan import has_one_holder
-from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space import VirtualParameterSpace
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +45,6 @@ class Taken:
 def mark_of(engine: EngineCore) -> Mark:
     """The present moment, between two global batches."""
     return Mark(engine.generation, engine.segment, len(engine.registered), engine.global_steps, engine.layout)
-
-
-def needed_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int) -> int:
-    """Of the buffers in a rank's copy, with all the moments that there will be."""
-    sizes = vps.local(layout, rank).sizes()
-    return sum(
-        numel * vps.kind(kind).itemsize
-        for (kind, name), numel in sizes.items()
-        if has_one_holder(vps, layout, kind) and not is_cast(vps, kind, name)
-    )
 
 
 def take(engine: EngineCore, room: Room) -> Taken:
