@@ -32,6 +32,7 @@ from ds_dynatrain.transfer import GroupTransport
 MOST_OF_A_STEP = 0.02
 """In mode "auto": what a step may wait for copies, as a share of it."""
 MILLIONTHS = 1_000_000
+NEW_WORLD = "no copy of this world is whole yet"
 
 
 class Buddies:
@@ -43,7 +44,9 @@ class Buddies:
         self._every = self._settings.every_steps
         self._world: World | None = None
         self._buddies: tuple[int, ...] = ()
-        self._why = "no copy was taken yet"
+        self._pairs: dict[int, int] = {}
+        """The same by members."""
+        self._why = NEW_WORLD
         self._is_protected = False
         self._seen: tuple[str, int, int] = ("", 0, -1)
         self._next: int | None = None
@@ -126,7 +129,7 @@ class Buddies:
         """Another world: who keeps whose copies there."""
         self.settle()
         engine, self._round, self._next = self._engine, None, None
-        self._world, self._is_protected, self._buddies = engine.world, False, ()
+        self._world, self._is_protected, self._buddies, self._pairs = engine.world, False, (), {}
         vps, layout = engine.vps, engine.layout
         if layout.world_size == 1:
             self._why = "one member alone works: nobody could keep its copy"
@@ -134,7 +137,9 @@ class Buddies:
             self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
         else:
             self._buddies = buddies_of([engine.candidates.nodes[member] for member in engine.members])
-            self._why = "no copy of this world is whole yet"
+            self._why = NEW_WORLD
+            members = engine.members
+            self._pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
         if not self._buddies and engine.rank == 0:
             logger.info("buddies: %s", self._why)
 
@@ -199,19 +204,18 @@ class Buddies:
         """For the status of the job; nothing on a member that holds no state."""
         if self._engine.idle:
             return ""
-        return "yes" if self._is_protected else "no"
+        return "yes" if self.protection.is_protected else "no"
 
     @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        members, whole = self._engine.members, self.kept.whole
-        pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
+        whole, is_known = self.kept.whole, self._world is self._engine.world
         return Protection(
             mode=self._settings.mode,
-            buddies=pairs,
+            buddies=dict(self._pairs) if is_known else {},
             step=None if whole is None else whole.step,
-            is_protected=self._is_protected,
-            why=self._why,
+            is_protected=is_known and self._is_protected,
+            why=self._why if is_known else NEW_WORLD,
             every_steps=self._every,
             memory_bytes=self.kept.nbytes,
             sent_bytes=self._sent_bytes,
