@@ -72,3 +72,19 @@ def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: 
     engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
     buddies = Buddies(engine)
     assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
+
+
+def test_after_a_load_nothing_from_before_counts() -> None:
+    """Nor what was on its way: it would bring back what the load has replaced."""
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1)
+    buddies = Buddies(engine)
+    boundary(buddies, 0.0)
+    assert buddies.protection.is_protected and buddies.protection.step == 3
+    under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
+    under_way.mark = SimpleNamespace(step=4)
+    buddies._round = under_way
+    buddies.forget()
+    assert not buddies.protection.is_protected and buddies.protection.step is None
+    buddies._see(under_way)
+    assert not buddies.protection.is_protected and buddies.protection.step is None
+    assert boundary(buddies, 0.0) and buddies.protection.is_protected
