@@ -60,11 +60,22 @@ def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
         job.clean_up()
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 2e-4, "torch_adam": True}}}
+OFFLOAD: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+OTHERS = {
+    "bf16, stage 1": (1, {"bf16": {"enabled": True}}, set[str]()),
+    "bf16, stage 3": (3, {"bf16": {"enabled": True}}, {"stale_grad", "weight"}),
+    "Muon": (1, MUON, {"momentum_buffer"}),
+    "offload": (2, {"zero_optimization": OFFLOAD, "zero_force_ds_cpu_optimizer": False}, {"host_grad"}),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 3])
-def test_copies_of_bf16(tmp_path: Path, stage: int) -> None:
-    """Masters and moments; weights of 16 bits are not copied, unless they are frozen."""
-    job = keeping(tmp_path, stage, {"bf16": {"enabled": True}})
+@pytest.mark.parametrize("name", OTHERS)
+def test_copies_of_others(tmp_path: Path, name: str) -> None:
+    """Whatever is cut. Weights of 16 bits are not copied, unless they are frozen."""
+    stage, own, more = OTHERS[name]
+    job = keeping(tmp_path, stage, own, variables={"TORCHDYNAMO_DISABLE": "1"})  # Muon's step is compiled for a minute
     try:
         job.coordinator("coordinator")
         for node in ("a", "b"):
@@ -72,7 +83,7 @@ def test_copies_of_bf16(tmp_path: Path, stage: int) -> None:
         job.settled(2)
         steps_on(job, 4)
         finish(job)
-        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
+        kept = check_copies(job, KINDS | more)
         assert [len(ranks) for ranks in kept.values()][-1] == 2
     finally:
         job.clean_up()
