@@ -157,7 +157,7 @@ class Buddies:
         try:
             taken = take(engine, own)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
-        except (DynatrainError, MemoryError, OSError) as error:
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         transport = GroupTransport(world.group(BUDDIES), members)
