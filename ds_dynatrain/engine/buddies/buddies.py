@@ -76,12 +76,13 @@ class Buddies:
     def at_boundary(self) -> None:
         """A boundary of a working member, between two global batches; once for each step.
 
-        If a member is lost meanwhile, what follows of that is found where collectives of training fail, too.
+        After what else takes place there, so that no switch waits for a copy that was taken just before it. If a member
+        is lost meanwhile, what follows of that is found where collectives of training fail, too.
         """
         engine = self._engine
         now = engine.segment, len(engine.registered), engine.global_steps
-        if now == self._seen or (engine.segment, engine.global_steps) == engine.safe_at:
-            return  # in a world that was formed just now members do not stand at one boundary before the next step
+        if now == self._seen or (engine.segment, engine.global_steps) == engine.formed_at:
+            return
         begin = time.perf_counter()
         if now[:2] != self._seen[:2]:
             self._next = None
