@@ -54,9 +54,10 @@ def side_digests(
         if known is not None and kind in known:
             share[kind] = known[kind]
         else:
-            share[kind] = digest_pieces(_only(pieces, stay), _of(buffers, kind), vps.bases)
+            share[kind] = digest_pieces(only(pieces, stay), of_kind(buffers, kind), vps.bases)
             share[kind] = share[kind] + (share[MASTER] if twin else np.uint64(0))
-        moved = digest_pieces(_only(pieces, [name for name in read if name not in stay]), _of(buffers, kind), vps.bases)
+        others = [name for name in read if name not in stay]
+        moved = digest_pieces(only(pieces, others), of_kind(buffers, kind), vps.bases)
         found[kind] = share[kind] + moved + (found[MASTER] - share[MASTER] if twin else np.uint64(0))
     return SideDigests(found), share
 
@@ -84,11 +85,12 @@ def _same_memory(buffers: Buffers, names: list[BufferId]) -> bool:
     return bool(paired) and all(weight.data_ptr() == master.data_ptr() for weight, master in paired)
 
 
-def _of(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
+def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
+    """The buffers of one kind, by their names."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
-def _only(pieces: Pieces, names: list[BufferId]) -> Pieces:
+def only(pieces: Pieces, names: list[BufferId]) -> Pieces:
     """The pieces in the named buffers, with a table of just these."""
     number = {name: index for index, name in enumerate(names)}
     code = np.array([number.get(name, -1) for name in pieces.buffers] or [-1], dtype=np.int64)[pieces.buffer]

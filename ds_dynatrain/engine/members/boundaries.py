@@ -76,13 +76,14 @@ class Boundaries:
             self._work()
         while self.first.idle:
             self._wait_for_work()
-            self.first.settle_fallback()
+            self.first.settle_state()
             self._form_anew_if_aborted()  # somebody died just when this member got its share
             if self._is_paused:
                 self._work()
         last = self.first.last_switch
         pause_ms = 0.0 if last is None else last.pause_ms
-        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms)
+        kept = "" if self.first.buddies is None else self.first.buddies.is_said_to_protect
+        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms, kept)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """A boundary of another engine than the first: switches that the user asked of it take place here.
@@ -125,6 +126,8 @@ class Boundaries:
             self._save(self.first.fallback.at_boundary)
             self._advance()
             self._form_anew_if_aborted()
+            if self.first.buddies is not None and not self.first.idle:
+                self.first.buddies.at_boundary()
             if self.first.idle or not self._is_paused:
                 return
             self.executor.say_once(
@@ -173,6 +176,7 @@ class Boundaries:
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
+                self.first.settle_buddies()
                 self.first.attempts.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:

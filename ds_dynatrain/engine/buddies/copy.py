@@ -1,0 +1,129 @@
+"""A copy: what one rank of a layout held alone, at one step, in host memory.
+
+All flat buffers of the state kinds that are cut between ranks, frozen weights where these are cut, too, and what a rank
+has besides: carry and random streams. Trained weights are left out, since they are cast from their masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine.digests import Digests, of_kind, only
+from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.errors import LayoutError, TransferError
+from ds_dynatrain.plan import has_one_holder, is_copied
+from ds_dynatrain.plan.buddies import is_trained_weight
+from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace
+from ds_dynatrain.transfer import digest_pieces
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Of which moment a copy is; equal on all ranks of it.
+
+    generation, segment: of the engine's world (`EngineCore`). registered: how often the job has registered its
+    parameters anew: each time the line is another one. step: optimizer steps done.
+    """
+
+    generation: int
+    segment: str
+    registered: int
+    step: int
+    layout: Layout
+
+    @property
+    def age(self) -> tuple[int, int, int, int]:
+        """Of two marks of a job the one with the larger value is the newer one, also after a load of an older step."""
+        return self.generation, int(self.segment.partition(".")[2]), self.registered, self.step
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "generation": self.generation,
+            "segment": self.segment,
+            "registered": self.registered,
+            "step": self.step,
+            "layout": self.layout.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> Mark:
+        """The inverse."""
+        layout = Layout.from_dict(record["layout"])
+        return Mark(record["generation"], record["segment"], record["registered"], record["step"], layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """See the module. Nobody changes what is in it as long as it is among `Kept.copies`.
+
+    rank: in the layout of the mark. buffers: (kind, buffer) -> flat CPU tensor, padding included, under the names of
+    `Host.state_buffers`. said: plain JSON: the encoded carry ("shared" and "rest"), "streams" as
+    `streams.capture` gives them, the job's "seed", and "kinds", all state kinds that the rank held. tensors: those of
+    the encoded rest, on the CPU. digests: kind -> one number per logical tensor, over what the buffers hold.
+    said_digest: of the rest of it.
+    """
+
+    mark: Mark
+    rank: int
+    buffers: Buffers
+    said: dict[str, Any]
+    tensors: list[torch.Tensor]
+    digests: Mapping[str, Digests]
+    said_digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(held.numel() * held.element_size() for held in (*self.buffers.values(), *self.tensors))
+
+    def is_sound(self, vps: VirtualParameterSpace) -> bool:
+        """Whether it holds what it was made of: all digests computed again agree. One flipped bit is found.
+
+        vps: the engine's. One of another line, from before parameters were registered anew, is not sound.
+        """
+        try:
+            found = digests_of(vps, self.mark.layout, self.rank, self.buffers)
+            said = digest_of_said(self.said, self.tensors)
+        except (LayoutError, TransferError):
+            return False
+        return (
+            said == self.said_digest
+            and found.keys() == self.digests.keys()
+            and all(np.array_equal(found[kind], self.digests[kind]) for kind in found)
+        )
+
+
+def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
+    """Of a rank's buffers those that belong into a copy; none where nothing in the layout has one holder alone."""
+    return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key)}
+
+
+def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
+    """Of a rank's buffers the frozen weights that others have, too; they are in no copy."""
+    if has_one_holder(vps, layout, WEIGHT):
+        return {}
+    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_trained_weight(vps, *key)}
+
+
+def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:
+    """Kind -> one number per logical tensor over what these buffers of a rank hold; TransferError if they do not fit.
+
+    LayoutError for a kind or a rank that the space does not have.
+    """
+    found = {}
+    for kind in sorted({kind for kind, _ in buffers}):
+        held, pieces = of_kind(buffers, kind), vps.holding(layout, rank, kind)
+        found[kind] = digest_pieces(only(pieces, list(held)), held, vps.bases)
+    return found
+
+
+def digest_of_said(said: Mapping[str, Any], tensors: list[torch.Tensor]) -> str:
+    """Of what a copy has besides its buffers."""
+    return fingerprint([dict(said), tensors])

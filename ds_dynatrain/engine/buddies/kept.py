@@ -1,0 +1,118 @@
+"""The copies that a process has, in two places, so that there is a whole one at every moment.
+
+While one place is written, the other one holds the moment that all members have whole. The memory of a place is used
+again: touching new memory costs more than what is copied there.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine.buddies.copy import Copy, Mark
+from ds_dynatrain.engine.feasible import available_bytes
+from ds_dynatrain.space import Layout
+from ds_dynatrain.transfer import allocate, prefault
+
+
+class Room:
+    """Host memory for one copy at a time, as much as the largest one needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self._memory.numel()
+
+    def fit(self, nbytes: int) -> torch.Tensor:
+        """Its first bytes, as uint8; what was there is gone. MemoryError if there is not so much."""
+        if self.nbytes < nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            if nbytes > (free := available_bytes()):
+                raise MemoryError(f"a copy takes {nbytes} bytes, and {free} are available")
+            self._memory = allocate(nbytes, torch.uint8)
+            prefault(self._memory)
+        return self._memory[:nbytes]
+
+
+class _Place:
+    """One moment: a room for the own copy, one for each ward's, and the copies that are whole."""
+
+    def __init__(self) -> None:
+        self.mark: Mark | None = None
+        self.own = Room()
+        self.wards: list[Room] = []
+        self.copies: dict[int, Copy] = {}
+
+
+class Kept:
+    """The copies of one process: of its own rank and of its wards, the last two moments each.
+
+    It outlives worlds: what is of an older one stays until what is of the present one is whole on all.
+
+    frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
+    held on to, as they lay in `frozen_of`, (layout, rank).
+    """
+
+    def __init__(self) -> None:
+        self.frozen: Buffers = {}
+        self.frozen_of: tuple[Layout, int] | None = None
+        self._places = _Place(), _Place()
+        self._whole: Mark | None = None
+        self._open: _Place | None = None
+        self._lock = threading.Lock()
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
+
+    def copies(self) -> list[Copy]:
+        """All that this process has whole, of itself and of its wards; the newest first."""
+        with self._lock:
+            found = [copy for place in self._places for copy in place.copies.values()]
+        return sorted(found, key=lambda copy: (copy.mark.age, -copy.rank), reverse=True)
+
+    def find(self, mark: Mark, rank: int) -> Copy | None:
+        """The copy of a rank at a moment, if it is here."""
+        return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
+
+    @property
+    def whole(self) -> Mark | None:
+        """The newest moment of which all members are known to have all copies."""
+        return self._whole
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copies take."""
+        return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
+        """Rooms for the own copy and for those of so many wards, where the moment that is whole on all is not."""
+        with self._lock:
+            place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
+            place.copies, place.mark = {}, mark
+            place.wards += [Room() for _ in range(wards - len(place.wards))]
+            del place.wards[wards:]
+            self._open = place
+            return place.own, place.wards
+
+    def add(self, copy: Copy) -> None:
+        """A copy of the moment that was begun last is whole here."""
+        with self._lock:
+            if self._open is not None and self._open.mark == copy.mark:
+                self._open.copies[copy.rank] = copy
+
+    def is_whole(self, mark: Mark) -> None:
+        """All members have all copies of a moment: the other place may be written from here on."""
+        self._whole = mark
+
+    def forget(self) -> None:
+        """No copy counts any more, nor one that is on its way. Their memory stays."""
+        with self._lock:
+            for place in self._places:
+                place.copies, place.mark = {}, None
+            self._open = self._whole = None
