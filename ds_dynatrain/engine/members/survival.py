@@ -2,7 +2,8 @@
 
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
 ask for as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
-each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then.
+each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then; else
+there may be copies (`buddies`) of an earlier moment that are whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ds_dynatrain.engine.buddies.whole import Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.space import Layout
 
 
@@ -19,7 +21,8 @@ class Survivor:
     """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
     generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
-    that world is dead, or a collective of it has failed.
+    that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in
+    plain JSON.
     """
 
     number: int
@@ -29,6 +32,7 @@ class Survivor:
     clean: bool
     is_aborted: bool
     layout: dict[str, Any]
+    copies: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -63,6 +67,25 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
                 step,
             )
     return None
+
+
+def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
+    """The newest whole state in the copies that survivors have; None if there is none."""
+    return newest_whole(_had(survivors))
+
+
+def joint_loss(survivors: Mapping[str, Survivor]) -> str:
+    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all."""
+    found = missing(_had(survivors))
+    if found is None:
+        return ""
+    mark, ranks = found
+    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
+
+
+def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
+    return {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
 
 
 def _replicas(layout: Layout, alive: Mapping[int, int]) -> list[int]:
