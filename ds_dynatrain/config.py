@@ -92,6 +92,22 @@ class ReportConfig(_Block):
     """A file that gets one line of JSON a switch."""
 
 
+class BuddiesConfig(_Block):
+    """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
+
+    mode: Literal["off", "copy", "auto", "replay"] = "off"
+    """"copy": as often as `every_steps` says; "auto": as seldom as keeps what a step waits for below 2 % of it."""
+    every_steps: Size = 1
+    """A copy after so many optimizer steps; "auto" takes them no more often."""
+    copies: Size = 1
+    """How many other members keep each."""
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are any."""
+        return self.mode != "off"
+
+
 class ElasticConfig(_Block):
     """A job whose members come and go."""
 
@@ -134,6 +150,7 @@ class DynatrainConfig(_Block):
     ] = "data"
     """Which layout a world of n members gets: "data", a table by n, or "module:function" (`engine.policy`)."""
     elastic: ElasticConfig = ElasticConfig()
+    buddies: BuddiesConfig = BuddiesConfig()
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:

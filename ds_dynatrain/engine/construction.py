@@ -22,6 +22,7 @@ from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start
+from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.engine.parts import EngineParts
@@ -88,7 +89,8 @@ class Construction:
             status = entry.membership.new_status()
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, status
             store, number = entry.background.store, job.number
-            world = build_world(store, 1, entry.mine, *sides, engine=number, has_sequence=job.has_sequence)
+            own = OwnGroups(job.settings).kinds(self.layout, members, {}, entry.mine)
+            world = build_world(store, 1, entry.mine, *sides, own, number, job.has_sequence)
         try:
             world.connect(job.settings.timeout_seconds)
             install(world)

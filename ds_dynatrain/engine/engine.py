@@ -20,7 +20,7 @@ from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
-from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.report import Protection, SwitchEvent
 from ds_dynatrain.space import Layout
 
 BOUNDARY = "engine.boundary"
@@ -117,6 +117,11 @@ class DynatrainEngine(OverridingEngine):
     def last_switch(self) -> SwitchEvent | None:
         """How the last switch ended; None before the first."""
         return self._parts.last_switch
+
+    @property
+    def buddies(self) -> Protection | None:
+        """What the death of a member would cost, as this working member knows it; None where there are no buddies."""
+        return None if self._parts.buddies is None else self._parts.buddies.protection
 
     @property
     def job_epoch(self) -> int:

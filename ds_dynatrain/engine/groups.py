@@ -1,4 +1,4 @@
-"""Process groups of the user's own: described once, and built with the groups of every world."""
+"""Process groups of the user's own, and of the engine's parts: described once, and built with those of every world."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
 RanksOf = Callable[[Layout, Sequence[str]], Iterable[Iterable[int]]]
 """(layout, the node of each rank) -> the ranks of each group; a rank is in one of them, or in none."""
 OF_A_USER = "own"
+BUDDIES = "buddies"
+"""The kind of the group of all ranks over which copies go to buddies, from a thread beside training."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,11 @@ class OwnGroup:
 
 
 class OwnGroups:
-    """All that the script has asked for, in order; the same on every process."""
+    """All that the script has asked for, in order; the same on every process. settings: what they ask for besides."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: DynatrainConfig | None = None) -> None:
         self._rules: list[RanksOf] = []
+        self._of_all = (BUDDIES,) if settings is not None and settings.buddies.are_on else ()
 
     def __len__(self) -> int:
         return len(self._rules)
@@ -61,7 +65,8 @@ class OwnGroups:
         """Kind -> ranks of the groups that a member is in, in a world; ConfigError for ranks that cannot be."""
         if mine not in members:
             return {}
-        rank, found = members.index(mine), {}
+        rank, everybody = members.index(mine), tuple(range(layout.world_size))
+        found = dict.fromkeys(self._of_all, everybody)
         places = tuple(nodes.get(member, "") for member in members)
         for number, rule in enumerate(self._rules):
             groups = [tuple(int(one) for one in group) for group in rule(layout, places)]

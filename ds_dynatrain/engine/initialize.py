@@ -161,6 +161,8 @@ def _refuse_beside(
     """UnsupportedError, ConfigError: the other engines of this process leave no room for one with these settings."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
+    if others and any(one.buddies.are_on for one in (settings, *(other.settings for other in others))):
+        raise usage("buddies beside another engine").error()
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
@@ -11,12 +12,16 @@ from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
 from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.buddies.buddies import Buddies
 
 
 @dataclass(eq=False)
@@ -33,6 +38,8 @@ class EngineParts(EngineCore):
     switcher: Switcher = field(init=False)
     loaders: Loaders = field(init=False)
     checkpoints: Checkpoints = field(init=False)
+    buddies: Buddies | None = None
+    """None where they are off: nothing of them is imported then."""
 
     def __post_init__(self) -> None:
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
@@ -41,6 +48,11 @@ class EngineParts(EngineCore):
         self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
+        self.own_groups = OwnGroups(self.settings)
+        if self.settings.buddies.are_on:
+            from ds_dynatrain.engine.buddies.buddies import Buddies
+
+            self.buddies = Buddies(self)
 
     @property
     def others(self) -> list[EngineParts]:
@@ -50,6 +62,17 @@ class EngineParts(EngineCore):
     def turn(self) -> AbstractContextManager[None]:
         """In it, what is there once in a process is this engine's."""
         return PROCESS.turn(self)
+
+    def begin_segment(self) -> None:
+        """A load: steps may come again, and copies from before it would bring back what it has replaced."""
+        super().begin_segment()
+        if self.buddies is not None:
+            self.buddies.forget()
+
+    def settle_buddies(self) -> None:
+        """Before a world is left: no copy is on its way in it."""
+        if self.buddies is not None:
+            self.buddies.settle()
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 
@@ -75,6 +98,7 @@ class EngineParts(EngineCore):
         if not PROCESS.is_joining:
             self.launch.install()
         if self.world is not None:
+            self.settle_buddies()
             self.control.track_teardown(drop(self.world))
             self.world = None
 

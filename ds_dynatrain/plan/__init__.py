@@ -3,10 +3,11 @@
 `slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
 each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into
 `Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it; by `stand_in` a member carries out
-the parts of absent ones, too. `cost` estimates memory and time. Nothing here talks to anyone: two layouts and two lists
-of members are all it knows.
+the parts of absent ones, too. `cost` estimates memory and time. `buddies` says who keeps a copy of whose state. Nothing
+here talks to anyone: two layouts and two lists of members are all it knows.
 """
 
+from ds_dynatrain.plan.buddies import buddies_of, has_one_holder, wards_of
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
@@ -22,10 +23,13 @@ __all__ = [
     "StandInPlan",
     "SwitchPlan",
     "assign_slots",
+    "buddies_of",
     "estimate",
+    "has_one_holder",
     "plan_switch",
     "rounds",
     "slot_costs",
     "standing_in",
     "state_bytes",
+    "wards_of",
 ]

@@ -1,4 +1,4 @@
-"""What a switch did: one event each, as a log line, as a line of JSON and as a table.
+"""What a switch did: one event each, as a log line, as a line of JSON and as a table. And how far a job is protected.
 
 Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from ds_dynatrain.report.event import CertificateSummary, Outcome, Side, SwitchEvent
 from ds_dynatrain.report.log import log_event, log_recompile, logger
+from ds_dynatrain.report.protection import Protection
 from ds_dynatrain.report.writer import EventWriter, read_events
 
 __all__ = [
     "CertificateSummary",
     "EventWriter",
     "Outcome",
+    "Protection",
     "Side",
     "SwitchEvent",
     "log_event",

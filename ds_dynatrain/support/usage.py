@@ -12,6 +12,7 @@ _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
 _USAGE = "tests/engine/test_usage.py"
+_BUDDIES = "tests/engine/test_buddies.py"
 
 
 def _start(name: str, why: str, instead: str, test: str) -> Row:
@@ -178,6 +179,35 @@ USAGE = (
         'under "safety": "lean" a checkpoint alone has the state for a while, and a death then is not handled yet',
         'use "rollback" there',
         "tests/elastic/test_lean.py::test_lean_switches_are_refused",
+    ),
+    _works(
+        "buddies",
+        "copies in memory of what one rank holds alone, where members come and go; see [buddies](buddies.md)",
+        "tests/elastic/test_buddies.py::test_each_copy_is_what_its_rank_held",
+    ),
+    _start(
+        "buddies in a launch of fixed size",
+        "nobody comes or goes there, so that nobody could take over what a dead process held",
+        "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
+        f"{_BUDDIES}::test_in_a_launch_of_fixed_size",
+    ),
+    _start(
+        "buddies that replay steps",
+        "they are not there yet",
+        'take "copy" or "auto" as dynatrain.buddies.mode',
+        f"{_BUDDIES}::test_what_is_not_there_yet",
+    ),
+    _start(
+        "several buddies for a member",
+        "one other member keeps each copy",
+        "leave dynatrain.buddies.copies out",
+        f"{_BUDDIES}::test_what_is_not_there_yet",
+    ),
+    _start(
+        "buddies beside another engine",
+        "copies of several engines would have to be of one moment, which is not there yet",
+        "leave dynatrain.buddies out, or train with one engine",
+        f"{_BUDDIES}::test_beside_another_engine",
     ),
     _switch(
         "open accumulation window",

@@ -4,4 +4,8 @@
 |---|---|
 | `copy` | what one rank of a layout held alone at one step, and whether it is still that |
 | `kept` | the copies that this process has, of itself and of others, in memory that is used again |
+| `message` | a copy as bytes and a header |
+| `taking` | a copy is taken, at a boundary |
+| `shipping` | one round of copies on their way, in a thread |
+| `buddies` | when there is one, with whom, and what is seen of it |
 """

@@ -17,8 +17,8 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.digests import Digests, of_kind, only
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.errors import LayoutError, TransferError
-from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace
-from ds_dynatrain.space.zero import group_size
+from ds_dynatrain.plan import has_one_holder
+from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 
 
@@ -99,27 +99,23 @@ class Copy:
         )
 
 
-def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> bool:
-    """Whether there is an element of a kind that one rank alone holds, as far as ZeRO is concerned."""
-    if not vps.is_replicated(layout, kind):
-        return True
-    return group_size(layout) == 1 or (bool(vps.line.experts.any()) and group_size(layout, experts=True) == 1)
-
-
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers those that belong into a copy; none where nothing in the layout has one holder alone."""
-    if layout.world_size == 1:
-        return {}
     kinds = {kind for kind, _ in buffers if has_one_holder(vps, layout, kind)}
-    return {
-        (kind, name): held
-        for (kind, name), held in buffers.items()
-        if kind in kinds and (kind != WEIGHT or _is_frozen(vps, name.place, name.index))
-    }
+    return {key: held for key, held in buffers.items() if key[0] in kinds and not _is_cast(vps, *key)}
 
 
-def _is_frozen(vps: VirtualParameterSpace, place: str, index: int) -> bool:
-    return place == "partition" or (place == "tensor" and not vps.tensors[index].trainable)
+def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
+    """Of a rank's buffers the frozen weights that others have, too; they are in no copy."""
+    if has_one_holder(vps, layout, WEIGHT):
+        return {}
+    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not _is_cast(vps, *key)}
+
+
+def _is_cast(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
+    """Whether it has trained weights, which are cast from their masters."""
+    is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
+    return kind == WEIGHT and not is_frozen
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:

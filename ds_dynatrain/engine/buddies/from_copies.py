@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.buddies.copy import Copy, has_one_holder
+from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.buddies.whole import WholeCopies
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
@@ -31,7 +31,7 @@ from ds_dynatrain.engine.transaction.certify import certify, joined_sides
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
 from ds_dynatrain.errors import CheckpointDamaged, TransferError
-from ds_dynatrain.plan import SwitchPlan, plan_switch, standing_in
+from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
 

@@ -10,7 +10,9 @@ import threading
 
 import torch
 
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.buddies.copy import Copy, Mark
+from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import allocate, prefault
 
 
@@ -48,9 +50,14 @@ class Kept:
     """The copies of one process: of its own rank and of its wards, the last two moments each.
 
     It outlives worlds: what is of an older one stays until what is of the present one is whole on all.
+
+    frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
+    held on to, as they lay in `frozen_of`, (layout, rank).
     """
 
     def __init__(self) -> None:
+        self.frozen: Buffers = {}
+        self.frozen_of: tuple[Layout, int] | None = None
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
         self._open: _Place | None = None
@@ -99,3 +106,10 @@ class Kept:
     def is_whole(self, mark: Mark) -> None:
         """All members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
+
+    def forget(self) -> None:
+        """No copy counts any more, nor one that is on its way. Their memory stays."""
+        with self._lock:
+            for place in self._places:
+                place.copies, place.mark = {}, None
+            self._open = self._whole = None

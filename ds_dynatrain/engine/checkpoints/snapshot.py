@@ -71,7 +71,7 @@ class Snapshot:
             seed=engine.job.job_seed,
             kinds=kinds,
             tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
-            carry=_plain(shared),
+            carry=plain(shared),
             rests=rests,
             sums={},
             sizes={},
@@ -90,7 +90,8 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
     return side_digests(vps, layout, rank, buffers, kinds, set())[0]
 
 
-def _plain(shared: dict[str, Any]) -> Any:
+def plain(shared: dict[str, Any]) -> Any:
+    """A shared carry, encoded; CheckpointError if there is a tensor in it."""
     tensors: list[torch.Tensor] = []
     encoded = encode(shared, tensors)
     if tensors:

@@ -117,6 +117,8 @@ class Boundaries:
         """On a working member; below MIN it holds the state and makes no step, until others come or it is too long."""
         begin, seconds = time.monotonic(), self.elastic.wait_seconds
         while not self.first.idle:
+            if self.first.buddies is not None:
+                self.first.buddies.at_boundary()
             self._save(self.first.fallback.at_boundary)
             self._advance()
             self._form_anew_if_aborted()
@@ -165,6 +167,7 @@ class Boundaries:
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
+                self.first.settle_buddies()
                 self.first.attempts.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:

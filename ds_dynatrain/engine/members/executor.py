@@ -252,6 +252,8 @@ class Executor:
 
     def _transact(self) -> None:
         record = self._open_boards.of()[0], f"record/{self.machine.proposals[0].generation}"
+        for engine in self.engines:
+            engine.settle_buddies()
         with without_collection():
             joint = JointSwitch(self.engines, self._place, record)
             outcome = joint.run()

@@ -72,6 +72,7 @@ def _restore_from_copies(engine: EngineParts, proposal: Proposal, world: GroupsO
         goal, where = _goal(proposal, world), f"copies of step {copies.mark.step}"
         Restoration(engine, goal, from_copies(copies, kept_by(engine), world), where, None).run()
         engine.control.track_teardown(world.retire_transfer())
+    _stay(engine, copies)
     logger.warning("restored step %d from copies that members keep of each other", copies.mark.step)
 
 
@@ -92,6 +93,7 @@ def serve(
             boards.adopt(engine, 0, elastic.candidates(boards.world, registry))
             world = _world_of(engine, proposal, copies.holders, boards.world, elastic)
             serve_from(engine, _goal(proposal, world), copies, kept, world)
+        _stay(engine, copies)
     except (RuntimeError, DynatrainError) as error:
         logger.warning("generation %d: copies could not be given: %s", boards.world.generation, error)
     finally:
@@ -100,10 +102,16 @@ def serve(
         elastic.let_go(engine.job.number)
 
 
+def _stay(engine: EngineParts, copies: WholeCopies) -> None:
+    """Until others are whole, what is not of that moment is written over first."""
+    kept = kept_by(engine)
+    if kept is not None and any(copy.mark == copies.mark for copy in kept.copies()):
+        kept.is_whole(copies.mark)
+
+
 def kept_by(engine: EngineParts) -> Kept | None:
     """The copies that a process has; None without buddies."""
-    buddies = getattr(engine, "buddies", None)
-    return None if buddies is None else buddies.kept
+    return None if engine.buddies is None else engine.buddies.kept
 
 
 def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:

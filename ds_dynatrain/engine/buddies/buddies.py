@@ -1,0 +1,201 @@
+"""An engine's buddies: at boundaries, which are due; beside training, one round at a time; and what a user sees.
+
+All working members come by the same boundaries and decide from the same numbers: what each says of the round before is
+reduced over their world, so that all take their copies at the same steps, or none does. Only when all have all copies
+of a moment may the older ones be written over.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.watched import is_lost_peer
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.engine.buddies.kept import Kept
+from ds_dynatrain.engine.buddies.shipping import Ends, Round
+from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.groups import BUDDIES
+from ds_dynatrain.errors import DynatrainError, WorldChanged
+from ds_dynatrain.plan import buddies_of, has_one_holder, wards_of
+from ds_dynatrain.report import Protection, logger
+from ds_dynatrain.transfer import GroupTransport
+
+MOST_OF_A_STEP = 0.02
+"""In mode "auto": what a step may wait for copies, as a share of it."""
+MILLIONTHS = 1_000_000
+
+
+class Buddies:
+    """Of one engine, for the whole job. kept: the copies that this process has."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.kept = Kept()
+        self._engine, self._settings = engine, engine.settings.buddies
+        self._every = self._settings.every_steps
+        self._world: World | None = None
+        self._buddies: tuple[int, ...] = ()
+        self._why = "no copy was taken yet"
+        self._is_protected = False
+        self._seen: tuple[str, int, int] = ("", 0, -1)
+        self._next: int | None = None
+        """The step at which a copy is due; None: at once."""
+        self._round: Round | None = None
+        self._thread: threading.Thread | None = None
+        self._left_at = 0.0
+        self._take_seconds, self._share = 0.0, 0.0
+        self._sent_bytes, self._ship_seconds = 0, 0.0
+        self._taken = self._skipped = 0
+        self._said = ""
+
+    # ---- at a boundary -----------------------------------------------------------------------------------------------
+
+    def at_boundary(self) -> None:
+        """A boundary of a working member, between two global batches; once for each step.
+
+        If a member is lost meanwhile, what follows of that is found where collectives of training fail, too.
+        """
+        engine = self._engine
+        now = engine.segment, len(engine.registered), engine.global_steps
+        if now == self._seen or (engine.segment, engine.global_steps) == engine.safe_at:
+            return  # in a world that was formed just now members do not stand at one boundary before the next step
+        begin = time.perf_counter()
+        if now[:2] != self._seen[:2]:
+            self._next = None
+        if now[1] != self._seen[1]:
+            self.forget()  # what the copies are of is not registered any more
+        self._seen, self._share = now, self._take_seconds / max(begin - self._left_at, 1e-6)
+        try:
+            self._look()
+        except RuntimeError as error:
+            if not isinstance(error, WorldChanged) and not is_lost_peer(error):
+                raise
+            logger.debug("no copy of step %d: %s", engine.global_steps, error)
+        self._left_at = time.perf_counter()
+
+    def settle(self) -> None:
+        """The world is about to be left: wait until nothing is under way in its group, for the usual time-out."""
+        if self._thread is not None:
+            self._thread.join(self._engine.settings.timeout_seconds)
+            self._thread = None
+
+    def forget(self) -> None:
+        """Training goes on from another state, on all members: no copy from before counts."""
+        self.kept.forget()
+        self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
+        if self._round is not None:
+            self._round.is_void = True
+
+    def _look(self) -> None:
+        if self._world is not self._engine.world:
+            self._enter()
+        step = self._engine.global_steps
+        is_due = bool(self._buddies) and (self._next is None or step >= self._next)
+        if not is_due and self._round is None:
+            return
+        if self._round is not None:
+            self._see(self._round)
+        if is_due:
+            self._next = step + self._every
+            if self._round is None:
+                self._begin()
+            else:
+                self._skipped += 1
+
+    def _enter(self) -> None:
+        """Another world: who keeps whose copies there."""
+        self.settle()
+        engine, self._round, self._next = self._engine, None, None
+        self._world, self._is_protected, self._buddies = engine.world, False, ()
+        vps, layout = engine.vps, engine.layout
+        if layout.world_size == 1:
+            self._why = "one member alone works: nobody could keep its copy"
+        elif not any(has_one_holder(vps, layout, kind) for kind in vps.present_kinds()):
+            self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
+        else:
+            self._buddies = buddies_of([engine.candidates.nodes[member] for member in engine.members])
+            self._why = "no copy of this world is whole yet"
+        if not self._buddies and engine.rank == 0:
+            logger.info("buddies: %s", self._why)
+
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        engine, world = self._engine, self._engine.world
+        if world is None:
+            return
+        self.settle()
+        begin, mark, rank, members = time.perf_counter(), mark_of(engine), engine.rank, engine.members
+        wards = wards_of(self._buddies, rank)
+        own, rooms = self.kept.begin(mark, len(wards))
+        taken: Taken | None = None
+        try:
+            taken = take(engine, own)
+            self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
+        except (DynatrainError, MemoryError, OSError) as error:
+            logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
+        ends = Ends(members[self._buddies[rank]], [(members[ward], ward) for ward in wards])
+        transport = GroupTransport(world.group(BUDDIES), members)
+        self._round = Round(mark, taken, rooms, ends, transport, self.kept)
+        self._thread = start_thread(self._round.run, "dynatrain-buddies")
+        self._taken, self._take_seconds = self._taken + 1, time.perf_counter() - begin
+
+    def _see(self, found: Round) -> None:
+        """How the last round has ended, if it has for all; what each says of it is reduced over the world."""
+        share = -int(self._share * MILLIONTHS)
+        said = torch.tensor([int(found.is_over), int(found.is_over and found.is_whole), share])
+        if self._engine.world is not None:
+            td.all_reduce(said, td.ReduceOp.MIN, group=self._engine.world.default)
+        is_over, is_whole, share = (int(value) for value in said)
+        if not is_over:
+            return
+        is_whole &= not found.is_void
+        self._round, self._sent_bytes, self._ship_seconds = None, found.sent_bytes, found.seconds
+        if is_whole:
+            self.kept.is_whole(found.mark)
+        self._tell(found, bool(is_whole))
+        if self._settings.mode == "auto":
+            self._every = max(self._settings.every_steps, math.ceil(-share / MILLIONTHS / MOST_OF_A_STEP))
+
+    def _tell(self, found: Round, is_whole: bool) -> None:
+        """Once of each thing that has changed."""
+        step = found.mark.step
+        if found.error != self._said:
+            self._said = found.error
+            if found.error:
+                logger.error("buddies: the copies of step %d are not whole: %s", step, found.error)
+        if is_whole == self._is_protected:
+            return
+        self._is_protected, self._why = is_whole, "" if is_whole else f"the copies of step {step} are not whole"
+        if self._engine.rank == 0 and is_whole:
+            logger.info("buddies: protected from step %d on: the death of a member loses no more than follows it", step)
+        elif self._engine.rank == 0:
+            logger.warning("buddies: unprotected: %s", self._why)
+
+    # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def protection(self) -> Protection:
+        """For people, and for scripts that watch."""
+        members, whole = self._engine.members, self.kept.whole
+        pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
+        return Protection(
+            mode=self._settings.mode,
+            buddies=pairs,
+            step=None if whole is None else whole.step,
+            is_protected=self._is_protected,
+            why=self._why,
+            every_steps=self._every,
+            memory_bytes=self.kept.nbytes,
+            sent_bytes=self._sent_bytes,
+            take_ms=1e3 * self._take_seconds,
+            ship_ms=1e3 * self._ship_seconds,
+            taken=self._taken,
+            skipped=self._skipped,
+        )

@@ -1,0 +1,70 @@
+"""Taking a copy, at a boundary: what a step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere
+from ds_dynatrain.engine.buddies.kept import Room
+from ds_dynatrain.engine.buddies.message import nbytes_of, rows_of, shapes_of, spread
+from ds_dynatrain.engine.carry import rest_carry, shared_carry
+from ds_dynatrain.engine.checkpoints.snapshot import plain
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.encoding import encode
+from ds_dynatrain.space import VirtualParameterSpace
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A copy without its digests, which a thread computes.
+
+    frozen: see `Kept`. memory: all its tensors, flat uint8.
+    """
+
+    vps: VirtualParameterSpace
+    mark: Mark
+    rank: int
+    frozen: Buffers
+    buffers: Buffers
+    said: dict[str, Any]
+    tensors: list[torch.Tensor]
+    memory: torch.Tensor
+
+    def copy(self) -> Copy:
+        """With its digests."""
+        digests = digests_of(self.vps, self.mark.layout, self.rank, self.buffers)
+        said_digest = digest_of_said(self.said, self.tensors)
+        return Copy(self.mark, self.rank, self.buffers, self.said, self.tensors, digests, said_digest)
+
+
+def mark_of(engine: EngineCore) -> Mark:
+    """The present moment, between two global batches."""
+    return Mark(engine.generation, engine.segment, len(engine.registered), engine.global_steps, engine.layout)
+
+
+def take(engine: EngineCore, room: Room) -> Taken:
+    """Copy what this rank holds alone into a room. Parameters that stage 3 has gathered stay so: parts are the state.
+
+    ConfigError, CheckpointError for carried objects or hyper-parameters that cannot be copied.
+    """
+    state, scalars = engine.host.state_buffers()
+    held, tensors = copied(engine.vps, engine.layout, state), list[torch.Tensor]()
+    said = {
+        "shared": plain(shared_carry(engine, scalars)),
+        "rest": encode(rest_carry(engine), tensors),
+        "streams": streams.capture(),
+        "kinds": sorted({kind for kind, _ in state}),
+        "seed": engine.job.job_seed,
+    }
+    rows, shapes = rows_of(held), shapes_of(said)
+    memory = room.fit(nbytes_of(rows, shapes))
+    buffers, others = spread(memory, rows, shapes)
+    for there, here in zip([*buffers.values(), *others], [*held.values(), *tensors], strict=True):
+        there.copy_(here.detach())
+    frozen = frozen_elsewhere(engine.vps, engine.layout, state)
+    return Taken(engine.vps, mark_of(engine), engine.rank, frozen, buffers, said, others, memory)

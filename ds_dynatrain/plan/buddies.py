@@ -1,0 +1,84 @@
+"""Who keeps a copy of whose state: its *buddy*, on another node wherever there is one.
+
+Nodes of equal size are in pairs, whose ranks keep each other's copies: of all double deaths of nodes, n of them, pairs
+lose state in 1/(n - 1), a ring in 2/(n - 1). What is left over is one group with as many of the pairs as it takes to
+have no node in it that is larger than all others together; its ranks, node by node, keep the copies of those that stand
+so many before them. Every rank then keeps one copy. Only where one node has more ranks than all others together, these
+keep several each, and some of its own ranks none.
+
+On a single node each rank counts as a node of its own: a process that dies alone is what is left to be guarded against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space.zero import group_size
+
+Node = tuple[int, ...]
+"""The ranks on it."""
+
+
+def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> bool:
+    """Whether a state kind may have elements that one rank of the layout alone holds.
+
+    What stages or tensor ranks compute each for itself counts as one rank's: copies of it may have drifted apart.
+    """
+    if layout.world_size == 1 or not vps.is_held(layout, kind):
+        return False
+    if not vps.is_replicated(layout, kind):
+        return True
+    has_experts = bool(vps.line.experts.any())
+    return group_size(layout) == 1 or (has_experts and group_size(layout, experts=True) == 1)
+
+
+def buddies_of(nodes: Sequence[str]) -> tuple[int, ...]:
+    """The buddy of each rank, nodes[rank] being the node of a rank; nobody has one where there is one rank."""
+    if len(nodes) < 2:
+        return ()
+    names = list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    found: dict[int, int] = {}
+    pairs, group = _grouped(_by_size(names))
+    for one, other in pairs:
+        found.update(zip(one + other, other + one, strict=True))
+    found.update(_around(group))
+    return tuple(found[rank] for rank in range(len(nodes)))
+
+
+def wards_of(buddies: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The ranks whose copies a rank keeps, ascending."""
+    return tuple(ward for ward, buddy in enumerate(buddies) if buddy == rank)
+
+
+def _by_size(names: Sequence[str]) -> list[Node]:
+    """The nodes, the largest first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    return sorted(map(tuple, ranks.values()), key=len, reverse=True)
+
+
+def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
+    """(pairs of equal size, all others, the largest first)."""
+    pairs: list[tuple[Node, Node]] = []
+    rest: list[Node] = []
+    for node in nodes:
+        if rest and len(rest[-1]) == len(node):
+            pairs.append((rest.pop(), node))
+        else:
+            rest.append(node)
+    while pairs and rest and 2 * max(map(len, rest)) > sum(map(len, rest)):
+        rest += pairs.pop()
+    return pairs, sorted(rest, key=len, reverse=True)
+
+
+def _around(group: list[Node]) -> dict[int, int]:
+    """The buddies of ranks whose nodes are one group."""
+    ranks = [rank for node in group for rank in node]
+    shift = len(group[0]) if group else 0
+    if 2 * shift <= len(ranks):
+        return {rank: ranks[(place + shift) % len(ranks)] for place, rank in enumerate(ranks)}
+    large, others = ranks[:shift], ranks[shift:]
+    found = {rank: others[place % len(others)] for place, rank in enumerate(large)}
+    return found | dict(zip(others, large, strict=False))

@@ -1,0 +1,55 @@
+"""Copies of what one rank holds alone: each is with its own member and with its buddy, and is what the rank held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import Job
+from tests.elastic.runs import finish, steps_on, training
+
+SCRIPT = Path(__file__).with_name("keeping.py")
+KINDS = {"master", "exp_avg", "exp_avg_sq"}
+
+
+def keeping(folder: Path, stage: int, own: dict[str, Any] | None = None, **buddies: Any) -> Job:
+    """A job of `keeping.py`."""
+    block = {"buddies": {"mode": "copy", **buddies}}
+    return training(folder, stage=stage, block=block, own=own, script=SCRIPT, nodes="1:4")
+
+
+def check_copies(job: Job, kinds: set[str]) -> dict[int, set[int]]:
+    """Each copy is sound and what its rank held, of those kinds; world -> ranks of which somebody else had copies."""
+    moments = {(row["world"], row["rank"], row["step"]): row["said"] for row in job.rows("moment")}
+    kept: dict[int, set[int]] = {}
+    for row in job.rows("copy"):
+        assert row["sound"] and row["flip found"], row
+        assert row["said"] == moments[row["world"], row["rank"], row["step"]], row
+        if row["here"] != row["rank"]:
+            kept.setdefault(row["world"], set()).add(row["rank"])
+    assert {name.partition(" ")[0] for said in moments.values() for name in said} == kinds
+    return kept
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
+    """Two nodes, and a third one comes: in each world every rank's copies are with its buddy, too."""
+    job = keeping(tmp_path, stage)
+    try:
+        job.coordinator("coordinator")
+        for node in ("a", "b"):
+            job.node(node, is_host=0)
+        first = job.settled(2)
+        steps_on(job, 4)
+        job.node("c", is_host=0)
+        job.settled(3, first.generation)
+        steps_on(job, 4)
+        finish(job)
+        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
+        assert sorted(map(len, kept.values()))[-2:] == [2, 3], kept
+        of_last = [row["of"] for row in job.rows("protection")][-3:]
+        assert all(one["is_protected"] and len(one["buddies"]) == 3 for one in of_last), of_last
+    finally:
+        job.clean_up()
