@@ -3,7 +3,8 @@
 "ROLE PHASE ACT", or "ROLE PHASE ACT ENGINE": a member with a role does something in a phase of the switch in which a
 third one comes, of the first engine or of the one with that number. "step FILE
 ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
-ACT": when it comes to a checkpoint from which all state is restored.
+ACT": when it comes to a checkpoint from which all state is restored. "INSTANT FILE ACT": at one of INSTANTS of that
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.buddies.from_copies import FromCopies
+from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.preparation import Preparation
@@ -61,10 +67,24 @@ def unable() -> None:
 ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail, "unable": unable}
 
 
+INSTANTS: dict[str, tuple[Any, str, bool]] = {
+    "forward": (torch.nn.functional, "cross_entropy", False),
+    "backward": (torch.Tensor, "backward", True),
+    "update": (torch.optim.AdamW, "step", True),
+    "boundary": (Buddies, "at_boundary", False),
+    "ship": (Round, "_begin", False),
+    "answer": (FromCopies, "give", False),
+}
+"""In which function: before it does anything, or once it is through. After the update own masters have changed, and
+nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others."""
+
+
 def install(fault: str) -> None:
     """Let it happen once in this process."""
     who, where, act, *engine = fault.split()
-    if where == "restore":
+    if who in INSTANTS:
+        _at_instant(*INSTANTS[who], Path(os.environ["OUT"], where), ACTS[act])
+    elif where == "restore":
         _in_restoring(ACTS[act])
     elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)
@@ -99,6 +119,22 @@ def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> No
         return own(self, *arguments)
 
     setattr(owner, method, wrapped)
+
+
+def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable[[], None]) -> None:
+    own, left = getattr(owner, name), [act]
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        steps = PROCESS.engines[0].global_steps if PROCESS.engines else -1
+        is_it = left and told.exists() and steps >= int(told.read_text())
+        if is_it and not is_after:
+            left.pop()()
+        found = own(*arguments, **named)
+        if is_it and is_after:
+            left.pop()()
+        return found
+
+    setattr(owner, name, wrapped)
 
 
 def _in_restoring(act: Callable[[], None]) -> None:

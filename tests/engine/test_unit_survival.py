@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies, newest_whole
+from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, newest_whole
 from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
 from ds_dynatrain.space import Layout
 
@@ -148,3 +148,21 @@ class TestCopies:
             "of ranks 2, 3 at step 5 nobody has a sound copy any more: they died together with their buddies"
         )
         assert joint_loss(alive(self.layout, steps(0, 1))) == ""
+
+    def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
+        said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
+        for name, one in said.items():
+            copies = tuple(each.to_json() for each in had[one.number])
+            said[name] = replace(one, copies=copies, frozen=(self.layout.to_dict(), one.number - 10))
+        found = whole_copies(said)
+        assert found is not None and found.members == (10, 11, 12)
+        assert found.frozen == Frozen(Layout(data=3, zero_stage=0), (10, 11, 12))
+        assert WholeCopies.from_json(found.to_json()) == found
+
+    def test_frozen_weights_of_which_a_stage_is_gone(self) -> None:
+        layout = Layout(data=1, pipe=2, zero_stage=1)
+        mark = Mark(3, "3.0", 0, 5, layout)
+        copies = tuple(Had(mark, rank).to_json() for rank in range(2))
+        one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
+        assert whole_copies({"a/0": one}) is None
+        assert whole_copies({"a/0": replace(one, frozen=None)}) == WholeCopies(mark, (10, 10))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -21,7 +22,7 @@ from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.whole import WholeCopies
+from ds_dynatrain.engine.buddies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
 from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
 from ds_dynatrain.engine.core import EngineCore
@@ -68,7 +69,7 @@ class FromCopies:
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
         self._engine, self._goal, self._whole, self._world = engine, goal, whole, world
         self._layout, self._me = whole.mark.layout, engine.control.member
-        members = (*goal.members, *sorted(set(whole.holders) - set(goal.members)))
+        members = (*goal.members, *(one for one in whole.members if one not in goal.members))
         self.session = Session(
             engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True
         )
@@ -77,6 +78,7 @@ class FromCopies:
             name: holder for name, holder in zip(self._names, whole.holders, strict=True) if name != holder
         }
         self._copies = self._found(kept)
+        self._frozen: Buffers = {} if kept is None else kept.frozen
         self._target = engine.vps.with_layout(goal.layout, goal.members)
         self._rests: dict[int, dict[str, Any]] = {}
         self.client_state: dict[str, Any] = {}
@@ -142,22 +144,27 @@ class FromCopies:
             self._names[rank]: {**copy.buffers, **{(WEIGHT, name): held for name, held in self._cast[rank].items()}}
             for rank, copy in self._copies.items()
         }
+        how = transport, self._stand_ins, seconds, budget, not is_accelerated()
         for plan in self._plans():
-            part = standing_in(plan, self._me, played)
-            execute_standing_in(
-                part, sources, target or {}, transport, self._stand_ins, seconds, budget, not is_accelerated()
-            )
+            execute_standing_in(standing_in(plan, self._me, played), sources, target or {}, *how)
+        if self._whole.frozen is not None:
+            plan = self._frozen_plan(self._whole.frozen)
+            execute_standing_in(standing_in(plan, self._me, ()), {self._me: self._frozen}, target or {}, *how)
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Of what is trained, with weights that are cast from masters; and of frozen weights, where there are any."""
+        """Of what is trained, with weights that are cast from masters; and of frozen weights, where copies have any."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
         plans = [plan_switch(vps.with_groups(WEIGHT, trained), *goal, self.kinds, {WEIGHT: MASTER})]
-        if any(not tensor.trainable for tensor in vps.tensors):
+        if has_one_holder(vps, self._layout, WEIGHT) and any(not tensor.trainable for tensor in vps.tensors):
             plans.append(plan_switch(vps.with_groups(WEIGHT, [FROZEN]), *goal, (WEIGHT,)))
         return plans
+
+    def _frozen_plan(self, frozen: Frozen) -> SwitchPlan:
+        vps = self._target.with_layout(frozen.layout, frozen.members).with_groups(WEIGHT, [FROZEN])
+        return plan_switch(vps, self._goal.layout, self._goal.members, (WEIGHT,))
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
@@ -195,6 +202,8 @@ class FromCopies:
         CheckpointDamaged, on all alike, where they differ.
         """
         before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
+        if self._whole.frozen is not None and self._me in self._whole.frozen.members:
+            before.append(self._shares_of_frozen(self._whole.frozen))
         mine = {
             "source": reduce(joined, before) if before else None,
             "target": None if after is None else after.to_json(),
@@ -223,6 +232,15 @@ class FromCopies:
                 if as_cut in part:
                     total[kind] = part[as_cut] + total[kind] if kind in total else part[as_cut]
         return Shares([(self._names[rank], sorted(self.kinds))], whole, copies, places).to_json()
+
+    def _shares_of_frozen(self, frozen: Frozen) -> dict[str, Any]:
+        """Of frozen weights that are in no copy."""
+        vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
+        held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
+        mine = SideDigests({WEIGHT: digest_pieces(only(pieces, list(held)), held, vps.bases)})
+        return replace(
+            shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
+        ).to_json()
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:

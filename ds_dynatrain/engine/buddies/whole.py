@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.space import Layout
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,38 @@ class Had:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """Frozen weights that are in no copy, since many hold them: those who do, at the ranks of a layout without ZeRO."""
+
+    layout: Layout
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class WholeCopies:
-    """A whole state at one moment. holders: the member that has the copy of each rank."""
+    """A whole state at one moment. holders: the member that has the copy of each rank. frozen: who has what else there
+    is, if anything."""
 
     mark: Mark
     holders: tuple[int, ...]
+    frozen: Frozen | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All that give something, ascending."""
+        return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"mark": self.mark.to_dict(), "holders": self.holders}
+        frozen = None if self.frozen is None else [self.frozen.layout.to_dict(), self.frozen.members]
+        return {"mark": self.mark.to_dict(), "holders": self.holders, "frozen": frozen}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> WholeCopies:
         """The inverse."""
-        return WholeCopies(Mark.from_dict(record["mark"]), tuple(record["holders"]))
+        said = record["frozen"]
+        frozen = None if said is None else Frozen(Layout.from_dict(said[0]), tuple(said[1]))
+        return WholeCopies(Mark.from_dict(record["mark"]), tuple(record["holders"]), frozen)
 
 
 def newest_whole(had: Mapping[int, Iterable[Had]]) -> WholeCopies | None:

@@ -24,7 +24,8 @@ class Held:
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
-    fallback checkpoints. copies: which sound ones this process has; it takes reading all of them.
+    fallback checkpoints. copies: which sound ones this process has; it takes reading all of them. frozen: as in
+    `Survivor`.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Held:
     is_switching: bool = False
     can_restore: bool = False
     copies: Callable[[], tuple[Had, ...]] = tuple
+    frozen: tuple[dict[str, Any], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,7 @@ class ChangeMachine:
             copies = None if said is None else WholeCopies.from_json(said)
             if mine in first.members:
                 return [Restore(self.proposals, copies)]
-            if copies is not None and mine in copies.holders:
+            if copies is not None and mine in copies.members:
                 self._said.add("restored")
                 return [Serve(self.proposals, copies)]
         if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
@@ -404,4 +404,5 @@ def _survivor(own: Own, held: Held) -> Survivor:
         is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
         copies=tuple(each.to_json() for each in held.copies()),
+        frozen=held.frozen,
     )

@@ -312,7 +312,17 @@ def _held(engine: EngineParts) -> Held:
         is_switching=engine.is_switching,
         can_restore=engine.settings.fallback is not None,
         copies=partial(_sound_copies, engine),
+        frozen=_frozen(engine),
     )
+
+
+def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
+    """See `Survivor`."""
+    kept = kept_by(engine)
+    if kept is None or not kept.frozen or kept.frozen_of is None:
+        return None
+    layout, rank = kept.frozen_of
+    return layout.to_dict(), rank
 
 
 def _sound_copies(engine: EngineParts) -> tuple[Had, ...]:

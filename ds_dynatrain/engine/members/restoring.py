@@ -42,7 +42,7 @@ def restore(
     False if somebody has died meanwhile: the engines are as before then, and a later generation will come.
     CheckpointError if there is none that is whole.
     """
-    worlds, holders = dict[int, GroupsOfWorld](), () if copies is None else copies.holders
+    worlds, holders = dict[int, GroupsOfWorld](), () if copies is None else copies.members
     try:
         for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
             with engine.turn():
@@ -91,7 +91,7 @@ def serve(
     try:
         with engine.turn():
             boards.adopt(engine, 0, elastic.candidates(boards.world, registry))
-            world = _world_of(engine, proposal, copies.holders, boards.world, elastic)
+            world = _world_of(engine, proposal, copies.members, boards.world, elastic)
             serve_from(engine, _goal(proposal, world), copies, kept, world)
         _stay(engine, copies)
     except (RuntimeError, DynatrainError) as error:

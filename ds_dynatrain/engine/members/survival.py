@@ -9,10 +9,10 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies, missing, newest_whole
+from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.space import Layout
 
 
@@ -22,7 +22,7 @@ class Survivor:
 
     generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
     that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in
-    plain JSON.
+    plain JSON. frozen: in which (layout, rank) it had the frozen weights that are in no copy, if there are any.
     """
 
     number: int
@@ -33,6 +33,7 @@ class Survivor:
     is_aborted: bool
     layout: dict[str, Any]
     copies: tuple[dict[str, Any], ...] = ()
+    frozen: tuple[dict[str, Any], int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -57,21 +58,38 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
     holders = [one for one in holders if one.generation == newest]
     layout = Layout.from_dict(holders[0].layout)
     for step in sorted({one.step for one in holders}, reverse=True):
-        alive = {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
-        replicas = _replicas(layout, alive)
-        if replicas:
-            smaller = layout.replace(data=len(replicas))
-            return Source(
-                smaller,
-                tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in range(smaller.world_size)),
-                step,
-            )
+        found = _complete(
+            layout, {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
+        )
+        if found is not None:
+            return Source(*found, step)
     return None
+
+
+def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
+    """The replicas of which nothing is missing: their layout, and its members; None if there is none.
+
+    alive: rank -> member.
+    """
+    replicas = _replicas(layout, alive)
+    if not replicas:
+        return None
+    smaller = layout.replace(data=len(replicas))
+    ranks = range(smaller.world_size)
+    return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
 
 
 def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
     """The newest whole state in the copies that survivors have; None if there is none."""
-    return newest_whole(_had(survivors))
+    found, frozen = newest_whole(_had(survivors)), dict[Layout, dict[int, int]]()
+    for one in survivors.values():
+        if one.frozen is not None:
+            layout, rank = Layout.from_dict(one.frozen[0]), one.frozen[1]
+            frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
+    if found is None or not frozen or found.mark.layout.zero_stage == 3:  # there frozen weights are in the copies
+        return found
+    complete = [whole for whole in (_complete(layout, alive) for layout, alive in frozen.items()) if whole is not None]
+    return replace(found, frozen=Frozen(*complete[0])) if complete else None
 
 
 def joint_loss(survivors: Mapping[str, Survivor]) -> str:
