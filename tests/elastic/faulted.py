@@ -25,6 +25,8 @@ from ds_dynatrain.engine.buddies.from_copies import FromCopies
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.members import executor
+from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -64,7 +66,16 @@ def unable() -> None:
     raise OSError(errno.EMFILE, "told to have no descriptors left")
 
 
-ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail, "unable": unable}
+def flip() -> None:
+    """One bit of each copy of the newest moment that this process has."""
+    buddies = parts_of(PROCESS.engines[0]).buddies
+    copies = [] if buddies is None else buddies.kept.copies()
+    for copy in copies:
+        if copy.mark == copies[0].mark:
+            next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
+
+
+ACTS: dict[str, Callable[[], None]] = {"flip": flip, "kill": kill, "term": term, "fail": fail, "unable": unable}
 
 
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
@@ -74,9 +85,11 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "boundary": (Buddies, "at_boundary", False),
     "ship": (Round, "_begin", False),
     "answer": (FromCopies, "give", False),
+    "survived": (executor, "_sound_copies", False),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
-nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others."""
+nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others; who
+has survived says which ones it has."""
 
 
 def install(fault: str) -> None:

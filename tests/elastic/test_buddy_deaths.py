@@ -14,21 +14,22 @@ import pytest
 from tests.elastic.agents import processes
 from tests.elastic.runs import Losses, Samples, Static, finish, gated, history, open_gate, steps_on, training, worker
 
-STEPS = 120
+STEPS = 80
 NODES = ("a", "b", "c")
 
 
 class Undisturbed:
-    """Runs of three in which nobody dies, one for each stage that is asked for."""
+    """Runs in which nobody dies, one for each layout that is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._runs = folder, dict[int, Static]()
+        self._folder, self._runs = folder, dict[str, Static]()
 
-    def of(self, stage: int) -> tuple[Losses, Samples]:
-        if stage not in self._runs:
-            layout = {"data": 3, "zero_stage": stage}
-            self._runs[stage] = Static(self._folder / str(stage), [layout], STEPS=str(STEPS))
-        return self._runs[stage].losses, self._runs[stage].samples
+    def of(self, **layout: int) -> tuple[Losses, Samples]:
+        """Its losses and samples, by step."""
+        name = repr(layout)
+        if name not in self._runs:
+            self._runs[name] = Static(self._folder / str(len(self._runs)), [layout], STEPS=str(STEPS))
+        return self._runs[name].losses, self._runs[name].samples
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +38,34 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 class Deaths:
-    """A job of three nodes and spares that are warm. buddies: more of its block; faults: node -> `$FAULT`."""
+    """A job of some nodes, and spares that are warm. faults: node -> `$FAULT`; block: more of dynatrain's."""
 
     def __init__(
-        self, folder: Path, stage: int, faults: dict[str, str], spares: int = 1, block: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        stage: int,
+        faults: dict[str, str],
+        nodes: tuple[str, ...] = NODES,
+        spares: int = 1,
+        block: dict[str, Any] | None = None,
     ) -> None:
-        self.stage, self.faults = stage, faults
+        self.stage, self.size = stage, len(nodes)
         variables = {"STEP_SECONDS": "0.3"}
         block = {"buddies": {"mode": "copy"}, **(block or {})}
-        self.job = training(folder, stage=stage, block=block, variables=variables, nodes="3:3")
+        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=f"{len(nodes)}:{len(nodes)}")
         self.job.coordinator("coordinator")
-        for node in NODES:
+        for node in nodes:
             gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
         self.spares = [f"spare{number}" for number in range(spares)]
         for spare in self.spares:
             gated(self.job, spare)
-        for name in (*NODES, *self.spares):
+        for name in (*nodes, *self.spares):
             worker(self.job, name)
         open_gate(self.job, "gate-all")
-        self.first = self.job.settled(3)
+        self.first = self.job.settled(self.size)
         for spare in self.spares:
             open_gate(self.job, spare)
-        count = 3 + spares
+        count = self.size + spares
         self.job.wait(lambda: (status := self.job.status()) and len(status.members) == count, "the spares")
 
     def tell(self, file: str = "dies", ahead: int = 3) -> int:
@@ -73,7 +80,7 @@ class Deaths:
         steps_on(self.job)
         finish(self.job)
         losses, samples = history(self.job.rows("step"))
-        wanted, wanted_samples = undisturbed.of(self.stage)
+        wanted, wanted_samples = undisturbed.of(data=self.size, zero_stage=self.stage)
         assert sorted(losses) == list(range(len(losses))) and len(losses) <= STEPS
         assert samples == {step: wanted_samples[step] for step in losses}
         assert losses == {step: wanted[step] for step in losses}
@@ -81,18 +88,23 @@ class Deaths:
             made = [row["step"] for row in self.job.rows("step") if row["pid"] == pid]
             assert len(made) - len(set(made)) <= most_again, made
 
+    def log(self, *nodes: str) -> str:
+        """What these nodes have written."""
+        return "".join((self.job.folder / f"{node}.log").read_text() for node in nodes)
+
+
+QUICK = ((1, "ship"), (3, "update"))
+
 
 @pytest.mark.parametrize(
     ("stage", "instant"),
     [
-        (1, "forward"),
-        (2, "update"),
-        (3, "ship"),
+        *QUICK,
         *(
             pytest.param(stage, instant, marks=pytest.mark.full)
             for stage in (1, 2, 3)
             for instant in ("forward", "backward", "step", "update", "boundary", "ship")
-            if (stage, instant) not in ((1, "forward"), (2, "update"), (3, "ship"))
+            if (stage, instant) not in QUICK
         ),
     ],
 )
@@ -105,5 +117,60 @@ def test_one_dies_and_a_spare_takes_its_place(
         settled = deaths.job.settled(3, deaths.first.generation)
         assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
         deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """A bit of each copy of the newest moment has flipped: all go on from the one before."""
+    survivors = dict.fromkeys("ac", "survived dies flip")
+    deaths = Deaths(tmp_path, 2, {"b": "boundary dies kill", **survivors})
+    try:
+        deaths.tell()
+        deaths.job.settled(3, deaths.first.generation)
+        assert "is damaged, and passed over" in deaths.log("a", "c")
+        deaths.check(undisturbed, most_again=2)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Two pairs of buddies lose a member each, the second one in the midst of the restoration."""
+    faults = {"b": "boundary dies kill", "c": "answer dies kill"}
+    deaths = Deaths(tmp_path, 1, faults, ("a", "b", "c", "d"), spares=2)
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(4, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 2, deaths.job.logs()
+        deaths.check(undisturbed)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_buddies_die_together_without_a_checkpoint(tmp_path: Path) -> None:
+    """Two of a group of three: the job ends, and says whose loss it was."""
+    deaths = Deaths(tmp_path, 2, dict.fromkeys("bc", "boundary dies kill"))
+    try:
+        deaths.tell()
+        assert deaths.job.code("a") != 0
+        assert "nobody has a sound copy any more: they died together with their buddies" in deaths.log("a")
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_buddies_die_together_with_a_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """All go back to the fallback checkpoint, and the log says why."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
+    faults = dict.fromkeys("bc", "boundary dies kill")
+    deaths = Deaths(tmp_path, 2, faults, spares=2, block={"fallback": fallback})
+    try:
+        deaths.tell(ahead=6)
+        deaths.job.settled(3, deaths.first.generation)
+        assert "; all goes back to the fallback checkpoint" in deaths.log("a")
+        deaths.check(undisturbed, most_again=6)
     finally:
         deaths.job.clean_up()

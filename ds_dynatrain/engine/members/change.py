@@ -313,7 +313,8 @@ class ChangeMachine:
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
-        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores))
+        has_copies = self._copies is not None
+        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores, has_copies))
         if targets is None:
             return []
         proposals = [
