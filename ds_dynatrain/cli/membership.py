@@ -93,7 +93,7 @@ def show_status(status: Status) -> None:
 
 def _members(status: Status) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("rank", "member", "phase", "step", "layout", "last pause", "heard of", "waits for"):
+    for title in ("rank", "member", "phase", "step", "layout", "last pause", "protected", "heard of", "waits for"):
         table.add_column(title, no_wrap=True)
     for one in status.members:
         table.add_row(
@@ -103,6 +103,7 @@ def _members(status: Status) -> Table:
             str(one.step),
             escape(one.layout),
             f"{one.pause_ms:.0f} ms" if one.pause_ms else "",
+            one.protected,
             f"{one.heard_seconds:.1f} s ago",
             escape(one.waits_for),
         )

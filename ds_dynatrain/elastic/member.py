@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import WAITING, MainThread
-from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Refused, Report, clipped
+from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Protected, Refused, Report, clipped
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
@@ -152,11 +152,11 @@ class Member:
             if self._newest is not None:
                 self.broken(self._newest)
 
-    def progress(self, step: int, layout: str = "", pause_ms: float = 0.0) -> None:
+    def progress(self, step: int, layout: str = "", pause_ms: float = 0.0, protected: Protected = "") -> None:
         """For the status; told with the next heartbeat, the first step at once: from there on, state can be lost."""
         with self._reporting:
             is_first = step > 0 == self._report.step
-            fields = {"step": step, "layout": layout, "pause_ms": pause_ms}
+            fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected}
             self._report = self._report.model_copy(update=fields)
             if is_first:
                 self._say()

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""
@@ -92,6 +92,8 @@ class Announce(Record):
 
 Engines = Literal["none", "building", "built"]
 """In this order, and never back."""
+Protected = Literal["", "no", "yes"]
+"""Whether others keep what a member holds alone; nothing where they are not asked to."""
 
 
 class Report(Record):
@@ -111,6 +113,8 @@ class Report(Record):
     layout: Text = ""
     pause_ms: Seconds = 0.0
     """How long its last change of world held up training."""
+    protected: Protected = ""
+    """For people: whether its death would cost no more than a step or two."""
     blocked_seconds: Seconds = 0.0
     """For how long its main thread has run no Python code, and waited for nobody."""
     engines: Engines = "none"
@@ -205,6 +209,7 @@ class MemberStatus(Record):
     step: Count
     layout: Text
     pause_ms: Seconds
+    protected: Protected
     heard_seconds: Seconds
     """How long ago something came from it."""
     waits_for: Text

@@ -21,6 +21,7 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
             step=entry.report.step,
             layout=entry.report.layout,
             pause_ms=entry.report.pause_ms,
+            protected=entry.report.protected,
             heard_seconds=max(0.0, now - entry.heard),
             waits_for=entry.report.waits_for,
         )

@@ -31,7 +31,8 @@ class SwitchEstimate:
     """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
 
     bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
-    seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank.
+    seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank. copies_memory_bytes:
+    host memory for copies there, on the member with the most; 0 without `dynatrain.buddies`.
     """
 
     layout: Layout
@@ -40,5 +41,6 @@ class SwitchEstimate:
     peak_memory_bytes: int = 0
     seconds: float = 0.0
     bytes_per_second: float = 0.0
+    copies_memory_bytes: int = 0
     refusal: str = ""
     way_out: str = ""

@@ -22,7 +22,7 @@ from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
-from ds_dynatrain.plan import estimate, plan_switch
+from ds_dynatrain.plan import estimate, memory_of_copies, plan_switch
 from ds_dynatrain.space import Layout, is_partitioned
 
 
@@ -82,7 +82,9 @@ class Switcher:
         budget = engine.settings.memory_budget_bytes
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._attempts.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
-        return SwitchEstimate(target, members, *figures)
+        nodes = [engine.candidates.nodes[member] for member in members]
+        copies = memory_of_copies(engine.vps, target, nodes) if engine.settings.buddies.are_on else (0,)
+        return SwitchEstimate(target, members, *figures, max(copies))
 
     def _request(
         self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]

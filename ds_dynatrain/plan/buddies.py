@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.space.zero import group_size
 
 Node = tuple[int, ...]
 """The ranks on it."""
+MOMENTS = 2
+"""Of each copy so many are kept, so that a whole one is there while the next one is written."""
 
 
 def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> bool:
@@ -31,6 +33,36 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
         return True
     has_experts = bool(vps.line.experts.any())
     return group_size(layout) == 1 or (has_experts and group_size(layout, experts=True) == 1)
+
+
+def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
+    """Whether a buffer has trained weights, which need no copy: they are cast from their masters."""
+    is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
+    return kind == WEIGHT and not is_frozen
+
+
+def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId) -> bool:
+    """Whether a buffer of a rank belongs into its copy."""
+    return has_one_holder(vps, layout, kind) and not is_trained_weight(vps, kind, name)
+
+
+def memory_of_copies(vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
+    """Bytes that the member at each rank needs for copies, with all the moments that there will be.
+
+    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one rank is alone.
+    """
+    buddies, own = buddies_of(nodes), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
+    return tuple(
+        MOMENTS * (own[rank] + sum(own[ward] for ward in wards_of(buddies, rank))) if buddies else 0
+        for rank in range(len(nodes))
+    )
+
+
+def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int) -> int:
+    """Of the buffers in a rank's copy."""
+    sizes = vps.local(layout, rank).sizes()
+    kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key)}
+    return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
 def buddies_of(nodes: Sequence[str]) -> tuple[int, ...]:

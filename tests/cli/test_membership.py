@@ -38,12 +38,12 @@ def test_status_for_eyes_and_for_programs() -> None:
         assert "has not started" in run("status", served.address).stdout
         a = served.join("a")
         enter(a, told(a).generation)
-        a.send(Report(ready=True, entered=1, step=12, layout="data=1 [x]", pause_ms=84))
+        a.send(Report(ready=True, entered=1, step=12, layout="data=1 [x]", pause_ms=84, protected="yes"))
         b = served.join("b")
         told(a)
         text = run("status", served.address).stdout
         assert "job 'run 7': running; generation 2, 2 members, 1 to 4 nodes" in text
-        assert "a/0" in text and "data=1 [x]" in text and "84 ms" in text and "b joined" in text
+        assert "a/0" in text and "data=1 [x]" in text and "84 ms" in text and "yes" in text and "b joined" in text
         said = json.loads(run("status", served.address, "--json").stdout)
         assert said["generation"] == 2 and said["ranks"] == ["a/0", "b/0"] and said["members"][0]["step"] == 12
         b.close()

@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).with_name("keeping.py")
 KINDS = {"master", "exp_avg", "exp_avg_sq"}
 
 
-def keeping(folder: Path, stage: int, own: dict[str, Any] | None = None, **buddies: Any) -> Job:
-    """A job of `keeping.py`."""
-    block = {"buddies": {"mode": "copy", **buddies}}
-    return training(folder, stage=stage, block=block, own=own, script=SCRIPT, nodes="1:4")
+def keeping(folder: Path, stage: int, own: dict[str, Any] | None = None, block: Any = None, **given: Any) -> Job:
+    """A job of `keeping.py`; own, block, given: see `runs.training`."""
+    with_buddies = {"buddies": {"mode": "copy"}, **(block or {})}
+    return training(folder, stage=stage, block=with_buddies, own=own, script=SCRIPT, nodes="1:4", **given)
 
 
 def check_copies(job: Job, kinds: set[str]) -> dict[int, set[int]]:
@@ -51,5 +51,39 @@ def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
         assert sorted(map(len, kept.values()))[-2:] == [2, 3], kept
         of_last = [row["of"] for row in job.rows("protection")][-3:]
         assert all(one["is_protected"] and len(one["buddies"]) == 3 for one in of_last), of_last
+    finally:
+        job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_bf16(tmp_path: Path, stage: int) -> None:
+    """Masters and moments; weights of 16 bits are not copied, unless they are frozen."""
+    job = keeping(tmp_path, stage, {"bf16": {"enabled": True}})
+    try:
+        job.coordinator("coordinator")
+        for node in ("a", "b"):
+            job.node(node, is_host=0)
+        job.settled(2)
+        steps_on(job, 4)
+        finish(job)
+        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
+        assert [len(ranks) for ranks in kept.values()][-1] == 2
+    finally:
+        job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_copies_of_stages_of_a_pipeline(tmp_path: Path, stage: int) -> None:
+    """Two stages of one column each: every rank is alone with what it has, at stage 0, too."""
+    block = {"layout": {"data": 1, "pipe": 2, "zero_stage": stage}}
+    job = keeping(tmp_path, stage, block=block, workers=2, variables={"KIND": "pipeline", "STEPS": "8"})
+    try:
+        job.coordinator("coordinator")
+        job.node("a", is_host=0)
+        assert {node: job.code(node) for node in ("a", "coordinator")} == {"a": 0, "coordinator": 0}, job.logs()
+        kept = check_copies(job, KINDS)
+        assert [len(ranks) for ranks in kept.values()] == [2]
     finally:
         job.clean_up()

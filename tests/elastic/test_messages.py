@@ -34,7 +34,7 @@ WORLD = World(term="a1", generation=3, change="planned", members=("n1/0", "n2/0"
 SAMPLES: list[Message] = [
     Hello(nonce="0" * 32, job="run-7"),
     Announce(node="host-1.example-42-0", local_rank=1, local_size=8, pid=17, world=WORLD),
-    Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5),
+    Report(ready=True, entered=3, step=12, layout="data=2 zero_stage=1", pause_ms=84.5, protected="no"),
     Changed(world=WORLD),
     Fence(member="n1/0", pid=5),
     Fence(member="n1/0", pid=None),

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.plan import buddies_of, wards_of
+from ds_dynatrain.plan import buddies_of, is_copied, memory_of_copies, wards_of
+from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
+from ds_dynatrain.space.tensor import FROZEN
 
 
 def check(nodes: list[str]) -> None:
@@ -62,3 +64,44 @@ def test_pairs_lose_state_in_the_fewest_double_deaths(count: int) -> None:
 def test_one_rank_has_nobody() -> None:
     assert buddies_of(["a"]) == ()
     assert wards_of((), 0) == ()
+
+
+# ---- what is copied --------------------------------------------------------------------------------------------------
+
+
+def space(layout: Layout) -> VirtualParameterSpace:
+    """Two groups and a frozen tensor, in bf16 with Adam and the gradients that stage 3 and offload keep."""
+    tensors = [LogicalTensor("a", (7, 3), 0), LogicalTensor("b", (5,), 1), LogicalTensor("f", (4, 2), FROZEN)]
+    kinds = standard_kinds(2, stale_grad=4, host_grad=4)
+    return VirtualParameterSpace.of(tensors, ZeroRules(), kinds, layout, range(layout.world_size))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("data", [1, 2, 3, 4])
+def test_every_element_with_one_holder_is_in_a_copy(stage: int, data: int) -> None:
+    """By counting who holds each element: of trained weights alone there may be none, which are cast from masters."""
+    layout = Layout(data=data, zero_stage=stage)
+    vps = space(layout)
+    for kind in vps.present_kinds():
+        holders, held = Counter[int](), set()
+        for rank in range(data):
+            for piece in vps.holding(layout, rank, kind):
+                holders.update(range(piece.start, piece.stop))
+                if is_copied(vps, layout, kind, piece.buffer):
+                    held |= {*range(piece.start, piece.stop)}
+        alone = {element for element, count in holders.items() if count == 1} if data > 1 else set()
+        trained = {*range(int(vps.bases[2]))} if kind == WEIGHT else set()
+        assert alone - trained <= held, f"{kind}: some have one holder and no copy"
+        assert held <= alone, f"{kind}: some are copied that others have"
+
+
+def test_memory_of_copies() -> None:
+    """Of stage 1 on two ranks: 13 masters with two moments and the gradient of offload, own and ward's, twice."""
+    layout = Layout(data=2, zero_stage=1)
+    vps, parts = space(layout), [0, 0]
+    for rank in range(2):
+        sizes = vps.local(layout, rank).sizes()
+        parts[rank] = 4 * sum(numel for (kind, _), numel in sizes.items() if kind != WEIGHT)
+    assert memory_of_copies(vps, layout, ["a", "b"]) == (2 * sum(parts), 2 * sum(parts))
+    alone = Layout(data=1, zero_stage=1)
+    assert memory_of_copies(space(alone), alone, ["a"]) == (0,)

@@ -17,13 +17,15 @@ import torch.distributed as td
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.shipping import Ends, Round
+from ds_dynatrain.engine.buddies.shipping import Round, Ward
 from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.engine.groups import BUDDIES
-from ds_dynatrain.errors import DynatrainError, WorldChanged
-from ds_dynatrain.plan import buddies_of, has_one_holder, wards_of
+from ds_dynatrain.errors import ConfigError, DynatrainError, WorldChanged
+from ds_dynatrain.plan import buddies_of, has_one_holder, memory_of_copies, wards_of
 from ds_dynatrain.report import Protection, logger
 from ds_dynatrain.transfer import GroupTransport
 
@@ -52,7 +54,19 @@ class Buddies:
         self._take_seconds, self._share = 0.0, 0.0
         self._sent_bytes, self._ship_seconds = 0, 0.0
         self._taken = self._skipped = 0
-        self._said = ""
+        self._last_error = ""
+
+    def check_memory(self) -> None:
+        """ConfigError if the host memory of this node is too small for the copies of the first world."""
+        engine, nodes = self._engine, self._engine.candidates.nodes
+        where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
+        needs = memory_of_copies(engine.vps, engine.layout, where)
+        here = [need for need, node in zip(needs, where, strict=True) if node == mine]
+        if sum(here) > (free := available_bytes()):
+            raise ConfigError(
+                f"dynatrain.buddies: the {len(here)} ranks on node {mine!r} need {sum(here)} bytes for copies of what "
+                f"they and their wards hold alone, and {free} are available; start on more nodes, or leave it out"
+            )
 
     # ---- at a boundary -----------------------------------------------------------------------------------------------
 
@@ -140,9 +154,9 @@ class Buddies:
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
         except (DynatrainError, MemoryError, OSError) as error:
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
-        ends = Ends(members[self._buddies[rank]], [(members[ward], ward) for ward in wards])
+        kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         transport = GroupTransport(world.group(BUDDIES), members)
-        self._round = Round(mark, taken, rooms, ends, transport, self.kept)
+        self._round = Round(mark, taken, members[self._buddies[rank]], kept_here, transport, self.kept)
         self._thread = start_thread(self._round.run, "dynatrain-buddies")
         self._taken, self._take_seconds = self._taken + 1, time.perf_counter() - begin
 
@@ -166,8 +180,8 @@ class Buddies:
     def _tell(self, found: Round, is_whole: bool) -> None:
         """Once of each thing that has changed."""
         step = found.mark.step
-        if found.error != self._said:
-            self._said = found.error
+        if found.error != self._last_error:
+            self._last_error = found.error
             if found.error:
                 logger.error("buddies: the copies of step %d are not whole: %s", step, found.error)
         if is_whole == self._is_protected:
@@ -179,6 +193,13 @@ class Buddies:
             logger.warning("buddies: unprotected: %s", self._why)
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_said_to_protect(self) -> Protected:
+        """For the status of the job; nothing on a member that holds no state."""
+        if self._engine.idle:
+            return ""
+        return "yes" if self._is_protected else "no"
 
     @property
     def protection(self) -> Protection:

@@ -17,8 +17,9 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.digests import Digests, of_kind, only
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.errors import LayoutError, TransferError
-from ds_dynatrain.plan import has_one_holder
-from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.plan import has_one_holder, is_copied
+from ds_dynatrain.plan.buddies import is_trained_weight
+from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 
 
@@ -101,21 +102,14 @@ class Copy:
 
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers those that belong into a copy; none where nothing in the layout has one holder alone."""
-    kinds = {kind for kind, _ in buffers if has_one_holder(vps, layout, kind)}
-    return {key: held for key, held in buffers.items() if key[0] in kinds and not _is_cast(vps, *key)}
+    return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key)}
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers the frozen weights that others have, too; they are in no copy."""
     if has_one_holder(vps, layout, WEIGHT):
         return {}
-    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not _is_cast(vps, *key)}
-
-
-def _is_cast(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
-    """Whether it has trained weights, which are cast from their masters."""
-    is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
-    return kind == WEIGHT and not is_frozen
+    return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_trained_weight(vps, *key)}
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:

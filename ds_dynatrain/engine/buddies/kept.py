@@ -12,6 +12,7 @@ import torch
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.buddies.copy import Copy, Mark
+from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import allocate, prefault
 
@@ -28,9 +29,11 @@ class Room:
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Its first bytes, as uint8; what was there is gone."""
+        """Its first bytes, as uint8; what was there is gone. MemoryError if there is not so much."""
         if self.nbytes < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            if nbytes > (free := available_bytes()):
+                raise MemoryError(f"a copy takes {nbytes} bytes, and {free} are available")
             self._memory = allocate(nbytes, torch.uint8)
             prefault(self._memory)
         return self._memory[:nbytes]

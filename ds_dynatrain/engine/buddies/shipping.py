@@ -1,7 +1,8 @@
 """One round: each member's copy goes to its buddy, over a group of its own and from a thread, while training goes on.
 
-A copy travels as the number of its bytes, the bytes, the number of its header's bytes, and the header, which has the
-digests and so comes last. A number below zero says that there is no copy.
+A copy travels so: the ward says of how many bytes it is, the buddy answers whether it has room, and then come the bytes
+and, with its own length ahead, the header, which has the digests and so is the last. A length of -1 says that there is
+none. Whatever fails on one member, all others come to the end of the round.
 """
 
 from __future__ import annotations
@@ -17,38 +18,43 @@ from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.kept import Kept, Room
 from ds_dynatrain.engine.buddies.message import copy_of, header_of
 from ds_dynatrain.engine.buddies.taking import Taken
-from ds_dynatrain.errors import TransferError
+from ds_dynatrain.errors import DynatrainError, TransferError
 from ds_dynatrain.transfer import Handle, Transport
 
-TAG = 1
+TO_BUDDY, TO_WARD = 1, 2
+"""Tags."""
 NOTHING = -1
+LONGEST_HEADER = 1 << 30
 SECONDS = 1800.0
 """As long as collectives of training wait: who is later than that has stopped."""
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Whom a member sends its copy to, and the members, with their ranks, whose copies it keeps."""
+class Ward:
+    """A member whose copy is kept here, its rank, and where."""
 
-    buddy: int
-    wards: Sequence[tuple[int, int]]
+    member: int
+    rank: int
+    room: Room
 
 
 class Round:
-    """One copy of each rank on its way. taken: None where this member could not take its own.
+    """One copy of each rank on its way.
 
-    is_over: the thread has nothing more to do. is_whole: the own copy has left and those of all wards are here.
-    is_void: it does not count, whatever becomes of it.
+    taken: None where this member could not take its own. is_over: the thread has nothing more to do. is_whole: the own
+    copy has left and those of all wards are here. is_void: it does not count, whatever becomes of it.
     """
 
     def __init__(
-        self, mark: Mark, taken: Taken | None, rooms: Sequence[Room], ends: Ends, transport: Transport, kept: Kept
+        self, mark: Mark, taken: Taken | None, buddy: int, wards: Sequence[Ward], transport: Transport, kept: Kept
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
         self.is_whole = self.is_void = False
-        self.error = ""
-        self._taken, self._rooms, self._ends, self._kept = taken, rooms, ends, kept
+        self.error = "" if taken is not None else "this member has taken none"
+        self._taken, self._buddy, self._wards, self._kept = taken, buddy, wards, kept
         self._transport: Transport | None = transport
+        self._under_way: list[Handle] = []
+        self._deadline = time.monotonic() + SECONDS
         self._over = threading.Event()
 
     @property
@@ -60,86 +66,116 @@ class Round:
         """In a thread."""
         begin = time.perf_counter()
         try:
-            self._carry_out(time.monotonic() + SECONDS)
+            self._carry_out()
         except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
-            self.error = self.error or f"{type(error).__name__}: {error}"
+            self._note(f"{type(error).__name__}: {error}")
         finally:
-            self._transport = self._taken = None  # which holds the group
+            self._transport, self._taken, self._under_way = None, None, []  # which hold the group
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
             self._over.set()
 
-    def _carry_out(self, deadline: float) -> None:
-        sent = self._send_bytes(None if self._taken is None else self._taken.memory)
-        arriving = [
-            self._begin(*ward, room, deadline) for ward, room in zip(self._ends.wards, self._rooms, strict=True)
-        ]
-        header = self._seal() if self._taken is not None else None
-        if self._taken is not None:
-            sent += self._send_bytes(header)
-        for member, rank, memory, handle in arriving:
-            if memory is None:
-                self.error = self.error or f"member {member} has taken none"
-                continue
-            handle.wait(deadline)
-            self._receive_header(member, rank, memory, deadline)
-        for each in sent:
-            each.wait(deadline)
+    def _note(self, error: str) -> None:
+        """The first thing that went wrong counts."""
+        self.error = self.error or error
 
-    def _seal(self) -> torch.Tensor | None:
-        """The own copy, with its digests; None if it cannot be described: the buddy is told that then."""
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """Nobody waits for a send before its own part is through: it ends when the other side takes it."""
+        own = None if self._taken is None else self._taken.memory
+        self._offer(own)
+        values = {ward.rank: self._ask(ward, ward.room) for ward in self._wards}
+        has_left = own is not None and self._send_if_welcome(own)
+        arriving = [self._receive(memory, ward) for ward in self._wards if (memory := values[ward.rank]) is not None]
+        described = self._header()
+        header = described if has_left else None
+        self._offer(header)
+        for handle in arriving:
+            handle.wait(self._deadline)
+        headers = {ward.rank: self._ask(ward, Room(), LONGEST_HEADER) for ward in self._wards}
+        if header is not None:
+            self._send_if_welcome(header)
+        for ward in self._wards:
+            told = headers[ward.rank]
+            if told is not None:
+                self._receive(told, ward).wait(self._deadline)
+                self._take_in(ward, told, values[ward.rank])
+        for handle in self._under_way:
+            handle.wait(self._deadline)
+
+    def _header(self) -> torch.Tensor | None:
+        """Of the own copy, which counts as soon as it has its digests; None if it cannot be described."""
         if self._taken is None:
             return None
         try:
             copy = self._taken.copy()
             header = header_of(copy)
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+        except (DynatrainError, TypeError, ValueError) as error:
+            self._note(f"{type(error).__name__}: {error}")
             return None
         self._kept.add(copy)
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    def _receive_header(self, member: int, rank: int, memory: torch.Tensor, deadline: float) -> None:
-        header = self._receive_bytes(member, Room(), deadline)
-        if header is None:
-            self.error = self.error or f"member {member} could not describe its copy"
-            return
-        copy = copy_of(header.numpy().tobytes(), memory)
-        if (copy.mark, copy.rank) != (self.mark, rank):
-            raise TransferError(
-                f"member {member} sent a copy of rank {copy.rank} at step {copy.mark.step}, and rank {rank} at step "
-                f"{self.mark.step} was due"
-            )
-        self._kept.add(copy)
+    def _take_in(self, ward: Ward, told: torch.Tensor, memory: torch.Tensor | None) -> None:
+        """A ward's copy is here."""
+        try:
+            if memory is None:
+                raise TransferError(f"member {ward.member} described a copy that it did not send")
+            copy = copy_of(told.numpy().tobytes(), memory)
+            if (copy.mark, copy.rank) != (self.mark, ward.rank):
+                raise TransferError(
+                    f"member {ward.member} sent a copy of rank {copy.rank} at step {copy.mark.step}, and that of rank "
+                    f"{ward.rank} at step {self.mark.step} was due"
+                )
+        except TransferError as error:
+            self._note(str(error))
+        else:
+            self._kept.add(copy)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, values: torch.Tensor | None) -> None:
+        """Tell the buddy how long that is."""
+        self._send(torch.tensor([NOTHING if values is None else values.numel()]), self._buddy, TO_BUDDY)
+
+    def _send_if_welcome(self, values: torch.Tensor) -> bool:
+        """Send it if the buddy has room for it."""
+        answer = torch.zeros(1, dtype=torch.int64)
+        self._way.receive(answer, self._buddy, TO_WARD).wait(self._deadline)
+        if not answer.item():
+            self._note(f"member {self._buddy} has no room for the copy of this member")
+            return False
+        self.sent_bytes += values.numel()
+        self._send(values, self._buddy, TO_BUDDY)
+        return True
+
+    def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
+        """Hear how long it is, and answer; where it will be, or None if nothing comes."""
+        numel = torch.zeros(1, dtype=torch.int64)
+        self._receive(numel, ward).wait(self._deadline)
+        length = int(numel)
+        if length < 0:
+            self._note(f"member {ward.member} has no copy to send")
+            return None
+        memory: torch.Tensor | None = None
+        try:
+            if most is not None and length > most:
+                raise MemoryError(f"a header of {length} bytes was announced, at most {most} are taken")
+            memory = room.fit(length)
+        except (MemoryError, OSError) as error:
+            self._note(f"no room for the copy of member {ward.member}: {error}")
+        self._send(torch.tensor([int(memory is not None)]), ward.member, TO_WARD)
+        return memory
+
+    def _send(self, values: torch.Tensor, member: int, tag: int) -> None:
+        self._under_way.append(self._way.send(values, member, tag))
+
+    def _receive(self, memory: torch.Tensor, ward: Ward) -> Handle:
+        return self._way.receive(memory, ward.member, TO_BUDDY)
 
     @property
     def _way(self) -> Transport:
         if self._transport is None:
             raise TransferError("this round is over")
         return self._transport
-
-    def _send_bytes(self, values: torch.Tensor | None) -> list[Handle]:
-        numel = NOTHING if values is None else values.numel()
-        self.sent_bytes += max(0, numel)
-        parts = [torch.tensor([numel]), *([] if values is None else [values])]
-        return [self._way.send(part, self._ends.buddy, TAG) for part in parts]
-
-    def _begin(
-        self, member: int, rank: int, room: Room, deadline: float
-    ) -> tuple[int, int, torch.Tensor | None, Handle]:
-        """(the ward, its rank, where its bytes will be, or nothing if it has none, the receive of them)."""
-        numel = torch.zeros(1, dtype=torch.int64)
-        handle = self._way.receive(numel, member, TAG)
-        handle.wait(deadline)
-        if numel.item() < 0:
-            return member, rank, None, handle
-        memory = room.fit(int(numel))
-        return member, rank, memory, self._way.receive(memory, member, TAG)
-
-    def _receive_bytes(self, member: int, room: Room, deadline: float) -> torch.Tensor | None:
-        _, _, memory, handle = self._begin(member, NOTHING, room, deadline)
-        if memory is not None:
-            handle.wait(deadline)
-        return memory

@@ -80,7 +80,8 @@ class Boundaries:
             self._form_anew_if_aborted()  # somebody died just when this member got its share
         last = self.first.last_switch
         pause_ms = 0.0 if last is None else last.pause_ms
-        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms)
+        kept = "" if self.first.buddies is None else self.first.buddies.is_said_to_protect
+        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms, kept)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """A boundary of another engine than the first: switches that the user asked of it take place here.
