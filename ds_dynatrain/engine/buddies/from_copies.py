@@ -54,12 +54,12 @@ def from_copies(whole: WholeCopies, kept: Kept | None, world: World) -> Opener:
 
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept, world: World) -> None:
     """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
-    source = FromCopies(engine, goal, whole, kept, world)
     try:
+        source = FromCopies(engine, goal, whole, kept, world)
         source.give()
         source.report(None)
     except BaseException as error:
-        source.session.give_up(error)
+        _session(engine, goal, whole).give_up(error)
         raise
 
 
@@ -69,11 +69,8 @@ class FromCopies:
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
         self._engine, self._goal, self._whole, self._world = engine, goal, whole, world
         self._layout, self._me = whole.mark.layout, engine.control.member
-        members = (*goal.members, *(one for one in whole.members if one not in goal.members))
-        self.session = Session(
-            engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True
-        )
-        self._names = _names(whole.holders, above=max(members))
+        self._session = _session(engine, goal, whole)
+        self._names = _names(whole.holders, above=max(self._session.members))
         self._stand_ins = {
             name: holder for name, holder in zip(self._names, whole.holders, strict=True) if name != holder
         }
@@ -83,7 +80,7 @@ class FromCopies:
         self._rests: dict[int, dict[str, Any]] = {}
         self.client_state: dict[str, Any] = {}
         for rank, copy in self._copies.items():
-            self.session.say(f"said/{rank}", copy.said)
+            self._session.say(f"said/{rank}", copy.said)
 
     def _found(self, kept: Kept | None) -> dict[int, Copy]:
         """The copy of each rank that this member is to give."""
@@ -97,7 +94,7 @@ class FromCopies:
 
     def _said(self, rank: int) -> dict[str, Any]:
         """What the copy of a rank says besides its buffers."""
-        found: dict[str, Any] = self.session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
+        found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
     # ---- what a goal asks --------------------------------------------------------------------------------------------
@@ -208,7 +205,7 @@ class FromCopies:
             "source": reduce(joined, before) if before else None,
             "target": None if after is None else after.to_json(),
         }
-        said = self.session.reduce("digests", mine, joined_sides, self._judge)
+        said = self._session.reduce("digests", mine, joined_sides, self._judge)
         if "digest" not in said:
             raise CheckpointDamaged(f"what was restored differs between members: {said['doubts']}")
         return str(said["digest"])
@@ -241,6 +238,12 @@ class FromCopies:
         return replace(
             shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
         ).to_json()
+
+
+def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
+    """What all do together who restore, or give something for it."""
+    members = (*goal.members, *(one for one in whole.members if one not in goal.members))
+    return Session(engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True)
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:

@@ -48,9 +48,7 @@ def restore(
             with engine.turn():
                 boards.adopt(engine, place, elastic.candidates(boards.world, registry))
                 worlds[engine.job.number] = _world_of(engine, proposal, holders, boards.world, elastic)
-        if copies is not None:
-            _restore_from_copies(engines[0], proposals[0], worlds[engines[0].job.number], copies)
-        else:
+        if copies is None or not _are_restored(engines[0], proposals[0], worlds, copies, boards.world, elastic):
             for restored in restore_all(engines, proposals, worlds):
                 logger.warning("restored step %d from %s", restored.step, restored.path)
     except (RuntimeError, CheckpointError) as error:
@@ -66,14 +64,30 @@ def restore(
     return True
 
 
-def _restore_from_copies(engine: EngineParts, proposal: Proposal, world: GroupsOfWorld, copies: WholeCopies) -> None:
-    with engine.turn():
-        checkpoint.let_go(engine)
-        goal, where = _goal(proposal, world), f"copies of step {copies.mark.step}"
-        Restoration(engine, goal, from_copies(copies, kept_by(engine), world), where, None).run()
-        engine.control.track_teardown(world.retire_transfer())
+def _are_restored(
+    engine: EngineParts,
+    proposal: Proposal,
+    worlds: Mapping[int, GroupsOfWorld],
+    copies: WholeCopies,
+    newest: World,
+    elastic: Elastic,
+) -> bool:
+    """Restore all from copies; False if that fails for another reason than a death, and there is a checkpoint."""
+    world, step = worlds[engine.job.number], copies.mark.step
+    try:
+        with engine.turn():
+            checkpoint.let_go(engine)
+            opener = from_copies(copies, kept_by(engine), world)
+            Restoration(engine, _goal(proposal, world), opener, f"copies of step {step}", None).run()
+            engine.control.track_teardown(world.retire_transfer())
+    except CheckpointError as error:
+        if engine.settings.fallback is None or _is_overtaken(newest, elastic):
+            raise
+        logger.error("%s; all goes back to the fallback checkpoint", error)
+        return False
     _stay(engine, copies)
-    logger.warning("restored step %d from copies that members keep of each other", copies.mark.step)
+    logger.warning("restored step %d from copies that members keep of each other", step)
+    return True
 
 
 def serve(
