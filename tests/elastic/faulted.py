@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.buddies import Buddies
@@ -25,7 +26,7 @@ from ds_dynatrain.engine.buddies.from_copies import FromCopies
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.members import executor
+from ds_dynatrain.engine.members import executor, restoring
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
@@ -83,21 +84,27 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "backward": (torch.Tensor, "backward", True),
     "update": (torch.optim.AdamW, "step", True),
     "boundary": (Buddies, "at_boundary", False),
+    "norm": (stage_1_and_2.DeepSpeedZeroOptimizer, "scaled_global_norm", True),
+    "norm of stage 3": (stage3.DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", True),
+    "gather": (stage_1_and_2, "all_gather_dp_groups", False),
     "ship": (Round, "_begin", False),
     "answer": (FromCopies, "give", False),
+    "forming": (restoring, "_world_of", False),
     "survived": (executor, "_sound_copies", False),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
-nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others; who
-has survived says which ones it has."""
+nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
+world that was formed before; who has survived says which ones it has."""
 
 
 def install(fault: str) -> None:
     """Let it happen once in this process."""
+    instant, *told = fault.rsplit(maxsplit=2)
+    if instant in INSTANTS:
+        _at_instant(*INSTANTS[instant], Path(os.environ["OUT"], told[0]), ACTS[told[1]])
+        return
     who, where, act, *engine = fault.split()
-    if who in INSTANTS:
-        _at_instant(*INSTANTS[who], Path(os.environ["OUT"], where), ACTS[act])
-    elif where == "restore":
+    if where == "restore":
         _in_restoring(ACTS[act])
     elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)

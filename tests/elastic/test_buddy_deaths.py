@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 
 from tests.elastic.agents import processes
-from tests.elastic.runs import Losses, Samples, Static, finish, gated, history, open_gate, steps_on, training, worker
+from tests.elastic.runs import (
+    Losses,
+    Samples,
+    Static,
+    finish,
+    finish_together,
+    gated,
+    history,
+    open_gate,
+    steps_on,
+    training,
+    worker,
+)
 
 STEPS = 80
 NODES = ("a", "b", "c")
@@ -48,11 +60,14 @@ class Deaths:
         nodes: tuple[str, ...] = NODES,
         spares: int = 1,
         block: dict[str, Any] | None = None,
+        **given: str,
     ) -> None:
         self.stage, self.size = stage, len(nodes)
-        variables = {"STEP_SECONDS": "0.3"}
+        variables = {"STEP_SECONDS": "0.3", **given}
         block = {"buddies": {"mode": "copy"}, **(block or {})}
-        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=f"{len(nodes)}:{len(nodes)}")
+        self.job = training(
+            folder, stage=stage, block=block, variables=variables, nodes=f"{len(nodes)}:{len(nodes)}", workers=workers
+        )
         self.job.coordinator("coordinator")
         for node in nodes:
             gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
@@ -65,8 +80,8 @@ class Deaths:
         self.first = self.job.settled(self.size)
         for spare in self.spares:
             open_gate(self.job, spare)
-        count = self.size + spares
-        self.job.wait(lambda: (status := self.job.status()) and len(status.members) == count, "the spares")
+        every = self.size + spares
+        self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
 
     def tell(self, file: str = "dies", ahead: int = 3) -> int:
         """The step at which it happens: a few from now on."""
@@ -79,8 +94,11 @@ class Deaths:
         """The losses are those of the undisturbed run; nobody makes more than so many steps again in all."""
         steps_on(self.job)
         finish(self.job)
+        self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again)
+
+    def compare(self, wanted: Losses, wanted_samples: Samples, most_again: int) -> None:
+        """The history, once the scripts have ended."""
         losses, samples = history(self.job.rows("step"))
-        wanted, wanted_samples = undisturbed.of(data=self.size, zero_stage=self.stage)
         assert sorted(losses) == list(range(len(losses))) and len(losses) <= STEPS
         assert samples == {step: wanted_samples[step] for step in losses}
         assert losses == {step: wanted[step] for step in losses}
@@ -93,7 +111,9 @@ class Deaths:
         return "".join((self.job.folder / f"{node}.log").read_text() for node in nodes)
 
 
-QUICK = ((1, "ship"), (3, "update"))
+QUICK = ((2, "update"),)
+INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
+OF_STAGE_3 = ("forward", "backward", "step", "norm of stage 3", "update", "boundary", "ship")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +123,7 @@ QUICK = ((1, "ship"), (3, "update"))
         *(
             pytest.param(stage, instant, marks=pytest.mark.full)
             for stage in (1, 2, 3)
-            for instant in ("forward", "backward", "step", "update", "boundary", "ship")
+            for instant in (OF_STAGE_3 if stage == 3 else INSTANTS)
             if (stage, instant) not in QUICK
         ),
     ],
@@ -117,6 +137,25 @@ def test_one_dies_and_a_spare_takes_its_place(
         settled = deaths.job.settled(3, deaths.first.generation)
         assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
         deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_a_stage_of_a_pipeline_dies(tmp_path: Path) -> None:
+    """2 pipes x 2: one of two that have the same layers."""
+    sizes = {"data": 2, "pipe": 2, "zero_stage": 1}
+    static = Static(tmp_path / "static", [sizes], STEPS=str(STEPS), KIND="pipeline")
+    (tmp_path / "job").mkdir()
+    fault, block = {"b": "update dies kill"}, {"layout": sizes}
+    deaths = Deaths(tmp_path / "job", 1, fault, ("a", "b", "c", "d"), block=block, KIND="pipeline")
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(4, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
+        steps_on(deaths.job)
+        finish_together(deaths.job)
+        deaths.compare(static.losses, static.samples, most_again=1)
     finally:
         deaths.job.clean_up()
 
@@ -136,9 +175,10 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Undisturbed)
 
 
 @pytest.mark.full
-def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Two pairs of buddies lose a member each, the second one in the midst of the restoration."""
-    faults = {"b": "boundary dies kill", "c": "answer dies kill"}
+@pytest.mark.parametrize("instant", ["forming", "answer"])
+def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
+    """Two pairs of buddies lose a member each, the second one in the midst of the restoration, or as it begins."""
+    faults = {"b": "boundary dies kill", "c": f"{instant} dies kill"}
     deaths = Deaths(tmp_path, 1, faults, ("a", "b", "c", "d"), spares=2)
     try:
         deaths.tell()

@@ -165,4 +165,5 @@ class TestCopies:
         copies = tuple(Had(mark, rank).to_json() for rank in range(2))
         one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
         assert whole_copies({"a/0": one}) is None
+        assert "of frozen weights at step 5 nobody has all any more" in joint_loss({"a/0": one})
         assert whole_copies({"a/0": replace(one, frozen=None)}) == WholeCopies(mark, (10, 10))

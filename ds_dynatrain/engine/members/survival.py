@@ -98,6 +98,8 @@ def joint_loss(survivors: Mapping[str, Survivor]) -> str:
     if found is None:
         return ""
     mark, ranks = found
+    if not ranks:
+        return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
 
