@@ -65,9 +65,8 @@ class Deaths:
         self.stage, self.size = stage, len(nodes)
         variables = {"STEP_SECONDS": "0.3", **given}
         block = {"buddies": {"mode": "copy"}, **(block or {})}
-        self.job = training(
-            folder, stage=stage, block=block, variables=variables, nodes=f"{len(nodes)}:{len(nodes)}", workers=workers
-        )
+        count = f"{len(nodes)}:{len(nodes)}"
+        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=count)
         self.job.coordinator("coordinator")
         for node in nodes:
             gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
