@@ -86,6 +86,13 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
             "dynatrain.layout.zero_stge: unknown key; did you mean 'zero_stage'?",
         ),
         ({"data": {"shuffle": True}}, "dynatrain.data.shuffle: unknown key; did you mean 'reshuffle'?"),
+        ({"buddies": {"every_step": 1}}, "dynatrain.buddies.every_step: unknown key; did you mean 'every_steps'?"),
+        ({"buddies": {"every_steps": 0}}, "dynatrain.buddies.every_steps: expected greater than or equal to 1, got 0"),
+        ({"buddies": {"copies": 0}}, "dynatrain.buddies.copies: expected greater than or equal to 1, got 0"),
+        (
+            {"buddies": {"mode": "ring"}},
+            "dynatrain.buddies.mode: expected 'off', 'copy', 'auto' or 'replay', got 'ring'",
+        ),
         ({"report": {"json": "x"}}, "dynatrain.report.json: unknown key; did you mean 'jsonl'?"),
         ({"layout": {}}, "dynatrain.layout.data: this key is needed"),
         ({"layout": {"data": "2"}}, "dynatrain.layout.data: expected integer, got '2' (string)"),

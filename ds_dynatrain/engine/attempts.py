@@ -153,7 +153,7 @@ class Attempts:
         """A transaction has ended: tell all who want to know. was: layout and members before; begin: in seconds."""
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:
-            engine.settle_fallback()
+            (engine.settle_state if outcome.committed else engine.settle_fallback)()
         event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
         engine.last_switch, self._first_step_is_due = event, True
         engine.host.compilations.begin()

@@ -105,6 +105,8 @@ class EngineCore:
     """From the last step of `initialize` to the end."""
     safe_at: tuple[str, int] = ("", 0)
     """Segment and step of the state that was saved or put together last."""
+    formed_at: tuple[str, int] = ("", 0)
+    """Of that which was put together last: until the next step its members need not come to one boundary."""
     began_from: str = ""
     """The tag of the fallback checkpoint that it started from, in place of a state that was lost."""
     safe_since: float = field(default_factory=time.monotonic)
@@ -277,6 +279,11 @@ class EngineCore:
         self.close_preparation()
         self.pending = None
         self.attempt = max(self.attempt, generation)
+        self.settle_state()
+
+    def settle_state(self) -> None:
+        """The state was put together just now, by a switch or a restoration."""
+        self.formed_at = self.segment, self.global_steps
         self.settle_fallback()
 
     def settle_fallback(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def check_copies(job: Job, kinds: set[str]) -> dict[int, set[int]]:
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
-    """Two nodes, and a third one comes: in each world every rank's copies are with its buddy, too."""
+    """Two nodes, a third one comes, one goes: in each world every rank's copies are with its buddy, too."""
     job = keeping(tmp_path, stage)
     try:
         job.coordinator("coordinator")
@@ -44,22 +45,37 @@ def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
         first = job.settled(2)
         steps_on(job, 4)
         job.node("c", is_host=0)
-        job.settled(3, first.generation)
+        joined = job.settled(3, first.generation)
         steps_on(job, 4)
-        finish(job)
-        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
-        assert sorted(map(len, kept.values()))[-2:] == [2, 3], kept
         of_last = [row["of"] for row in job.rows("protection")][-3:]
         assert all(one["is_protected"] and len(one["buddies"]) == 3 for one in of_last), of_last
+        assert [one.protected for one in job.wait(job.status, "the status").members] == ["yes"] * 3
+        job.kill("a", signal.SIGTERM)
+        job.settled(2, joined.generation)
+        steps_on(job, 4)
+        finish(job, "b", "c", "coordinator")
+        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
+        assert sorted(map(len, kept.values()))[-3:] == [2, 2, 3], kept
     finally:
         job.clean_up()
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 2e-4, "torch_adam": True}}}
+OFFLOAD: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+OTHERS = {
+    "bf16, stage 1": (1, {"bf16": {"enabled": True}}, set[str]()),
+    "bf16, stage 3": (3, {"bf16": {"enabled": True}}, {"stale_grad", "weight"}),
+    "Muon": (1, MUON, {"momentum_buffer"}),
+    "offload": (2, {"zero_optimization": OFFLOAD, "zero_force_ds_cpu_optimizer": False}, {"host_grad"}),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 3])
-def test_copies_of_bf16(tmp_path: Path, stage: int) -> None:
-    """Masters and moments; weights of 16 bits are not copied, unless they are frozen."""
-    job = keeping(tmp_path, stage, {"bf16": {"enabled": True}})
+@pytest.mark.parametrize("name", OTHERS)
+def test_copies_of_others(tmp_path: Path, name: str) -> None:
+    """Whatever is cut. Weights of 16 bits are not copied, unless they are frozen."""
+    stage, own, more = OTHERS[name]
+    job = keeping(tmp_path, stage, own, variables={"TORCHDYNAMO_DISABLE": "1"})  # Muon's step is compiled for a minute
     try:
         job.coordinator("coordinator")
         for node in ("a", "b"):
@@ -67,7 +83,7 @@ def test_copies_of_bf16(tmp_path: Path, stage: int) -> None:
         job.settled(2)
         steps_on(job, 4)
         finish(job)
-        kept = check_copies(job, KINDS | ({"stale_grad", "weight"} if stage == 3 else set()))
+        kept = check_copies(job, KINDS | more)
         assert [len(ranks) for ranks in kept.values()][-1] == 2
     finally:
         job.clean_up()
@@ -83,7 +99,9 @@ def test_copies_of_stages_of_a_pipeline(tmp_path: Path, stage: int) -> None:
         job.coordinator("coordinator")
         job.node("a", is_host=0)
         assert {node: job.code(node) for node in ("a", "coordinator")} == {"a": 0, "coordinator": 0}, job.logs()
-        kept = check_copies(job, KINDS)
+        kept = check_copies(job, KINDS | {"weight"})
         assert [len(ranks) for ranks in kept.values()] == [2]
+        of_weights = {name for row in job.rows("moment") for name in row["said"] if name.startswith("weight")}
+        assert all(name.startswith("weight ('tensor'") for name in of_weights), "frozen ones"
     finally:
         job.clean_up()

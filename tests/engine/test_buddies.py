@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
+from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import UnsupportedError
@@ -51,3 +52,39 @@ def test_beside_another_engine() -> None:
         there: Any = SimpleNamespace(settings=other)
         with pytest.raises(UnsupportedError, match="buddies beside another engine"):
             initialize._refuse_beside([there], one, nn.Linear(2, 2), None)
+
+
+def boundary(buddies: Buddies, share: float) -> int:
+    """How often copies are taken after a round that is whole, with what a step waited for as a share of it."""
+    of: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, mark=None, error="", sent_bytes=0, seconds=0)
+    of.mark = SimpleNamespace(step=3)
+    buddies._share = share
+    buddies._see(of)
+    return buddies.protection.every_steps
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "found"),
+    [("copy", 1, [1, 1, 1, 1]), ("auto", 1, [1, 1, 5, 1]), ("auto", 3, [3, 3, 5, 3])],
+)
+def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: list[int]) -> None:
+    """A step waits for at most 2 % of it, on average."""
+    engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
+    buddies = Buddies(engine)
+    assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
+
+
+def test_after_a_load_nothing_from_before_counts() -> None:
+    """Nor what was on its way: it would bring back what the load has replaced."""
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1)
+    buddies = Buddies(engine)
+    boundary(buddies, 0.0)
+    assert buddies.protection.is_protected and buddies.protection.step == 3
+    under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
+    under_way.mark = SimpleNamespace(step=4)
+    buddies._round = under_way
+    buddies.forget()
+    assert not buddies.protection.is_protected and buddies.protection.step is None
+    buddies._see(under_way)
+    assert not buddies.protection.is_protected and buddies.protection.step is None
+    assert boundary(buddies, 0.0) and buddies.protection.is_protected

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.members.discarded import Loss, guarded, plain
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
@@ -31,6 +32,16 @@ def test_ranks_by_layout_and_by_node() -> None:
     assert kinds(groups, 4) == {"own0": (0, 1, 2, 3), "own2": (0, 2)}, "rank 0, on node a"
     assert kinds(groups, 2) == {"own0": (0, 1, 2, 3), "own1": (1, 2, 3), "own2": (1, 3)}
     assert kinds(groups, 9) == {}, "an idle member"
+
+
+def test_buddies_have_a_group_of_all_where_they_are_on() -> None:
+    """Before those of the script, which are numbered as without it."""
+    block = DynatrainConfig.model_validate({"buddies": {"mode": "copy"}})
+    groups = OwnGroups(block)
+    assert groups.add(None) == "own0" and len(groups) == 1
+    assert [*kinds(groups, 4).items()] == [("buddies", (0, 1, 2, 3)), ("own0", (0, 1, 2, 3))]
+    assert kinds(groups, 9) == {}, "an idle member"
+    assert kinds(OwnGroups(DynatrainConfig()), 4) == {}
 
 
 @pytest.mark.parametrize("ranks", [[[0, 4]], [[-1]], [[0, 1], [1, 2]]])

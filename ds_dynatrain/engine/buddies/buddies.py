@@ -32,6 +32,7 @@ from ds_dynatrain.transfer import GroupTransport
 MOST_OF_A_STEP = 0.02
 """In mode "auto": what a step may wait for copies, as a share of it."""
 MILLIONTHS = 1_000_000
+NEW_WORLD = "no copy of this world is whole yet"
 
 
 class Buddies:
@@ -43,7 +44,9 @@ class Buddies:
         self._every = self._settings.every_steps
         self._world: World | None = None
         self._buddies: tuple[int, ...] = ()
-        self._why = "no copy was taken yet"
+        self._pairs: dict[int, int] = {}
+        """The same by members."""
+        self._why = NEW_WORLD
         self._is_protected = False
         self._seen: tuple[str, int, int] = ("", 0, -1)
         self._next: int | None = None
@@ -73,12 +76,13 @@ class Buddies:
     def at_boundary(self) -> None:
         """A boundary of a working member, between two global batches; once for each step.
 
-        If a member is lost meanwhile, what follows of that is found where collectives of training fail, too.
+        After what else takes place there, so that no switch waits for a copy that was taken just before it. If a member
+        is lost meanwhile, what follows of that is found where collectives of training fail, too.
         """
         engine = self._engine
         now = engine.segment, len(engine.registered), engine.global_steps
-        if now == self._seen or (engine.segment, engine.global_steps) == engine.safe_at:
-            return  # in a world that was formed just now members do not stand at one boundary before the next step
+        if now == self._seen or (engine.segment, engine.global_steps) == engine.formed_at:
+            return
         begin = time.perf_counter()
         if now[:2] != self._seen[:2]:
             self._next = None
@@ -126,7 +130,7 @@ class Buddies:
         """Another world: who keeps whose copies there."""
         self.settle()
         engine, self._round, self._next = self._engine, None, None
-        self._world, self._is_protected, self._buddies = engine.world, False, ()
+        self._world, self._is_protected, self._buddies, self._pairs = engine.world, False, (), {}
         vps, layout = engine.vps, engine.layout
         if layout.world_size == 1:
             self._why = "one member alone works: nobody could keep its copy"
@@ -134,7 +138,9 @@ class Buddies:
             self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
         else:
             self._buddies = buddies_of([engine.candidates.nodes[member] for member in engine.members])
-            self._why = "no copy of this world is whole yet"
+            self._why = NEW_WORLD
+            members = engine.members
+            self._pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
         if not self._buddies and engine.rank == 0:
             logger.info("buddies: %s", self._why)
 
@@ -152,7 +158,7 @@ class Buddies:
         try:
             taken = take(engine, own)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
-        except (DynatrainError, MemoryError, OSError) as error:
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         transport = GroupTransport(world.group(BUDDIES), members)
@@ -199,19 +205,18 @@ class Buddies:
         """For the status of the job; nothing on a member that holds no state."""
         if self._engine.idle:
             return ""
-        return "yes" if self._is_protected else "no"
+        return "yes" if self.protection.is_protected else "no"
 
     @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        members, whole = self._engine.members, self.kept.whole
-        pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
+        whole, is_known = self.kept.whole, self._world is self._engine.world
         return Protection(
             mode=self._settings.mode,
-            buddies=pairs,
+            buddies=dict(self._pairs) if is_known else {},
             step=None if whole is None else whole.step,
-            is_protected=self._is_protected,
-            why=self._why,
+            is_protected=is_known and self._is_protected,
+            why=self._why if is_known else NEW_WORLD,
             every_steps=self._every,
             memory_bytes=self.kept.nbytes,
             sent_bytes=self._sent_bytes,

@@ -76,7 +76,7 @@ class Boundaries:
             self._work()
         if self.first.idle:
             self._wait_for_work()
-            self.first.settle_fallback()
+            self.first.settle_state()
             self._form_anew_if_aborted()  # somebody died just when this member got its share
         last = self.first.last_switch
         pause_ms = 0.0 if last is None else last.pause_ms
@@ -118,11 +118,11 @@ class Boundaries:
         """On a working member; below MIN it holds the state and makes no step, until others come or it is too long."""
         begin, seconds = time.monotonic(), self.elastic.wait_seconds
         while not self.first.idle:
-            if self.first.buddies is not None:
-                self.first.buddies.at_boundary()
             self._save(self.first.fallback.at_boundary)
             self._advance()
             self._form_anew_if_aborted()
+            if self.first.buddies is not None and not self.first.idle:
+                self.first.buddies.at_boundary()
             if self.first.idle or not self._is_paused:
                 return
             self.executor.say_once(
