@@ -35,11 +35,10 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.packing import pack
 from ds_dynatrain.engine.preparation import BACKGROUND_POLL_SECONDS, joined_readiness, why_unready
-from ds_dynatrain.engine.transaction.certify import SIDES, certify
+from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
 from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
 from ds_dynatrain.engine.transaction.shares import Shares, shares
-from ds_dynatrain.engine.transaction.switch import joined_sides
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000

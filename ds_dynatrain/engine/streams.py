@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,17 @@ def forked(streams: Streams, job_seed: int, place: dict[str, int], generation: i
         for name, state in streams["further"].items()
     }
     return {**streams, "further": further}
+
+
+def continued(
+    source: Layout, target: Layout, rank: int, job_seed: int, generation: int, of_rank: Callable[[int], Streams]
+) -> Streams:
+    """The streams of a rank of `target`, where those of each rank of `source` are known. generation: of the target."""
+    place, known = target.coordinate(rank), origin(source, target, rank)
+    if known is None:
+        return seeded(job_seed, place, generation)
+    found = of_rank(known)
+    return forked(found, job_seed, place, generation) if is_forked(source, target, rank) else found
 
 
 def shared(streams: Streams) -> Streams:

@@ -2,9 +2,9 @@
 
 `slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
 each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into
-`Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it. `cost` estimates memory and
-time. `buddies` says who keeps a copy of whose state. Nothing here talks to anyone: two layouts and two lists of members
-are all it knows.
+`Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it; by `stand_in` a member carries out
+the parts of absent ones, too. `cost` estimates memory and time. `buddies` says who keeps a copy of whose state. Nothing
+here talks to anyone: two layouts and two lists of members are all it knows.
 """
 
 from ds_dynatrain.plan.buddies import buddies_of, has_one_holder, is_copied, memory_of_copies, wards_of
@@ -13,12 +13,14 @@ from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
+from ds_dynatrain.plan.stand_in import StandInPlan, standing_in
 
 __all__ = [
     "Cost",
     "Exchange",
     "MemberPlan",
     "Moves",
+    "StandInPlan",
     "SwitchPlan",
     "assign_slots",
     "buddies_of",
@@ -29,6 +31,7 @@ __all__ = [
     "plan_switch",
     "rounds",
     "slot_costs",
+    "standing_in",
     "state_bytes",
     "wards_of",
 ]

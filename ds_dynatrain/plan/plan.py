@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from ds_dynatrain.plan import need
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.rounds import rounds
 from ds_dynatrain.plan.senders import senders_of
-from ds_dynatrain.plan.sides import Sides
+from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.space.tensor import Ints
 
@@ -110,14 +110,16 @@ def plan_switch(
     target_layout: Layout,
     target_members: Iterable[int],
     kinds: Iterable[str] | None = None,
+    held_as: Mapping[str, str] = AS_LAID_OUT,
 ) -> SwitchPlan:
     """The plan that takes the space from its present layout and members to the target's.
 
     kinds: names of the kinds present at the source (no moments before the first step); all that its layout holds if
-    None. LayoutError if the members do not fill the world or an axis is not supported; SwitchRefused for a kind
-    nobody holds.
+    None. held_as: kinds that lie at the source cut as another one of the same tensors: {"weight": "master"} where
+    weights are read from what masters were cast to. LayoutError if the members do not fill the world or an axis is not
+    supported; SwitchRefused for a kind nobody holds.
     """
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), kinds))
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), kinds, held_as))
 
 
 def _of(moves: Moves, peers: Ints, peer: int) -> Moves:

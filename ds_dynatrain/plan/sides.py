@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,23 +12,32 @@ from ds_dynatrain.space import ABSENT, Kind, Layout, Pieces, Sharding, VirtualPa
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.space.vps import check_members
 
+AS_LAID_OUT: Mapping[str, str] = {}
+
 
 @dataclass(frozen=True, eq=False)
 class Sides:
     """Source (the space's present layout and members) and target of a switch.
 
-    kinds: the kinds that are present at the source and move; every other one is absent on both sides.
+    kinds: the kinds that are present at the source and move; every other one is absent on both sides. held_as: kinds
+    that the source does not hold as its layout would, but cut as another kind is.
     """
 
     vps: VirtualParameterSpace
     layout: Layout
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
+    held_as: Mapping[str, str]
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
 
     def __init__(
-        self, vps: VirtualParameterSpace, layout: Layout, members: Iterable[int], kinds: Iterable[str] | None = None
+        self,
+        vps: VirtualParameterSpace,
+        layout: Layout,
+        members: Iterable[int],
+        kinds: Iterable[str] | None = None,
+        held_as: Mapping[str, str] = AS_LAID_OUT,
     ) -> None:
         """Check both sides: LayoutError for members that do not fill the world, SwitchRefused for a kind not held."""
         names = vps.present_kinds() if kinds is None else tuple(kinds)
@@ -36,6 +45,7 @@ class Sides:
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "members", tuple(members))
         object.__setattr__(self, "kinds", tuple(vps.kind(name) for name in names))
+        object.__setattr__(self, "held_as", dict(held_as))
         object.__setattr__(self, "source_rank", {member: rank for rank, member in enumerate(vps.members)})
         object.__setattr__(self, "target_rank", {member: rank for rank, member in enumerate(self.members)})
         check_members(layout, self.members)
@@ -59,7 +69,7 @@ class Sides:
 
     def source(self, kind: str) -> Sharding:
         """How the source holds a kind."""
-        return self.vps.sharding(self.vps.layout, kind)
+        return self.vps.sharding(self.vps.layout, self.held_as.get(kind, kind))
 
     def target(self, kind: str) -> Sharding:
         """How the target holds a kind."""

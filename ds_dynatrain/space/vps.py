@@ -177,6 +177,11 @@ class VirtualParameterSpace:
         """Pieces cut where one tensor ends and the next begins, and the tensor number of each."""
         return split_by_tensor(self.line, pieces)
 
+    def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
+        """The same space, in which a kind is of the tensors of some optimizer groups alone (FROZEN is one)."""
+        kinds = [replace(each, groups=frozenset(groups)) if each.name == kind else each for each in self.kinds]
+        return replace(self, kinds=tuple(kinds), _shardings={})
+
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
         """The same state under another layout and world."""
         return replace(self, layout=layout, members=tuple(members))

@@ -10,6 +10,7 @@ from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
+from ds_dynatrain.transfer.stand_in import execute_standing_in
 from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
 from ds_dynatrain.transfer.weighing import is_compiled
 
@@ -27,6 +28,7 @@ __all__ = [
     "digest_on_device",
     "digest_pieces",
     "execute",
+    "execute_standing_in",
     "is_compiled",
     "prefault",
 ]

@@ -3,7 +3,8 @@
 "ROLE PHASE ACT", or "ROLE PHASE ACT ENGINE": a member with a role does something in a phase of the switch in which a
 third one comes, of the first engine or of the one with that number. "step FILE
 ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
-ACT": when it comes to a checkpoint from which all state is restored.
+ACT": when it comes to a checkpoint from which all state is restored. "INSTANT FILE ACT": at one of INSTANTS of that
+step.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.buddies.from_copies import FromCopies
+from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.members import executor, restoring
+from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -58,11 +67,42 @@ def unable() -> None:
     raise OSError(errno.EMFILE, "told to have no descriptors left")
 
 
-ACTS: dict[str, Callable[[], None]] = {"kill": kill, "term": term, "fail": fail, "unable": unable}
+def flip() -> None:
+    """One bit of each copy of the newest moment that this process has."""
+    buddies = parts_of(PROCESS.engines[0]).buddies
+    copies = [] if buddies is None else buddies.kept.copies()
+    for copy in copies:
+        if copy.mark == copies[0].mark:
+            next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
+
+
+ACTS: dict[str, Callable[[], None]] = {"flip": flip, "kill": kill, "term": term, "fail": fail, "unable": unable}
+
+
+INSTANTS: dict[str, tuple[Any, str, bool]] = {
+    "forward": (torch.nn.functional, "cross_entropy", False),
+    "backward": (torch.Tensor, "backward", True),
+    "update": (torch.optim.AdamW, "step", True),
+    "boundary": (Buddies, "at_boundary", False),
+    "norm": (stage_1_and_2.DeepSpeedZeroOptimizer, "scaled_global_norm", True),
+    "norm of stage 3": (stage3.DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", True),
+    "gather": (stage_1_and_2, "all_gather_dp_groups", False),
+    "ship": (Round, "_begin", False),
+    "answer": (FromCopies, "give", False),
+    "forming": (restoring, "_world_of", False),
+    "survived": (executor, "_sound_copies", False),
+}
+"""In which function: before it does anything, or once it is through. After the update own masters have changed, and
+nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
+world that was formed before; who has survived says which ones it has."""
 
 
 def install(fault: str) -> None:
     """Let it happen once in this process."""
+    instant, *told = fault.rsplit(maxsplit=2)
+    if instant in INSTANTS:
+        _at_instant(*INSTANTS[instant], Path(os.environ["OUT"], told[0]), ACTS[told[1]])
+        return
     who, where, act, *engine = fault.split()
     if where == "restore":
         _in_restoring(ACTS[act])
@@ -99,6 +139,22 @@ def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> No
         return own(self, *arguments)
 
     setattr(owner, method, wrapped)
+
+
+def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable[[], None]) -> None:
+    own, left = getattr(owner, name), [act]
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        steps = PROCESS.engines[0].global_steps if PROCESS.engines else -1
+        is_it = left and told.exists() and steps >= int(told.read_text())
+        if is_it and not is_after:
+            left.pop()()
+        found = own(*arguments, **named)
+        if is_it and is_after:
+            left.pop()()
+        return found
+
+    setattr(owner, name, wrapped)
 
 
 def _in_restoring(act: Callable[[], None]) -> None:

@@ -80,10 +80,11 @@ class Static:
 
     def _start(self, folder: Path, layout: dict[str, int], given: dict[str, str]) -> subprocess.Popen[bytes]:
         folder.mkdir(parents=True)
-        size, block = math.prod(layout.values()), {"layout": {**layout, "zero_stage": 1}}
+        block = {"layout": {"zero_stage": 1, **layout}}
+        size = math.prod(length for axis, length in layout.items() if axis != "zero_stage")
         variables = {"OUT": str(folder), "STEPS": str(STATIC_STEPS), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu"}
         variables |= {
-            "SETTINGS": json.dumps(settings(own=self._own, **block)),
+            "SETTINGS": json.dumps(settings(layout.get("zero_stage", 1), own=self._own, **block)),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             **given,

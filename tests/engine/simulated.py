@@ -18,6 +18,8 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members import actions as do
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
@@ -77,6 +79,7 @@ class Job:
     engines: int
     widest: int
     has_checkpoints: bool
+    has_buddies: bool = field(default=False, kw_only=True)
     least: int = field(default=1, kw_only=True)
     """MIN, and how many members the narrowest layout has."""
     driver: Driver = field(init=False)
@@ -152,6 +155,9 @@ class Member:
         self.starts = 0
         self.turns_to_build = 0
         self.coming: list[Engine] = []
+        self.copies: dict[Mark, set[int]] = {}
+        """The ranks of whose copies it has, at the last two moments."""
+        self.restores_from: WholeCopies | None = None
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -200,6 +206,7 @@ class Member:
                 one.step,
                 is_switching=one.prepared is not None,
                 can_restore=self.job.has_checkpoints,
+                copies=lambda: tuple(Had(mark, rank) for mark, ranks in self.copies.items() for rank in ranks),
             )
             for one in self.engines
         )
@@ -263,6 +270,17 @@ class Member:
         elif all(begun.get((*key, one), 0) >= mine for one in first.members):
             for engine in self.engines:
                 engine.step = mine
+            self._keep(first)
+
+    def _keep(self, engine: Engine) -> None:
+        """Its own copy, and that of the rank before it."""
+        size = engine.layout.world_size
+        if self.job.has_buddies and size > 1 and len(self.engines) == 1:
+            rank = engine.members.index(engine.number)
+            mark = Mark(engine.generation, f"{engine.generation}.0", 0, engine.step, engine.layout)
+            self.copies[mark] = {rank, (rank - 1) % size}
+            for old in sorted(self.copies, key=lambda one: one.age)[:-2]:
+                del self.copies[old]
 
     def _reach_boundary(self) -> None:
         first = self.engines[0]
@@ -343,9 +361,13 @@ class Member:
                     case do.Transact():
                         board.values[0, f"{_meeting(machine.proposals[0])}/{self.engines[0].number}"] = {}
                         self.waits_in = "transact", newest, machine.proposals
-                    case do.Restore(proposals):
+                    case do.Restore(proposals, copies) | do.Serve(proposals, copies):
                         board.values[0, f"restoring/{proposals[0].generation}/{self.engines[0].number}"] = {}
-                        self.waits_in = "restore", newest, proposals
+                        what = "serve" if isinstance(action, do.Serve) else "restore"
+                        self.waits_in, self.restores_from = (what, newest, proposals), copies
+                        ranks = enumerate(() if copies is None else copies.holders)
+                        mine = {rank for rank, holder in ranks if holder == self.engines[0].number}
+                        assert copies is None or mine <= self.copies.get(copies.mark, set()), "it has what it gives"
                     case _:
                         raise AssertionError(action)
 
@@ -401,21 +423,25 @@ class Member:
         board, key = self.job.board(world), f"record/{proposals[0].generation}"
         union = {one for each in proposals if not each.moves_nothing for one in each.union}
         is_over = self.elastic.is_over(world.generation)
-        if what == "restore":
+        copies = self.restores_from
+        if what != "transact":
             key, union = f"restored/{proposals[0].generation}", set(proposals[0].members)
+            union |= set() if copies is None else {*copies.members}
         if board.read(key) is None:
             here = _meeting(proposals[0]) if what == "transact" else f"restoring/{proposals[0].generation}"
             if is_over:
                 board.decide(key, {"commit": False, "reason": "somebody died"})
             elif board.all_posted(here, union):
                 votes = self.job.votes
-                is_good = what == "restore" or (votes.pop() if votes else True)
+                is_good = what != "transact" or (votes.pop() if votes else True)
                 board.decide(key, {"commit": is_good, "reason": "it could not be"})
             else:
                 return
         self.waits_in = None
         decision = board.read(key)
         assert decision is not None
+        if what == "serve":
+            return
         if decision["commit"]:
             steps = max(one.engines[0].step for one in self.job.members.values() if one.engines)
             for engine, proposal in zip(self.engines, proposals, strict=True):
@@ -447,7 +473,7 @@ class Member:
                 found = [one for one in members if one.engines[0].number == first]
                 said = found[0].engines[0].step
         elif said is None:
-            said = newest
+            said = newest if self.restores_from is None else self.restores_from.mark.step
         return int(board.decide(f"step/{proposal.generation}", said))
 
     def _destinations(self, asked: Question) -> list[Destination] | None:

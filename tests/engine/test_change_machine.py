@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.engine.simulated import Job, Member
@@ -21,9 +21,12 @@ class Processes(RuleBasedStateMachine):
         engines=st.integers(1, 2),
         widest=st.integers(1, 4),
         has_checkpoints=st.booleans(),
+        has_buddies=st.booleans(),
     )
-    def begin(self, nodes: int, more: int, stage: int, engines: int, widest: int, has_checkpoints: bool) -> None:
-        self.job = Job(nodes, nodes + more, stage, engines, widest, has_checkpoints)
+    def begin(
+        self, nodes: int, more: int, stage: int, engines: int, widest: int, has_checkpoints: bool, has_buddies: bool
+    ) -> None:
+        self.job = Job(nodes, nodes + more, stage, engines, widest, has_checkpoints, has_buddies=has_buddies)
         self.count = nodes
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -143,3 +146,35 @@ class Processes(RuleBasedStateMachine):
 
 Processes.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestProcesses = Processes.TestCase
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_deaths_under_zero_with_buddies(data: st.DataObject) -> None:
+    """One dies after the other, at any point of what follows from the death before; others come in their place."""
+    process = Processes()
+    process.job = job = Job(4, 4, 1, 1, 4, False, has_buddies=True)
+    went_back = 0
+
+    def go_on(turns: int) -> None:
+        nonlocal went_back
+        for _ in range(turns):
+            job.driver.wait()
+            for member in data.draw(st.permutations(job.alive)) if job.alive else ():
+                member.hear()
+                member.turn()
+                went_back += member.restores_from is not None
+
+    go_on(30)
+    for number in range(data.draw(st.integers(1, 4))):
+        if data.draw(st.booleans()):
+            job.come(f"spare{number}")
+        go_on(data.draw(st.integers(0, 12)))
+        if job.alive:
+            job.kill(data.draw(st.sampled_from(job.alive)))
+        go_on(data.draw(st.integers(0, 12)))
+    process.teardown()
+    errors = [one.end for one in job.members.values() if one.end.startswith("error")]
+    are_all_dead = all(one.end == "dead" for one in job.members.values() if one.copies)
+    assert not errors or are_all_dead or any("nobody has a sound copy any more" in each for each in errors), errors
+    event("restored" if went_back else "lost")

@@ -9,6 +9,8 @@ import pytest
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,
@@ -26,6 +28,7 @@ from ds_dynatrain.engine.members.actions import (
     PostJob,
     Prepare,
     Restore,
+    Serve,
 )
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
@@ -70,9 +73,20 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
                 board.values[action.engine, action.key] = action.value
             elif isinstance(action, Decide):
                 board.decide(action.key, action.value)
-            elif isinstance(action, Fail | Enter | Restore):
+            elif isinstance(action, Fail | Enter | Restore | Serve):
                 return found
     return found
+
+
+def agree(newest: World, board: Board, *machines: tuple[ChangeMachine, Own]) -> None:
+    """Until all let go of what they hold."""
+    waiting = [*machines]
+    while waiting:
+        machine, known = waiting.pop(0)
+        actions = machine.advance(known, newest, board.of_all(len(known.engines)))
+        board.values |= {(each.engine, each.key): each.value for each in actions if isinstance(each, Post)}
+        if LetGo() not in actions:
+            waiting.append((machine, known))
 
 
 HOLDS_NOTHING = Survivor(2, None, 7, 20, True, False, PRESENT.to_dict()).to_json()
@@ -143,6 +157,66 @@ class TestLeftOut:
 
 
 BLANK = Board({})
+
+
+class TestCopies:
+    """Of a/0, b/0 and c/0 at stage 2, c/0 has died; its buddy is b/0."""
+
+    layout = PRESENT.replace(data=3, zero_stage=2)
+    mark = Mark(7, "7.0", 0, 18, layout)
+    newest = failure("a/0", "b/0", "d/0", survivors=2)
+
+    def survivor(self, member: str, *ranks: int, **held: Any) -> Own:
+        """Who trained, with the copies of some ranks."""
+        copies = tuple(Had(self.mark, rank, rank == MEMBERS.index(member)) for rank in ranks)
+        known = {"is_aborted": True, "layout": self.layout, "members": (0, 1, 2), "copies": lambda: copies}
+        return own(member, **known, **held)
+
+    def job(self, newest: World) -> dict[str, Any]:
+        """What the leader says for those who build engines."""
+        registry = Registry().extended(MEMBERS[:2]).extended(newest.members)
+        return {"engines": 1, "registry": registry.to_json()}
+
+    def idle(self, known: Own) -> Own:
+        return replace(known, engines=tuple(replace(engine, rank=None) for engine in known.engines))
+
+    def test_all_go_back_to_them_with_the_newcomer_in_the_place(self) -> None:
+        board, newest, whole = Board({}), self.newest, WholeCopies(self.mark, (0, 1, 1))
+        target: list[Destination] = [(self.layout, (0, 1, 2))]
+        leader, other, newcomer = (ChangeMachine(lambda asked: target) for _ in range(3))
+        first, second = self.survivor("a/0", 0, 1), self.survivor("b/0", 1, 2)
+        alone = replace(own("c/0", is_idle=True), member="d/0", world=None, registry=Registry())
+        agree(newest, board, (leader, first), (other, second))
+        board.values[0, "job"] = self.job(newest)
+        steps(newcomer, alone, newest, board)
+        every = (leader, self.idle(first)), (other, self.idle(second)), (newcomer, alone)
+        found = [steps(machine, known, newest, board)[-1] for machine, known in every]
+        assert [(type(one), getattr(one, "copies", None)) for one in found] == [(Restore, whole)] * 3
+
+    def test_who_has_no_place_gives_what_it_has_and_waits(self) -> None:
+        board, newest = Board({}), failure("a/0", "b/0", survivors=2)
+        smaller: list[Destination] = [(self.layout.replace(data=1), (0,))]
+        leader, other = (ChangeMachine(lambda asked: smaller) for _ in range(2))
+        first, second = self.survivor("a/0", 0), self.survivor("b/0", 1, 2)
+        agree(newest, board, (leader, first), (other, second))
+        board.values[0, "job"] = self.job(newest)
+        steps(leader, self.idle(first), newest, board)
+        found = steps(other, self.idle(second), newest, board)
+        assert isinstance(found[-1], Serve) and found[-1].copies.holders == (0, 1, 1)
+        assert steps(other, self.idle(second), newest, board) == []
+        board.decide("record/8", {"commit": True, "reason": ""})
+        assert isinstance(steps(other, self.idle(second), newest, board)[-1], Enter)
+
+    @pytest.mark.parametrize("can_restore", [False, True])
+    def test_a_joint_loss_is_named(self, can_restore: bool) -> None:
+        board, newest = Board({}), failure("a/0", survivors=1)
+        machine, known = ChangeMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
+        found = steps(machine, known, newest, board)
+        lost = "of rank 2 at step 18 nobody has a sound copy any more"
+        if can_restore:
+            assert next(one for one in found if isinstance(one, LetGo)).lost.startswith(lost)
+        else:
+            assert isinstance(found[-1], Fail) and lost in str(found[-1].error)
 
 
 class TestLeading:

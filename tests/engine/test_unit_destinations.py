@@ -90,6 +90,15 @@ def test_restoring_takes_the_first_members_of_the_world() -> None:
     assert target(("c/0",), rule=rule_of({"2": {"data": 2}}), restores=True) is None
 
 
+def test_restoring_from_copies_leaves_members_in_their_places() -> None:
+    """As with a change in which all live: who has a rank's copy keeps the rank."""
+    layout = Layout(data=3, zero_stage=1)
+    world = World(term="1", generation=5, change="failure", members=("a/0", "c/0", "d/0"), survivors=2)
+    of_vacant = Rules(lambda members: choose(rule_of("data"), members, layout, nothing_refused), lambda *_: (0, 3, 2))
+    asked = Question(world, Registry().extended(IDS), ((layout, (0, 1, 2)),), restores=True, has_copies=True)
+    assert destinations(asked, [of_vacant], lambda what: None) == [(layout, (0, 3, 2))]
+
+
 TENSORS = Layout(data=1, tensor=2, zero_stage=1)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
+from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, newest_whole
+from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
 from ds_dynatrain.space import Layout
 
 
@@ -85,3 +88,82 @@ def test_with_zero_a_death_takes_state_with_it(stage: int) -> None:
     assert whole_state(alive(layout, steps(0))) is None
     assert whole_state(alive(layout, steps(0, 1))) == Source(layout, (10, 11), 5)
     assert whole_state(alive(layout, {0: 5, 1: 6})) is None
+
+
+class TestCopies:
+    """Four ranks in pairs: each copy has two holders, of two moments."""
+
+    layout = Layout(data=4, zero_stage=2)
+    buddy = (1, 0, 3, 2)
+
+    def mark(self, step: int, generation: int = 3, segment: int = 0) -> Mark:
+        return Mark(generation, f"{generation}.{segment}", 0, step, self.layout)
+
+    def had(self, *living: int, steps: tuple[int, ...] = (4, 5)) -> dict[int, list[Had]]:
+        """What members 10 + rank have: their own, and those of whom they are the buddy."""
+        return {
+            10 + rank: [Had(self.mark(step), one, one == rank) for step in steps for one in (rank, self.buddy[rank])]
+            for rank in living
+        }
+
+    @pytest.mark.parametrize("dead", range(4))
+    def test_one_death(self, dead: int) -> None:
+        found = newest_whole(self.had(*(rank for rank in range(4) if rank != dead)))
+        holders = tuple(10 + (self.buddy[dead] if rank == dead else rank) for rank in range(4))
+        assert found == WholeCopies(self.mark(5), holders)
+        assert WholeCopies.from_json(found.to_json()) == found
+
+    def test_two_deaths(self) -> None:
+        """All is there unless they are each other's buddies."""
+        for dead in itertools.combinations(range(4), 2):
+            found = newest_whole(self.had(*(rank for rank in range(4) if rank not in dead)))
+            assert (found is None) == (self.buddy[dead[0]] == dead[1])
+
+    def test_an_older_moment_that_is_whole(self) -> None:
+        """The death came while copies of step 6 travelled: rank 0 has its own alone."""
+        had = self.had(0, 1, 2)
+        had[10].append(Had(self.mark(6), 0, is_own=True))
+        assert newest_whole(had) == WholeCopies(self.mark(5), (10, 11, 12, 12))
+        had[12] = [one for one in had[12] if one != Had(self.mark(5), 3)]  # damaged, so not said
+        assert newest_whole(had) == WholeCopies(self.mark(4), (10, 11, 12, 12))
+
+    def test_the_age_of_a_moment_is_not_its_step_alone(self) -> None:
+        had = {10: [Had(self.mark(9), rank) for rank in range(4)]}
+        had[11] = [Had(self.mark(2, generation=4), rank) for rank in range(4)]
+        assert newest_whole(had) == WholeCopies(self.mark(2, generation=4), (11,) * 4)
+
+    def test_all_holders_give_about_as_much(self) -> None:
+        had = {10 + one: [Had(self.mark(5), rank) for rank in range(4)] for one in range(3)}
+        found = newest_whole(had)
+        assert found is not None and sorted(found.holders) == [10, 10, 11, 12]
+
+    def test_what_survivors_say(self) -> None:
+        said = alive(self.layout, steps(0, 1))
+        had = self.had(0, 1)
+        for one in said:
+            copies = tuple(each.to_json() for each in had[said[one].number])
+            said[one] = Survivor(**replace(said[one], copies=copies).to_json())
+        assert whole_copies(said) is None
+        assert joint_loss(said) == (
+            "of ranks 2, 3 at step 5 nobody has a sound copy any more: they died together with their buddies"
+        )
+        assert joint_loss(alive(self.layout, steps(0, 1))) == ""
+
+    def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
+        said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
+        for name, one in said.items():
+            copies = tuple(each.to_json() for each in had[one.number])
+            said[name] = replace(one, copies=copies, frozen=(self.layout.to_dict(), one.number - 10))
+        found = whole_copies(said)
+        assert found is not None and found.members == (10, 11, 12)
+        assert found.frozen == Frozen(Layout(data=3, zero_stage=0), (10, 11, 12))
+        assert WholeCopies.from_json(found.to_json()) == found
+
+    def test_frozen_weights_of_which_a_stage_is_gone(self) -> None:
+        layout = Layout(data=1, pipe=2, zero_stage=1)
+        mark = Mark(3, "3.0", 0, 5, layout)
+        copies = tuple(Had(mark, rank).to_json() for rank in range(2))
+        one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
+        assert whole_copies({"a/0": one}) is None
+        assert "of frozen weights at step 5 nobody has all any more" in joint_loss({"a/0": one})
+        assert whole_copies({"a/0": replace(one, frozen=None)}) == WholeCopies(mark, (10, 10))

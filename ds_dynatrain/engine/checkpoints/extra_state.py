@@ -7,7 +7,7 @@ rest of rank 0; buffers of layers that it did not have before come from the pipe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,26 +39,35 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
     """The random streams of a rank of any layout, as after a switch there from the layout that was saved."""
-    source, place = saved.record.world, layout.coordinate(rank)
-    generation, seed = saved.record.generation + 1, saved.record.seed
-    origin = streams.origin(source, layout, rank)
-    if origin is None:
-        return streams.seeded(seed, place, generation)
-    found = saved.of_rank(origin).get("streams")
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"the random streams of rank {origin} are not there")
-    return streams.forked(found, seed, place, generation) if streams.is_forked(source, layout, rank) else found
+
+    def found(origin: int) -> streams.Streams:
+        held = saved.of_rank(origin).get("streams")
+        if not isinstance(held, dict):
+            raise CheckpointDamaged(f"the random streams of rank {origin} are not there")
+        return held
+
+    record = saved.record
+    return streams.continued(record.world, layout, rank, record.seed, record.generation + 1, found)
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
     """The rest of a rank of any layout."""
-    source = saved.record.world
-    origin = streams.origin(source, layout, rank)
-    rest = _unpacked(saved, reader, saved.record.rests[origin or 0])
-    for stage in range(source.pipe if source.pipe > 1 else 0):
-        first = saved.record.rests[source.rank(pipe=stage)]
-        rest["buffers"] = {**_unpacked(saved, reader, first)["buffers"], **rest["buffers"]}
-    return rest
+    rests = saved.record.rests
+    return merged_rest([_unpacked(saved, reader, rests[each]) for each in rest_ranks(saved.record.world, layout, rank)])
+
+
+def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
+    """Whose rests a rank of a layout goes on with: its own place's or rank 0's, and those of all pipeline stages."""
+    stages = [source.rank(pipe=stage) for stage in range(source.pipe if source.pipe > 1 else 0)]
+    return [streams.origin(source, layout, rank) or 0, *stages]
+
+
+def merged_rest(rests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first one, with the buffers of layers that it does not have."""
+    buffers: dict[str, Any] = {}
+    for rest in reversed(rests):
+        buffers |= rest["buffers"]
+    return {**rests[0], "buffers": buffers}
 
 
 def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:

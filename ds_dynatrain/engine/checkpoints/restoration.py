@@ -1,32 +1,31 @@
-"""A restoration from a checkpoint on one member: new buffers, their proofs, the engine over them, one outcome."""
+"""A restoration on one member: new buffers, their proofs, the engine over them, one outcome.
+
+Where the state comes from is a `StateSource`: a checkpoint (`from_checkpoint`), or copies that members keep of each
+other (`buddies.from_copies`).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.worlds import World, install
-from ds_dynatrain.checkpoint import Reader
-from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.checkpoints.opening import opened
-from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import side_digests, state_digest
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
@@ -72,6 +71,49 @@ class Goal:
         return Session(board, self.key, self.members, "loading a checkpoint", record=self.record, is_patient=True)
 
 
+class StateSource(Protocol):
+    """What has a whole state, as one member of a goal reads it.
+
+    kinds: state kinds in it. client_state: see `Restored`. `memory` is asked first, `prove` last.
+    """
+
+    @property
+    def kinds(self) -> Sequence[str]: ...
+    @property
+    def client_state(self) -> dict[str, Any]: ...
+
+    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
+        """Of what the kinds are made that there will be; CheckpointError if it is of another model or optimizer."""
+        ...
+
+    def fill(self, rank: int, buffers: Buffers) -> None:
+        """Put everything into the buffers of a rank."""
+        ...
+
+    def shared(self) -> dict[str, Any]:
+        """The shared carry."""
+        ...
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        """The rest of a rank's carry."""
+        ...
+
+    def streams(self, rank: int) -> streams.Streams:
+        """A rank's random streams."""
+        ...
+
+    def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
+        """One digest over the whole state, once all members together hold what is in the source.
+
+        kinds: that there are buffers of. CheckpointDamaged, naming tensor and kind, if they do not.
+        """
+        ...
+
+
+Opener = Callable[[EngineCore, Goal, dict[str, Any] | None], AbstractContextManager[StateSource]]
+"""Opens a source for a goal; given, too, the shared carry of now, if there is one."""
+
+
 @dataclass
 class Old:
     """What a load goes back to if it fails."""
@@ -92,11 +134,14 @@ class Old:
 
 
 class Restoration:
-    """The transaction on one member."""
+    """The transaction on one member. where: what it is restored from, in words.
 
-    def __init__(self, engine: EngineCore, goal: Goal, path: Path, old: Old | None, trust_pickle: bool = False) -> None:
-        self.engine, self.goal, self.path, self.old = engine, goal, path, old
-        self.trust_pickle = trust_pickle
+    kinds, digest, client_state: as in `Restored`, once it has run.
+    """
+
+    def __init__(self, engine: EngineCore, goal: Goal, opener: Opener, where: str, old: Old | None) -> None:
+        self.engine, self.goal, self.where, self.old = engine, goal, where, old
+        self._opener = opener
         self.control = engine.control
         self.session = goal.session(engine.control)
         self.client_state: dict[str, Any] = {}
@@ -111,8 +156,8 @@ class Restoration:
         self.digest = ""
         self.swap = Swap(engine)
 
-    def run(self) -> Restored:
-        """Everything or nothing, on all members alike."""
+    def run(self) -> None:
+        """Everything or nothing, on all members alike; CheckpointError says why nothing."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
@@ -122,38 +167,36 @@ class Restoration:
             raise
         if decision.commit:
             self._commit()
-            return Restored(self.path, self.engine.global_steps, self.client_state, self.kinds, self.digest)
+            return
         self._undo()
         decision.raise_interrupt()
         what = "" if self.old is None else "engine.load: "
         end = "" if self.old is None else "; training goes on as before it"
-        raise decision.checkpoint_error(f"{what}{self.path}: {decision.reason}{end}")
+        raise decision.checkpoint_error(f"{what}{self.where}: {decision.reason}{end}")
 
     def _carry_out(self) -> None:
         present = None if self.old is None else self.old.shared
-        source = opened(self.path, self.engine, present, self.trust_pickle)
-        with Reader(self.path, source.manifest, self.engine.settings.memory_budget_bytes) as reader:
-            self._read(source, reader)
-            self._verify_tensors(source, reader)
-        self.client_state = source.client_state
+        with self._opener(self.engine, self.goal, present) as source:
+            self._read(source)
+            self._verify_tensors(source)
+            self.client_state = source.client_state
         self._swap()
         self._verify_carry()
 
     # ---- new buffers -------------------------------------------------------------------------------------------------
 
-    def _read(self, source: Source, reader: Reader) -> None:
+    def _read(self, source: StateSource) -> None:
         """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
         engine, layout, vps = self.engine, self.goal.layout, self.vps
-        numbers = self._numbers(source)
-        self.memory = self._memory(source)
+        self.memory = source.memory(engine.memory_in(layout))
         local = vps.local(layout, self.rank)
         if self.old is not None:
             room = needs(engine, layout, self.goal.members)
             feasible.check_memory(self.control.member, room, engine.candidates.nodes)
         self.buffers = provide(local, self.memory, set(), {}, zeros)
-        reader.fill(vps, layout, self.rank, self.buffers)
+        source.fill(self.rank, self.buffers)
         try:
-            self.shared = source.shared(numbers)
+            self.shared = source.shared()
             if len(self.shared["groups"]) != len(engine.host.basic_optimizer.param_groups):
                 raise CheckpointError(
                     f"it has {len(self.shared['groups'])} optimizer groups, and there are "
@@ -161,70 +204,14 @@ class Restoration:
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
-        self.rest = source.rest(reader, layout, self.rank)
-        self.streams = source.streams(layout, self.rank)
-
-    def _numbers(self, source: Source) -> dict[int, int]:
-        """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
-        here = {tensor.name: (number, tensor) for number, tensor in enumerate(self.vps.tensors)}
-        found = {}
-        for number, tensor in enumerate(source.tensors):
-            mine = here.pop(tensor.name, None)
-            if mine is None:
-                raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
-            if mine[1] != tensor:
-                raise CheckpointError(
-                    f"it has {tensor}, and this training has {mine[1]}: build the same model and groups"
-                )
-            found[number] = mine[0]
-        if here:
-            raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
-        return found
-
-    def _memory(self, source: Source) -> dict[str, Memory]:
-        """What the kinds that there will be are made of; CheckpointError for those of another optimizer."""
-        memory = self.engine.memory_in(self.goal.layout)
-        there = [kind for kind in source.kinds if kind not in ALWAYS]
-        here = [kind for kind in memory if kind not in ALWAYS]
-        if there and set(there) != set(here):
-            raise CheckpointError(
-                f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
-                "use the same optimizer"
-            )
-        memory = {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in there}
-        for row in source.manifest:
-            if row.kind in memory and row.kind != WEIGHT and row.dtype != name_of(memory[row.kind].dtype):
-                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(memory[row.kind].dtype)} here")
-        return memory
+        self.rest = source.rest(self.rank)
+        self.streams = source.streams(self.rank)
 
     # ---- proofs ------------------------------------------------------------------------------------------------------
 
-    def _verify_tensors(self, source: Source, reader: Reader) -> None:
-        """CheckpointDamaged, naming tensor, kind and place, unless all members together have what was saved."""
-        layout, members = self.goal.layout, self.goal.members
+    def _verify_tensors(self, source: StateSource) -> None:
         kinds = tuple(kind for kind in self.memory if kind in source.kinds)
-        mine, _ = side_digests(self.vps, layout, self.rank, self.buffers, kinds, set())
-        whole = agreed(self.session, "digests", self.vps, layout, self.rank, mine, "loaded")
-        there, place = source.digests(reader, self.rank, len(members), self.session.all), self.rank
-        wrong = []
-        for kind in whole:
-            for number, tensor in enumerate(self.vps.tensors):
-                rows = source.manifest.rows.get((tensor.name, kind))
-                if rows is None or rows[0].dtype != name_of(self.memory[kind].dtype):
-                    continue
-                if not tensor.trainable and kind != WEIGHT:
-                    continue  # it has a master there, of which its weight was cast
-                if int(whole[kind][number]) != there[tensor.name, kind]:
-                    wrong.append((tensor.name, kind))
-        if not wrong:
-            self.kinds, self.digest = tuple(source.kinds), state_digest(whole)
-            return
-        damaged = damaged_rows(source, reader, wrong, place, len(members))
-        found = [each for member in self.session.all("damaged", damaged).values() for each in member]
-        if found:
-            raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
-        name, kind = wrong[0]
-        raise CheckpointDamaged(f"{kind} of {name!r} is not what was saved, though each part of it is")
+        self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, self.buffers, kinds)
 
     def _verify_carry(self) -> None:
         """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""

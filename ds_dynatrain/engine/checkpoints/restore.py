@@ -18,6 +18,7 @@ from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
+from ds_dynatrain.engine.checkpoints.from_checkpoint import from_checkpoint
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Decision, Request, Session
@@ -50,7 +51,7 @@ def load(
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
     found = _chosen(engine, goal, lambda: _named(where, tag))
-    return Restoration(engine, goal, found, Old.of(engine), trust_pickle).run()
+    return _restored(engine, goal, found, Old.of(engine), trust_pickle)
 
 
 def restore(
@@ -87,7 +88,7 @@ def restore(
         goal = Goal(layout, members, world, key, f"{key}/record")
         found = _chosen(engine, goal, lambda: _newest(where, known, is_wanted).path)
         try:
-            return Restoration(engine, goal, found, None).run()
+            return _restored(engine, goal, found)
         except CheckpointDamaged:
             if left_out is not None:
                 left_out.append(found.name)
@@ -111,7 +112,15 @@ def take_back(
     then as empty as before.
     """
     goal = Goal(layout, members, world, f"{record}/restore", record, enter)
-    return Restoration(engine, goal, Path(path), None).run()
+    return _restored(engine, goal, Path(path))
+
+
+def _restored(
+    engine: EngineCore, goal: Goal, path: Path, old: Old | None = None, trust_pickle: bool = False
+) -> Restored:
+    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle), str(path), old)
+    restoration.run()
+    return Restored(path, engine.global_steps, restoration.client_state, restoration.kinds, restoration.digest)
 
 
 def let_go(engine: EngineCore) -> None:

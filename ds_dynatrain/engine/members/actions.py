@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.survival import Source
 from ds_dynatrain.errors import DynatrainError
@@ -22,7 +24,8 @@ class Held:
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
-    fallback checkpoints.
+    fallback checkpoints. copies: which sound ones this process has; it takes reading all of them. frozen: as in
+    `Survivor`.
     """
 
     number: int
@@ -35,6 +38,8 @@ class Held:
     is_clean: bool = True
     is_switching: bool = False
     can_restore: bool = False
+    copies: Callable[[], tuple[Had, ...]] = tuple
+    frozen: tuple[dict[str, Any], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,9 @@ class Learn:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Hold nothing any more."""
+    """Hold nothing any more. lost: what is gone for good, in words."""
+
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,9 +154,19 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Take the state from a checkpoint, with all members of the target; then `ChangeMachine.restored`."""
+    """Take the state from copies, or else from a checkpoint, with all members of the target; then
+    `ChangeMachine.restored`."""
 
     proposals: Proposals
+    copies: WholeCopies | None = None
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Give those who restore the copies that this member has; it has no place among them."""
+
+    proposals: Proposals
+    copies: WholeCopies
 
 
 @dataclass(frozen=True)
@@ -197,6 +214,7 @@ Action = (
     | Prepare
     | Transact
     | Restore
+    | Serve
     | Spend
     | Enter
     | Leave

@@ -7,7 +7,7 @@ them and what this process holds goes in, what is to be done comes out (`actions
 |---|---|---|
 | agree | after a failure: all who may hold state (if nobody may, all) say what they hold | `survivor/<id>` |
 | learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
-| follow | rank 0 of those that train leads: it proposes a layout for each engine | `change/<attempt>` |
+| follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
 | over | a later generation, since this one could not be restored | |
 
@@ -25,6 +25,7 @@ from typing import Any
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Board, Proposal
+from ds_dynatrain.engine.buddies.whole import WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,
@@ -44,12 +45,13 @@ from ds_dynatrain.engine.members.actions import (
     Prepare,
     Proposals,
     Restore,
+    Serve,
     Spend,
     Transact,
 )
 from ds_dynatrain.engine.members.destinations import Destination, Question
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.survival import Source, Survivor, whole_state
+from ds_dynatrain.engine.members.survival import Survivor, joint_loss, whole_copies, whole_state
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 
@@ -77,6 +79,7 @@ class ChangeMachine:
         self.registry = Registry()
         self.tries = 0
         self.restores = False
+        self._copies: WholeCopies | None = None
         self._leader = ""
         self._said: set[str] = set()
         self._passed_over = 0
@@ -145,6 +148,7 @@ class ChangeMachine:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
+        self._copies = None
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class ChangeMachine:
             return []
         self._leader = next((one for one in stay if one in holders), "")
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
-        return self._go_on_from(own, world, [whole_state(of_engine) for of_engine in of_engines])
+        return self._go_on_from(own, world, of_engines)
 
     def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
         """What each of those has said who may hold state; None until all have.
@@ -233,23 +237,30 @@ class ChangeMachine:
             return [LetGo(), Leave()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
-    def _go_on_from(self, own: Own, world: World, sources: list[Source | None]) -> list[Action]:
-        """From what the living hold; all from a checkpoint if one engine has lost state: they have one history."""
+    def _go_on_from(self, own: Own, world: World, of_engines: list[dict[str, Survivor]]) -> list[Action]:
+        """From what the living hold, or from copies; all from a checkpoint if one engine has lost state: they have one
+        history. Of several engines there are no copies.
+        """
+        sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
         if len(whole) == len(sources):
             return [Hold(whole)]
-        lost = own.engines[sources.index(None)]
-        if not lost.can_restore or not self._leader:
-            what = (
-                "nobody stays who could restore the fallback checkpoint: start the job again from it"
-                if lost.can_restore
-                else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
-                "dynatrain.fallback.path"
-            )
-            why = f"{world.reason}; in {lost.layout} parts of the state have died with it, and {what}"
-            return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
-        self.restores = True
-        return [LetGo()]
+        number = sources.index(None)
+        self._copies = whole_copies(of_engines[0]) if len(of_engines) == 1 else None
+        lost, gone = own.engines[number], joint_loss(of_engines[number])
+        if self._leader and (self._copies is not None or lost.can_restore):
+            self.restores = True
+            return [LetGo() if self._copies is not None else LetGo(gone)]
+        what = (
+            "nobody stays who could restore the fallback checkpoint: start the job again from it"
+            if lost.can_restore
+            else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
+            "dynatrain.fallback.path"
+        )
+        why = (
+            f"{world.reason}; in {lost.layout} parts of the state have died with it{gone and f' ({gone})'}, and {what}"
+        )
+        return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
 
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
@@ -302,7 +313,8 @@ class ChangeMachine:
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
-        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores))
+        has_copies = self._copies is not None
+        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores, has_copies))
         if targets is None:
             return []
         proposals = [
@@ -316,7 +328,8 @@ class ChangeMachine:
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
-        return [Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
+        copies = [] if self._copies is None else [Post("copies", self._copies.to_json())]
+        return [*copies, Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
@@ -344,8 +357,14 @@ class ChangeMachine:
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """On a member without work: take part in what begins, or see how that without it has ended."""
         first = self.proposals[0]
-        if not first.source_members and self.registry.numbers[own.member] in first.members:
-            return [Restore(self.proposals)]
+        if not first.source_members and "restored" not in self._said:
+            said, mine = boards[0].read("copies"), self.registry.numbers[own.member]
+            copies = None if said is None else WholeCopies.from_json(said)
+            if mine in first.members:
+                return [Restore(self.proposals, copies)]
+            if copies is not None and mine in copies.members:
+                self._said.add("restored")
+                return [Serve(self.proposals, copies)]
         if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
             return [Transact()]
         record = boards[0].read(f"record/{first.generation}")
@@ -385,4 +404,6 @@ def _survivor(own: Own, held: Held) -> Survivor:
         clean=held.is_clean,
         is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
+        copies=tuple(each.to_json() for each in held.copies()),
+        frozen=held.frozen,
     )

@@ -21,13 +21,15 @@ them stays, and there is a layout for these."""
 @dataclass(frozen=True)
 class Question:
     """What a leader has to answer. registry: all members' numbers; present: where each engine is; tries: attempts that
-    failed; restores: nobody has the whole state any more, and it comes from a checkpoint."""
+    failed; restores: nobody has the whole state any more, and it comes from copies or a checkpoint; has_copies: from
+    copies, which lie where the ranks were."""
 
     world: World
     registry: Registry
     present: tuple[Destination, ...]
     tries: int = 0
     restores: bool = False
+    has_copies: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -87,9 +89,11 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
 def _of_restoring(asked: Question, engines: Sequence[Rules], say: Callable[[str], None]) -> list[Destination] | None:
     members = asked.members
     choices = _choices(engines, len(members))
-    targets: list[Destination] = [
-        (choice.layout, members[: choice.layout.world_size]) for choice in choices if choice.layout is not None
-    ]
+    targets: list[Destination] = []
+    for engine, layout in zip(engines, [choice.layout for choice in choices], strict=True):
+        if layout is not None:
+            first = members[: layout.world_size]
+            targets.append((layout, engine.assign(layout, members) if asked.has_copies else first))
     if len(targets) < len(choices):
         refusals = [refusal for choice in choices for refusal in choice.refusals]
         say(f"no layout for {len(members)} members ({'; '.join(refusals)}): waiting for others")

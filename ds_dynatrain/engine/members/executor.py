@@ -11,7 +11,7 @@ import torch.distributed as td
 
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, registration
-from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.buddies.whole import Had
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,
@@ -31,6 +31,7 @@ from ds_dynatrain.engine.members.actions import (
     Prepare,
     Proposals,
     Restore,
+    Serve,
     Spend,
     Transact,
 )
@@ -41,7 +42,7 @@ from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.members.policy import Choice, choose
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.restoring import let_go, restore
+from ds_dynatrain.engine.members.restoring import kept_by, let_go, restore, serve
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.errors import ElasticError
@@ -144,7 +145,9 @@ class Executor:
                 self._post_job(registry)
             case Learn(records):
                 self._learn(records)
-            case LetGo():
+            case LetGo(lost):
+                if lost:
+                    logger.warning("%s; all goes back to the fallback checkpoint", lost)
                 for one in self.engines:
                     let_go(one)
             case Hold(sources):
@@ -156,9 +159,12 @@ class Executor:
                 self._prepare(proposals)
             case Transact():
                 self._transact()
-            case Restore(proposals):
-                is_whole = restore(self.engines, proposals, self._open_boards, self.machine.registry, self.elastic)
+            case Restore(proposals, copies):
+                where = self._open_boards, self.machine.registry, self.elastic
+                is_whole = restore(self.engines, proposals, copies, *where)
                 self._carry_out(self.machine.restored(self._own(), is_whole))
+            case Serve(proposals, copies):
+                serve(self.engines[0], proposals[0], copies, self._open_boards, self.machine.registry, self.elastic)
             case Spend(proposals, tries, reason):
                 self._spend(proposals, tries, reason)
             case Enter():
@@ -292,7 +298,7 @@ class Executor:
         self.elastic.enter(entered.world, entered.registry, entered.registry.ids_of(entered.proposals[0].members))
 
 
-def _held(engine: EngineCore) -> Held:
+def _held(engine: EngineParts) -> Held:
     number = engine.control.member
     return Held(
         number=number,
@@ -305,7 +311,31 @@ def _held(engine: EngineCore) -> Held:
         is_clean=not engine.is_stepping,
         is_switching=engine.is_switching,
         can_restore=engine.settings.fallback is not None,
+        copies=partial(_sound_copies, engine),
+        frozen=_frozen(engine),
     )
+
+
+def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
+    """See `Survivor`."""
+    kept = kept_by(engine)
+    if kept is None or not kept.frozen or kept.frozen_of is None:
+        return None
+    layout, rank = kept.frozen_of
+    return layout.to_dict(), rank
+
+
+def _sound_copies(engine: EngineParts) -> tuple[Had, ...]:
+    """What is there; a damaged one is as good as none."""
+    found, kept, mine = list[Had](), kept_by(engine), engine.control.member
+    rank = engine.members.index(mine) if mine in engine.members else None
+    for copy in () if kept is None else kept.copies():
+        if copy.is_sound(engine.vps):
+            is_own = (copy.rank, copy.mark.generation) == (rank, engine.generation)
+            found.append(Had(copy.mark, copy.rank, is_own))
+        else:
+            logger.error("the copy of rank %d of step %d is damaged, and passed over", copy.rank, copy.mark.step)
+    return tuple(found)
 
 
 def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:

@@ -1,4 +1,4 @@
-"""After a failure in which state was lost: all engines take theirs from a checkpoint, in new worlds."""
+"""After a failure in which state was lost: all engines take theirs from copies or a checkpoint, in new worlds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.buddies.from_copies import from_copies
+from ds_dynatrain.engine.buddies.from_copies import serve as serve_from
+from ds_dynatrain.engine.buddies.kept import Kept
+from ds_dynatrain.engine.buddies.whole import WholeCopies
+from ds_dynatrain.engine.checkpoints import restore as checkpoint
 from ds_dynatrain.engine.checkpoints.joint import restore_all
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
 from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointError, DynatrainError
 from ds_dynatrain.report import logger
 
 POLL_SECONDS = 0.002
@@ -26,22 +32,25 @@ NOTICE_SECONDS = 0.5
 def restore(
     engines: Sequence[EngineParts],
     proposals: Sequence[Proposal],
+    copies: WholeCopies | None,
     boards: GenerationBoards,
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Take all state from the newest fallback checkpoint, with all members of the target.
+    """Take all state from these copies, or else from the newest fallback checkpoint, with all members of the target.
 
     False if somebody has died meanwhile: the engines are as before then, and a later generation will come.
     CheckpointError if there is none that is whole.
     """
-    worlds = dict[int, GroupsOfWorld]()
+    worlds, holders = dict[int, GroupsOfWorld](), () if copies is None else copies.members
     try:
         for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
             with engine.turn():
                 boards.adopt(engine, place, elastic.candidates(boards.world, registry))
-                worlds[engine.job.number] = _world_of(engine, proposal, boards.world, elastic)
-        found = restore_all(engines, proposals, worlds)
+                worlds[engine.job.number] = _world_of(engine, proposal, holders, boards.world, elastic)
+        if copies is None or not _are_restored(engines[0], proposals[0], worlds, copies, boards.world, elastic):
+            for restored in restore_all(engines, proposals, worlds):
+                logger.warning("restored step %d from %s", restored.step, restored.path)
     except (RuntimeError, CheckpointError) as error:
         if isinstance(error, CheckpointError) and not _is_overtaken(boards.world, elastic):
             raise
@@ -50,10 +59,78 @@ def restore(
         if elastic.member.is_newest(boards.world):
             elastic.member.broken(boards.world)
         return False
-    for engine, restored in zip(engines, found, strict=True):
-        logger.warning("restored step %d from %s", restored.step, restored.path)
+    for engine in engines:
         elastic.settle(engine.job.number)
     return True
+
+
+def _are_restored(
+    engine: EngineParts,
+    proposal: Proposal,
+    worlds: Mapping[int, GroupsOfWorld],
+    copies: WholeCopies,
+    newest: World,
+    elastic: Elastic,
+) -> bool:
+    """Restore all from copies; False if that fails for another reason than a death, and there is a checkpoint."""
+    world, step = worlds[engine.job.number], copies.mark.step
+    try:
+        with engine.turn():
+            checkpoint.let_go(engine)
+            opener = from_copies(copies, kept_by(engine), world)
+            Restoration(engine, _goal(proposal, world), opener, f"copies of step {step}", None).run()
+            engine.control.track_teardown(world.retire_transfer())
+    except CheckpointError as error:
+        if engine.settings.fallback is None or _is_overtaken(newest, elastic):
+            raise
+        logger.error("%s; all goes back to the fallback checkpoint", error)
+        return False
+    _stay(engine, copies)
+    logger.warning("restored step %d from copies that members keep of each other", step)
+    return True
+
+
+def serve(
+    engine: EngineParts,
+    proposal: Proposal,
+    copies: WholeCopies,
+    boards: GenerationBoards,
+    registry: Registry,
+    elastic: Elastic,
+) -> None:
+    """Give those who restore what this member has copies of. If that fails, they fail, too, or know why."""
+    kept, world = kept_by(engine), None
+    if kept is None:
+        raise RuntimeError("this member has no copies to give")
+    try:
+        with engine.turn():
+            boards.adopt(engine, 0, elastic.candidates(boards.world, registry))
+            world = _world_of(engine, proposal, copies.members, boards.world, elastic)
+            serve_from(engine, _goal(proposal, world), copies, kept, world)
+        _stay(engine, copies)
+    except (RuntimeError, DynatrainError) as error:
+        logger.warning("generation %d: copies could not be given: %s", boards.world.generation, error)
+    finally:
+        if world is not None:
+            engine.control.track_teardown(drop(world))
+        elastic.let_go(engine.job.number)
+
+
+def _stay(engine: EngineParts, copies: WholeCopies) -> None:
+    """Until others are whole, what is not of that moment is written over first."""
+    kept = kept_by(engine)
+    if kept is not None and any(copy.mark == copies.mark for copy in kept.copies()):
+        kept.is_whole(copies.mark)
+
+
+def kept_by(engine: EngineParts) -> Kept | None:
+    """The copies that a process has; None without buddies."""
+    return None if engine.buddies is None else engine.buddies.kept
+
+
+def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:
+    key = f"restore/{world.generation}/copies"
+    return Goal(proposal.layout, proposal.members, world, key, f"{key}/record")
 
 
 def let_go(engine: EngineParts) -> None:
@@ -63,13 +140,15 @@ def let_go(engine: EngineParts) -> None:
             engine.give_state_up()
 
 
-def _world_of(engine: EngineParts, proposal: Proposal, world: World, elastic: Elastic) -> GroupsOfWorld:
-    """The groups of an engine's next world."""
+def _world_of(
+    engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: World, elastic: Elastic
+) -> GroupsOfWorld:
+    """The groups of an engine's next world; the one for the moves spans the holders of copies, too."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number):
         own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
-        sides = mine, members, members, seconds, layout, engine.vps.ties(layout)
+        sides = mine, members, (*members, *holders), seconds, layout, engine.vps.ties(layout)
         of_engine = own, number, engine.job.has_sequence
         store = engine.context.background.store
         made = build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine)

@@ -2,15 +2,17 @@
 
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
 ask for as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
-each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then.
+each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then; else
+there may be copies (`buddies`) of an earlier moment that are whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.space import Layout
 
 
@@ -19,7 +21,8 @@ class Survivor:
     """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
     generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
-    that world is dead, or a collective of it has failed.
+    that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in
+    plain JSON. frozen: in which (layout, rank) it had the frozen weights that are in no copy, if there are any.
     """
 
     number: int
@@ -29,6 +32,8 @@ class Survivor:
     clean: bool
     is_aborted: bool
     layout: dict[str, Any]
+    copies: tuple[dict[str, Any], ...] = ()
+    frozen: tuple[dict[str, Any], int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -53,16 +58,54 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
     holders = [one for one in holders if one.generation == newest]
     layout = Layout.from_dict(holders[0].layout)
     for step in sorted({one.step for one in holders}, reverse=True):
-        alive = {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
-        replicas = _replicas(layout, alive)
-        if replicas:
-            smaller = layout.replace(data=len(replicas))
-            return Source(
-                smaller,
-                tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in range(smaller.world_size)),
-                step,
-            )
+        found = _complete(
+            layout, {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
+        )
+        if found is not None:
+            return Source(*found, step)
     return None
+
+
+def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
+    """The replicas of which nothing is missing: their layout, and its members; None if there is none.
+
+    alive: rank -> member.
+    """
+    replicas = _replicas(layout, alive)
+    if not replicas:
+        return None
+    smaller = layout.replace(data=len(replicas))
+    ranks = range(smaller.world_size)
+    return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
+
+
+def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
+    """The newest whole state in the copies that survivors have; None if there is none."""
+    found, frozen = newest_whole(_had(survivors)), dict[Layout, dict[int, int]]()
+    for one in survivors.values():
+        if one.frozen is not None:
+            layout, rank = Layout.from_dict(one.frozen[0]), one.frozen[1]
+            frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
+    if found is None or not frozen or found.mark.layout.zero_stage == 3:  # there frozen weights are in the copies
+        return found
+    complete = [whole for whole in (_complete(layout, alive) for layout, alive in frozen.items()) if whole is not None]
+    return replace(found, frozen=Frozen(*complete[0])) if complete else None
+
+
+def joint_loss(survivors: Mapping[str, Survivor]) -> str:
+    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all."""
+    found = missing(_had(survivors))
+    if found is None:
+        return ""
+    mark, ranks = found
+    if not ranks:
+        return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
+    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
+
+
+def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
+    return {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
 
 
 def _replicas(layout: Layout, alive: Mapping[int, int]) -> list[int]:

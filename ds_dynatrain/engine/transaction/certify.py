@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from ds_dynatrain.engine.digests import Digests, hint, state_digest
-from ds_dynatrain.engine.transaction.shares import Shares, doubts, filled
+from ds_dynatrain.engine.transaction.shares import Shares, doubts, filled, joined
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -47,3 +48,9 @@ def certify(
     if extra:
         raise CertificateError(f"state kinds {extra} appeared in the switch")
     return {"digest": state_digest(kept)}
+
+
+def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the reports as one."""
+    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
+    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -41,10 +40,10 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.engine.transaction.certify import SIDES, certify
+from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
 from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
-from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, joined, shares
+from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown
 from ds_dynatrain.plan import MemberPlan, SwitchPlan
@@ -446,12 +445,6 @@ class Transaction(Meeting):
         held = {_memory(buffer) for buffer in (*self.source.values(), *self.target.values())}
         staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
         self.outcome.peak_memory = _union_bytes(held) + staging
-
-
-def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two parts of the reports as one."""
-    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
-    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}
 
 
 def _memory(buffer: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,261 @@
+"""Copies as what a state is restored from: by a plan from the layout of their moment to that of the goal.
+
+The copy of each rank has one holder. A holder carries out the part of each rank that it has a copy of: of the first
+one under its own number, of the others as a stand-in. Who holds a copy and has no place in the goal `serve`s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.buddies.copy import Copy
+from ds_dynatrain.engine.buddies.kept import Kept
+from ds_dynatrain.engine.buddies.whole import Frozen, WholeCopies
+from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
+from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import Digests, SideDigests, of_kind, only, side_digests
+from ds_dynatrain.engine.encoding import blank_tensors, decode
+from ds_dynatrain.engine.transaction.certify import certify, joined_sides
+from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
+from ds_dynatrain.errors import CheckpointDamaged, TransferError
+from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
+from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
+
+REST_TAG = 2
+DOING = "restoring from copies"
+
+
+def from_copies(whole: WholeCopies, kept: Kept | None, world: World) -> Opener:
+    """What opens them for a member of the goal. kept: what this process has. world: the goal's, whose group for the
+    moves spans the holders, too.
+    """
+
+    @contextmanager
+    def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
+        yield FromCopies(engine, goal, whole, kept, world)
+
+    return opener
+
+
+def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept, world: World) -> None:
+    """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
+    try:
+        source = FromCopies(engine, goal, whole, kept, world)
+        source.give()
+        source.report(None)
+    except BaseException as error:
+        _session(engine, goal, whole).give_up(error)
+        raise
+
+
+class FromCopies:
+    """See `StateSource`."""
+
+    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
+        self._engine, self._goal, self._whole, self._world = engine, goal, whole, world
+        self._layout, self._me = whole.mark.layout, engine.control.member
+        self._session = _session(engine, goal, whole)
+        self._names = _names(whole.holders, above=max(self._session.members))
+        self._stand_ins = {
+            name: holder for name, holder in zip(self._names, whole.holders, strict=True) if name != holder
+        }
+        self._copies = self._found(kept)
+        self._frozen: Buffers = {} if kept is None else kept.frozen
+        self._target = engine.vps.with_layout(goal.layout, goal.members)
+        self._rests: dict[int, dict[str, Any]] = {}
+        self.client_state: dict[str, Any] = {}
+        for rank, copy in self._copies.items():
+            self._session.say(f"said/{rank}", copy.said)
+
+    def _found(self, kept: Kept | None) -> dict[int, Copy]:
+        """The copy of each rank that this member is to give."""
+        found = {}
+        for rank in [rank for rank, holder in enumerate(self._whole.holders) if holder == self._me]:
+            copy = None if kept is None else kept.find(self._whole.mark, rank)
+            if copy is None:
+                raise TransferError(f"member {self._me} has no copy of rank {rank} of step {self._whole.mark.step}")
+            found[rank] = copy
+        return found
+
+    def _said(self, rank: int) -> dict[str, Any]:
+        """What the copy of a rank says besides its buffers."""
+        found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
+        return found
+
+    # ---- what a goal asks --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> Sequence[str]:
+        there = self._said(0)["kinds"]
+        return [kind for kind in self._target.present_kinds(self._layout) if kind in there]
+
+    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
+        return {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in self.kinds}
+
+    def fill(self, rank: int, buffers: Buffers) -> None:
+        self.give(buffers)
+
+    def shared(self) -> dict[str, Any]:
+        found: dict[str, Any] = decode(self._said(0)["shared"], [])
+        return found
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        return merged_rest([self._rests[each] for each in rest_ranks(self._layout, self._goal.layout, rank)])
+
+    def streams(self, rank: int) -> streams.Streams:
+        def of_rank(each: int) -> streams.Streams:
+            found: streams.Streams = self._said(each)["streams"]
+            return found
+
+        seed, generation = self._said(0)["seed"], self._goal.world.generation
+        return streams.continued(self._layout, self._goal.layout, rank, seed, generation, of_rank)
+
+    def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
+        vps, layout = self._target, self._goal.layout
+        mine, _ = side_digests(vps, layout, rank, buffers, tuple(kinds), set())
+        return self.report(shares(vps, layout, self._goal.members, rank, mine))
+
+    # ---- the moves ---------------------------------------------------------------------------------------------------
+
+    def give(self, target: Buffers | None = None) -> None:
+        """Carry out this member's parts of the plans, and its own if it has a place in the goal."""
+        transport = GroupTransport(*_transfer_group(self._world))
+        seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
+        played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
+        sources = {
+            self._names[rank]: {**copy.buffers, **{(WEIGHT, name): held for name, held in self._cast[rank].items()}}
+            for rank, copy in self._copies.items()
+        }
+        how = transport, self._stand_ins, seconds, budget, not is_accelerated()
+        for plan in self._plans():
+            execute_standing_in(standing_in(plan, self._me, played), sources, target or {}, *how)
+        if self._whole.frozen is not None:
+            plan = self._frozen_plan(self._whole.frozen)
+            execute_standing_in(standing_in(plan, self._me, ()), {self._me: self._frozen}, target or {}, *how)
+        self._give_rests(transport, time.monotonic() + seconds)
+
+    def _plans(self) -> list[SwitchPlan]:
+        """Of what is trained, with weights that are cast from masters; and of frozen weights, where copies have any."""
+        vps = self._target.with_layout(self._layout, self._names)
+        goal = self._goal.layout, self._goal.members
+        trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
+        plans = [plan_switch(vps.with_groups(WEIGHT, trained), *goal, self.kinds, {WEIGHT: MASTER})]
+        if has_one_holder(vps, self._layout, WEIGHT) and any(not tensor.trainable for tensor in vps.tensors):
+            plans.append(plan_switch(vps.with_groups(WEIGHT, [FROZEN]), *goal, (WEIGHT,)))
+        return plans
+
+    def _frozen_plan(self, frozen: Frozen) -> SwitchPlan:
+        vps = self._target.with_layout(frozen.layout, frozen.members).with_groups(WEIGHT, [FROZEN])
+        return plan_switch(vps, self._goal.layout, self._goal.members, (WEIGHT,))
+
+    @cached_property
+    def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
+        """By rank: the weights of what is trained, cast from its masters, and so cut as they are."""
+        dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
+        return {
+            rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
+            for rank, copy in self._copies.items()
+        }
+
+    def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
+        """Tensors of the rest of each rank, to the members whose ranks go on with it."""
+        begun, wanted = [], dict[int, list[torch.Tensor]]()
+        for rank, member in enumerate(self._goal.members):
+            for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
+                holder = self._whole.holders[each]
+                if member == self._me:
+                    local = holder == self._me
+                    wanted[each] = self._copies[each].tensors if local else blank_tensors(self._said(each)["rest"])
+                if holder == member:
+                    continue
+                if holder == self._me:
+                    begun += [transport.send(part, member, REST_TAG) for part in _flat(self._copies[each].tensors)]
+                if member == self._me:
+                    begun += [transport.receive(part, holder, REST_TAG) for part in _flat(wanted[each])]
+        for handle in begun:
+            handle.wait(deadline)
+        self._rests = {each: decode(self._said(each)["rest"], tensors) for each, tensors in wanted.items()}
+
+    # ---- the proof ---------------------------------------------------------------------------------------------------
+
+    def report(self, after: Shares | None) -> str:
+        """The digest of the whole state, the same before and after the moves; after: this member's part, if any.
+
+        CheckpointDamaged, on all alike, where they differ.
+        """
+        before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
+        if self._whole.frozen is not None and self._me in self._whole.frozen.members:
+            before.append(self._shares_of_frozen(self._whole.frozen))
+        mine = {
+            "source": reduce(joined, before) if before else None,
+            "target": None if after is None else after.to_json(),
+        }
+        said = self._session.reduce("digests", mine, joined_sides, self._judge)
+        if "digest" not in said:
+            raise CheckpointDamaged(f"what was restored differs between members: {said['doubts']}")
+        return str(said["digest"])
+
+    def _judge(self, found: dict[str, Any]) -> dict[str, Any]:
+        before, after = (Shares.from_json(found[side]) for side in ("source", "target"))
+        return certify(self._target, self._layout, self._goal.layout, before, after)
+
+    def _shares_of(self, rank: int, copy: Copy) -> dict[str, Any]:
+        """Of what a copy gives: its own digests, those of the weights that were cast, and of frozen ones."""
+        vps = self._target.with_layout(self._layout, self._names)
+        cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
+        whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
+        parts = [(kind, kind, copy.digests[kind]) for kind in self.kinds if kind != WEIGHT and kind in copy.digests]
+        parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, list(cast)), cast, vps.bases)))
+        if has_one_holder(vps, self._layout, WEIGHT) and WEIGHT in copy.digests:
+            parts.append((WEIGHT, WEIGHT, copy.digests[WEIGHT]))
+        for kind, as_cut, digests in parts:
+            sums = shares(vps, self._layout, self._names, rank, SideDigests({as_cut: digests}))
+            for total, part in ((whole, sums.whole), (copies, sums.copies), (places, sums.places)):
+                if as_cut in part:
+                    total[kind] = part[as_cut] + total[kind] if kind in total else part[as_cut]
+        return Shares([(self._names[rank], sorted(self.kinds))], whole, copies, places).to_json()
+
+    def _shares_of_frozen(self, frozen: Frozen) -> dict[str, Any]:
+        """Of frozen weights that are in no copy."""
+        vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
+        held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
+        mine = SideDigests({WEIGHT: digest_pieces(only(pieces, list(held)), held, vps.bases)})
+        return replace(
+            shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
+        ).to_json()
+
+
+def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
+    """What all do together who restore, or give something for it."""
+    members = (*goal.members, *(one for one in whole.members if one not in goal.members))
+    return Session(engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True)
+
+
+def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
+    """Who has each rank in the plan: a member the first of those that it holds, a number of nobody's the others."""
+    return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
+
+
+def _transfer_group(world: World) -> tuple[Any, tuple[int, ...]]:
+    if world.transfer is None:
+        raise TransferError("the group that the moves go over is not there")
+    return world.transfer, world.transfer_members
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]

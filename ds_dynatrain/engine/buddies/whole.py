@@ -1,0 +1,101 @@
+"""Which copies make up a whole state: arithmetic on what members say that they have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.space import Layout
+
+
+@dataclass(frozen=True)
+class Had:
+    """A sound copy that a member has: of which moment, and of which rank then. is_own: of the member itself."""
+
+    mark: Mark
+    rank: int
+    is_own: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"mark": self.mark.to_dict(), "rank": self.rank, "is_own": self.is_own}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Had:
+        """The inverse."""
+        return Had(Mark.from_dict(record["mark"]), int(record["rank"]), bool(record["is_own"]))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Frozen weights that are in no copy, since many hold them: those who do, at the ranks of a layout without ZeRO."""
+
+    layout: Layout
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WholeCopies:
+    """A whole state at one moment. holders: the member that has the copy of each rank. frozen: who has what else there
+    is, if anything."""
+
+    mark: Mark
+    holders: tuple[int, ...]
+    frozen: Frozen | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All that give something, ascending."""
+        return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        frozen = None if self.frozen is None else [self.frozen.layout.to_dict(), self.frozen.members]
+        return {"mark": self.mark.to_dict(), "holders": self.holders, "frozen": frozen}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> WholeCopies:
+        """The inverse."""
+        said = record["frozen"]
+        frozen = None if said is None else Frozen(Layout.from_dict(said[0]), tuple(said[1]))
+        return WholeCopies(Mark.from_dict(record["mark"]), tuple(record["holders"]), frozen)
+
+
+def newest_whole(had: Mapping[int, Iterable[Had]]) -> WholeCopies | None:
+    """Of the newest moment of which there is a copy of every rank; None if there is no such moment.
+
+    had: what each member has. Of several that have a rank's copy that rank itself gives it, or the one that gives the
+    fewest others.
+    """
+    for mark, by_rank in _by_mark(had):
+        if len(by_rank) == mark.layout.world_size:
+            return WholeCopies(mark, _dealt(by_rank))
+    return None
+
+
+def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
+    """The newest moment of which anybody has a copy, and the ranks of which nobody has one; None without copies."""
+    for mark, by_rank in _by_mark(had):
+        return mark, tuple(rank for rank in range(mark.layout.world_size) if rank not in by_rank)
+    return None
+
+
+def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
+    """Each moment, the newest first: for each rank the members that have a copy of it, and whether it is their own."""
+    found: dict[Mark, dict[int, dict[int, bool]]] = {}
+    for member, copies in sorted(had.items()):
+        for copy in copies:
+            found.setdefault(copy.mark, {}).setdefault(copy.rank, {})[member] = copy.is_own
+    return sorted(found.items(), key=lambda each: each[0].age, reverse=True)
+
+
+def _dealt(by_rank: Mapping[int, Mapping[int, bool]]) -> tuple[int, ...]:
+    chosen, gives = dict[int, int](), Counter[int]()
+    for rank in sorted(by_rank, key=lambda one: (not any(by_rank[one].values()), len(by_rank[one]), one)):
+        members = by_rank[rank]
+        chosen[rank] = min(members, key=lambda member: (not members[member], gives[member], member))
+        gives[chosen[rank]] += 1
+    return tuple(chosen[rank] for rank in sorted(chosen))

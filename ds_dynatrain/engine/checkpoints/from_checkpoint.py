@@ -1,0 +1,122 @@
+"""A checkpoint as what a state is restored from: each member reads its own byte ranges of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.checkpoint import Reader
+from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.checkpoints.opening import opened
+from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import side_digests, state_digest
+from ds_dynatrain.engine.transaction.shares import agreed
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import WEIGHT
+
+
+def from_checkpoint(path: Path, trust_pickle: bool = False) -> Opener:
+    """What opens the checkpoint in a folder; see `opening.opened`."""
+
+    @contextmanager
+    def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
+        source = opened(path, engine, present, trust_pickle)
+        with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
+            yield FromCheckpoint(engine, goal, source, reader)
+
+    return opener
+
+
+class FromCheckpoint:
+    """See `StateSource`."""
+
+    def __init__(self, engine: EngineCore, goal: Goal, source: Source, reader: Reader) -> None:
+        self._engine, self._goal, self._source, self._reader = engine, goal, source, reader
+        self._vps = engine.vps.with_layout(goal.layout, goal.members)
+        self._memory: dict[str, Memory] = {}
+        self._numbers: dict[int, int] = {}
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return self._source.kinds
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        return self._source.client_state
+
+    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
+        self._numbers = self._checked_tensors()
+        there = [kind for kind in self._source.kinds if kind not in ALWAYS]
+        here = [kind for kind in memory if kind not in ALWAYS]
+        if there and set(there) != set(here):
+            raise CheckpointError(
+                f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
+                "use the same optimizer"
+            )
+        self._memory = {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in there}
+        for row in self._source.manifest:
+            made_of = self._memory.get(row.kind)
+            if made_of is not None and row.kind != WEIGHT and row.dtype != name_of(made_of.dtype):
+                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(made_of.dtype)} here")
+        return self._memory
+
+    def _checked_tensors(self) -> dict[int, int]:
+        """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
+        here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
+        found = {}
+        for number, tensor in enumerate(self._source.tensors):
+            mine = here.pop(tensor.name, None)
+            if mine is None:
+                raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
+            if mine[1] != tensor:
+                raise CheckpointError(
+                    f"it has {tensor}, and this training has {mine[1]}: build the same model and groups"
+                )
+            found[number] = mine[0]
+        if here:
+            raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
+        return found
+
+    def fill(self, rank: int, buffers: Buffers) -> None:
+        self._reader.fill(self._vps, self._goal.layout, rank, buffers)
+
+    def shared(self) -> dict[str, Any]:
+        return self._source.shared(self._numbers)
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        return self._source.rest(self._reader, self._goal.layout, rank)
+
+    def streams(self, rank: int) -> streams.Streams:
+        return self._source.streams(self._goal.layout, rank)
+
+    def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
+        source, vps, session = self._source, self._vps, self._goal.session(self._engine.control)
+        places = len(self._goal.members)
+        mine, _ = side_digests(vps, self._goal.layout, rank, buffers, tuple(kinds), set())
+        whole = agreed(session, "digests", vps, self._goal.layout, rank, mine, "loaded")
+        there = source.digests(self._reader, rank, places, session.all)
+        wrong = []
+        for kind in whole:
+            for number, tensor in enumerate(vps.tensors):
+                rows = source.manifest.rows.get((tensor.name, kind))
+                if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
+                    continue
+                if not tensor.trainable and kind != WEIGHT:
+                    continue  # it has a master there, of which its weight was cast
+                if int(whole[kind][number]) != there[tensor.name, kind]:
+                    wrong.append((tensor.name, kind))
+        if not wrong:
+            return state_digest(whole)
+        damaged = damaged_rows(source, self._reader, wrong, rank, places)
+        found = [each for member in session.all("damaged", damaged).values() for each in member]
+        if found:
+            raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
+        name, kind = wrong[0]
+        raise CheckpointDamaged(f"{kind} of {name!r} is not what was saved, though each part of it is")

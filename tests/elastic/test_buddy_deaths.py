@@ -1,0 +1,215 @@
+"""Members die under ZeRO, and no checkpoint is there: all go on from copies that members keep of each other.
+
+A spare takes the place of who has died. So every world is of three, and the losses must be those, bit for bit, of a run
+in which nobody dies.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import processes
+from tests.elastic.runs import (
+    Losses,
+    Samples,
+    Static,
+    finish,
+    finish_together,
+    gated,
+    history,
+    open_gate,
+    steps_on,
+    training,
+    worker,
+)
+
+STEPS = 80
+NODES = ("a", "b", "c")
+
+
+class Undisturbed:
+    """Runs in which nobody dies, one for each layout that is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs = folder, dict[str, Static]()
+
+    def of(self, **layout: int) -> tuple[Losses, Samples]:
+        """Its losses and samples, by step."""
+        name = repr(layout)
+        if name not in self._runs:
+            self._runs[name] = Static(self._folder / str(len(self._runs)), [layout], STEPS=str(STEPS))
+        return self._runs[name].losses, self._runs[name].samples
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+class Deaths:
+    """A job of some nodes, and spares that are warm. faults: node -> `$FAULT`; block: more of dynatrain's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        faults: dict[str, str],
+        nodes: tuple[str, ...] = NODES,
+        spares: int = 1,
+        block: dict[str, Any] | None = None,
+        **given: str,
+    ) -> None:
+        self.stage, self.size = stage, len(nodes)
+        variables = {"STEP_SECONDS": "0.3", **given}
+        block = {"buddies": {"mode": "copy"}, **(block or {})}
+        count = f"{len(nodes)}:{len(nodes)}"
+        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=count)
+        self.job.coordinator("coordinator")
+        for node in nodes:
+            gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
+        self.spares = [f"spare{number}" for number in range(spares)]
+        for spare in self.spares:
+            gated(self.job, spare)
+        for name in (*nodes, *self.spares):
+            worker(self.job, name)
+        open_gate(self.job, "gate-all")
+        self.first = self.job.settled(self.size)
+        for spare in self.spares:
+            open_gate(self.job, spare)
+        every = self.size + spares
+        self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
+
+    def tell(self, file: str = "dies", ahead: int = 3) -> int:
+        """The step at which it happens: a few from now on."""
+        step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
+        (self.job.folder / "telling").write_text(str(step))
+        (self.job.folder / "telling").rename(self.job.folder / file)
+        return step
+
+    def check(self, undisturbed: Undisturbed, most_again: int = 1) -> None:
+        """The losses are those of the undisturbed run; nobody makes more than so many steps again in all."""
+        steps_on(self.job)
+        finish(self.job)
+        self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again)
+
+    def compare(self, wanted: Losses, wanted_samples: Samples, most_again: int) -> None:
+        """The history, once the scripts have ended."""
+        losses, samples = history(self.job.rows("step"))
+        assert sorted(losses) == list(range(len(losses))) and len(losses) <= STEPS
+        assert samples == {step: wanted_samples[step] for step in losses}
+        assert losses == {step: wanted[step] for step in losses}
+        for pid in {row["pid"] for row in self.job.rows("step")}:
+            made = [row["step"] for row in self.job.rows("step") if row["pid"] == pid]
+            assert len(made) - len(set(made)) <= most_again, made
+
+    def log(self, *nodes: str) -> str:
+        """What these nodes have written."""
+        return "".join((self.job.folder / f"{node}.log").read_text() for node in nodes)
+
+
+QUICK = ((2, "update"),)
+INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
+OF_STAGE_3 = ("forward", "backward", "step", "norm of stage 3", "update", "boundary", "ship")
+
+
+@pytest.mark.parametrize(
+    ("stage", "instant"),
+    [
+        *QUICK,
+        *(
+            pytest.param(stage, instant, marks=pytest.mark.full)
+            for stage in (1, 2, 3)
+            for instant in (OF_STAGE_3 if stage == 3 else INSTANTS)
+            if (stage, instant) not in QUICK
+        ),
+    ],
+)
+def test_one_dies_and_a_spare_takes_its_place(
+    tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str
+) -> None:
+    deaths = Deaths(tmp_path, stage, {"b": f"{instant} dies kill"})
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(3, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
+        deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_a_stage_of_a_pipeline_dies(tmp_path: Path) -> None:
+    """2 pipes x 2: one of two that have the same layers."""
+    sizes = {"data": 2, "pipe": 2, "zero_stage": 1}
+    static = Static(tmp_path / "static", [sizes], STEPS=str(STEPS), KIND="pipeline")
+    (tmp_path / "job").mkdir()
+    fault, block = {"b": "update dies kill"}, {"layout": sizes}
+    deaths = Deaths(tmp_path / "job", 1, fault, ("a", "b", "c", "d"), block=block, KIND="pipeline")
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(4, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
+        steps_on(deaths.job)
+        finish_together(deaths.job)
+        deaths.compare(static.losses, static.samples, most_again=1)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """A bit of each copy of the newest moment has flipped: all go on from the one before."""
+    survivors = dict.fromkeys("ac", "survived dies flip")
+    deaths = Deaths(tmp_path, 2, {"b": "boundary dies kill", **survivors})
+    try:
+        deaths.tell()
+        deaths.job.settled(3, deaths.first.generation)
+        assert "is damaged, and passed over" in deaths.log("a", "c")
+        deaths.check(undisturbed, most_again=2)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("instant", ["forming", "answer"])
+def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
+    """Two pairs of buddies lose a member each, the second one in the midst of the restoration, or as it begins."""
+    faults = {"b": "boundary dies kill", "c": f"{instant} dies kill"}
+    deaths = Deaths(tmp_path, 1, faults, ("a", "b", "c", "d"), spares=2)
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(4, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 2, deaths.job.logs()
+        deaths.check(undisturbed)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_buddies_die_together_without_a_checkpoint(tmp_path: Path) -> None:
+    """Two of a group of three: the job ends, and says whose loss it was."""
+    deaths = Deaths(tmp_path, 2, dict.fromkeys("bc", "boundary dies kill"))
+    try:
+        deaths.tell()
+        assert deaths.job.code("a") != 0
+        assert "nobody has a sound copy any more: they died together with their buddies" in deaths.log("a")
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_buddies_die_together_with_a_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """All go back to the fallback checkpoint, and the log says why."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
+    faults = dict.fromkeys("bc", "boundary dies kill")
+    deaths = Deaths(tmp_path, 2, faults, spares=2, block={"fallback": fallback})
+    try:
+        deaths.tell(ahead=6)
+        deaths.job.settled(3, deaths.first.generation)
+        assert "; all goes back to the fallback checkpoint" in deaths.log("a")
+        deaths.check(undisturbed, most_again=6)
+    finally:
+        deaths.job.clean_up()
