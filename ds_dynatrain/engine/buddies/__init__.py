@@ -7,5 +7,7 @@
 | `message` | a copy as bytes and a header |
 | `taking` | a copy is taken, at a boundary |
 | `shipping` | one round of copies on their way, in a thread |
+| `whole` | after a death: which copies make up a whole state |
+| `from_copies` | a restoration from them |
 | `buddies` | when there is one, with whom, and what is seen of it |
 """
