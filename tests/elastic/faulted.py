@@ -87,7 +87,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "norm": (stage_1_and_2.DeepSpeedZeroOptimizer, "scaled_global_norm", True),
     "norm of stage 3": (stage3.DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", True),
     "gather": (stage_1_and_2, "all_gather_dp_groups", False),
-    "ship": (Round, "_begin", False),
+    "ship": (Round, "_header", False),
     "answer": (FromCopies, "give", False),
     "forming": (restoring, "_world_of", False),
     "survived": (executor, "_sound_copies", False),

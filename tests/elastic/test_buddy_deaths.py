@@ -67,10 +67,17 @@ class Deaths:
         block = {"buddies": {"mode": "copy"}, **(block or {})}
         count = f"{len(nodes)}:{len(nodes)}"
         self.job = training(folder, stage=stage, block=block, variables=variables, nodes=count)
+        self.spares = [f"spare{number}" for number in range(spares)]
+        try:
+            self._start(nodes, faults)
+        except BaseException:
+            self.job.clean_up()
+            raise
+
+    def _start(self, nodes: tuple[str, ...], faults: dict[str, str]) -> None:
         self.job.coordinator("coordinator")
         for node in nodes:
             gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
-        self.spares = [f"spare{number}" for number in range(spares)]
         for spare in self.spares:
             gated(self.job, spare)
         for name in (*nodes, *self.spares):
@@ -79,7 +86,7 @@ class Deaths:
         self.first = self.job.settled(self.size)
         for spare in self.spares:
             open_gate(self.job, spare)
-        every = self.size + spares
+        every = self.size + len(self.spares)
         self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
 
     def tell(self, file: str = "dies", ahead: int = 3) -> int:
