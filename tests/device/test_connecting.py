@@ -64,7 +64,7 @@ def case(start: jobs.Sizes, target: jobs.Sizes, ahead: int, fault: str = "") -> 
     Losses, events, and at which steps this member has connected to others ahead.
     """
     config, record, ahead_at = jobs.config("fp32", start), jobs.Record(), []
-    config["dynatrain"] |= {"timeout_seconds": SECONDS}
+    config["dynatrain"] |= {"timeout_seconds": SECONDS} if fault else {}
     events, own = dict[int, Any](), Attempts.connect_ahead
 
     def connect_ahead(self: Attempts) -> None:
@@ -103,7 +103,8 @@ def test_they_are_made_before_the_pause(lab_pool: RankPool, start: jobs.Sizes, t
         found = lab_pool.run(case, start=start, target=target, ahead=ahead)
         assert jobs.furthest(losses(found), expected) < 1e-5
         event = found[0]["last"]
-        assert event.outcome == "committed" and event.step == ASKED_AT + ahead and event.communicators_built == 1
+        assert event.outcome == "committed", event.reason
+        assert event.step == ASKED_AT + ahead and event.communicators_built == 1
         assert event.connect_pause_ms == (0.0 if ahead > 1 else event.connect_ms) and event.connect_ms > 0
         steps = [[ASKED_AT + 1] if each["record"].losses.get(0) else [0] for each in found]  # 0 where it was idle
         assert [each["ahead"] for each in found] == (steps if ahead > 1 else [[]] * 4)
