@@ -14,6 +14,7 @@ from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.space import Layout
 
 
 def settings(**buddies: Any) -> DynatrainConfig:
@@ -72,6 +73,17 @@ def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: 
     engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
     buddies = Buddies(engine)
     assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
+
+
+def test_in_another_world_all_begin_with_the_same_interval() -> None:
+    """Members that have just come do not know how seldom the others took copies, and all have to take them at once."""
+    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0,), rank=0, vps=None)
+    engine.layout = Layout(data=1, zero_stage=1)
+    stayed, came = Buddies(engine), Buddies(engine)
+    assert boundary(stayed, 0.09) == 5
+    for each in (stayed, came):
+        each._enter()
+    assert stayed.protection.every_steps == came.protection.every_steps == 1
 
 
 def test_after_a_load_nothing_from_before_counts() -> None:

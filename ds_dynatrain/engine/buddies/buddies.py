@@ -127,8 +127,9 @@ class Buddies:
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Another world: who keeps whose copies there."""
+        """Another world: who keeps whose copies there. Who has just come knows of no longer interval of the others'."""
         self.settle()
+        self._every = self._settings.every_steps
         engine, self._round, self._next = self._engine, None, None
         self._world, self._is_protected, self._buddies, self._pairs = engine.world, False, (), {}
         vps, layout = engine.vps, engine.layout
