@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
+from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
@@ -19,9 +19,6 @@ from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.buddies.buddies import Buddies
 
 
 @dataclass(eq=False)
@@ -39,7 +36,7 @@ class EngineParts(EngineCore):
     loaders: Loaders = field(init=False)
     checkpoints: Checkpoints = field(init=False)
     buddies: Buddies | None = None
-    """None where they are off: nothing of them is imported then."""
+    """None where they are off."""
 
     def __post_init__(self) -> None:
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
@@ -50,8 +47,6 @@ class EngineParts(EngineCore):
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(self.settings)
         if self.settings.buddies.are_on:
-            from ds_dynatrain.engine.buddies.buddies import Buddies
-
             self.buddies = Buddies(self)
 
     @property
