@@ -89,12 +89,13 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "gather": (stage_1_and_2, "all_gather_dp_groups", False),
     "ship": (Round, "_header", False),
     "answer": (FromCopies, "give", False),
+    "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
     "survived": (executor, "_sound_copies", False),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
 nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
-world that was formed before; who has survived says which ones it has."""
+world that was formed before, and the proof is of what they came to; who has survived says which ones it has."""
 
 
 def install(fault: str) -> None:

@@ -196,6 +196,21 @@ def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed
 
 
 @pytest.mark.full
+def test_a_restoration_from_copies_fails(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Where nobody dies of it, all go back to the fallback checkpoint."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 3}
+    faults = {"b": "boundary dies kill", "a": "proof dies fail"}
+    deaths = Deaths(tmp_path, 2, faults, block={"fallback": fallback})
+    try:
+        deaths.tell(ahead=6)
+        deaths.job.settled(3, deaths.first.generation)
+        assert "told to fail; all goes back to the fallback checkpoint" in deaths.log("a")
+        deaths.check(undisturbed, most_again=6)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
 def test_buddies_die_together_without_a_checkpoint(tmp_path: Path) -> None:
     """Two of a group of three: the job ends, and says whose loss it was."""
     deaths = Deaths(tmp_path, 2, dict.fromkeys("bc", "boundary dies kill"))
