@@ -5,6 +5,7 @@ What a rank holds is weighed at the boundary where the copy is taken, apart from
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -46,10 +47,9 @@ class Keeping(Script):
             return
         self.told.add(key)
         is_sound = copy.is_sound(self.parts.vps)
-        values = next(iter(copy.buffers.values())).view(torch.uint8)
-        values[0] ^= 1
-        is_found = not copy.is_sound(self.parts.vps)
-        values[0] ^= 1
+        flipped = {key: held.clone() for key, held in copy.buffers.items()}  # of its own: the copy may be on its way
+        next(iter(flipped.values())).view(torch.uint8)[0] ^= 1
+        is_found = not dataclasses.replace(copy, buffers=flipped).is_sound(self.parts.vps)
         what = {"said": self.said(copy.buffers), "sound": is_sound, "flip found": is_found, "here": self.parts.rank}
         self.say(event="copy", world=key[0], step=key[1], rank=key[2], **what)
 
