@@ -123,6 +123,7 @@ def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
     random.seed(CASE_SEED)
     np.random.seed(CASE_SEED)
     torch.manual_seed(CASE_SEED)
+    before = _arithmetic()
     try:
         function = operator.attrgetter(name)(importlib.import_module(module))
         try:
@@ -132,7 +133,7 @@ def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
                 raise
             result = None
         if meet:
-            _check_end(group)
+            _check_end(group, before)
             td.barrier()
     except BaseException:
         return traceback.format_exc()
@@ -141,8 +142,25 @@ def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
     return (result,)
 
 
-def _check_end(group: Any) -> None:
-    """Every case ends in the launch group, without threads of ours; its garbage is gone.
+def _arithmetic() -> dict[str, Any]:
+    """What decides on the last bit of a sum in this process, and on what is computed at all."""
+    on = torch.backends
+    return {
+        "threads": torch.get_num_threads(),
+        "float type": str(torch.get_default_dtype()),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "oneDNN": on.mkldnn.enabled,
+        "attention": [on.cuda.flash_sdp_enabled(), on.cuda.math_sdp_enabled(), on.cuda.mem_efficient_sdp_enabled()],
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "numbers below the smallest": float(torch.tensor(1e-40) * 0.5),
+        "gradients": torch.is_grad_enabled(),
+        "stance of torch.compile's": eval_frame._stance.stance,  # what is compiled would run eagerly
+    }
+
+
+def _check_end(group: Any, before: dict[str, Any]) -> None:
+    """Every case ends in the launch group, without threads of ours and with the arithmetic of before; its garbage is
+    gone.
 
     What is left, modules mostly, is not looked at again: that took a tenth of all the time of the ranks.
     """
@@ -153,8 +171,9 @@ def _check_end(group: Any) -> None:
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("dynatrain")]
     if left:
         raise AssertionError(f"the case left threads: {left}")
-    if eval_frame._stance.stance != "default":
-        raise AssertionError("the case left another stance of torch.compile's: what is compiled would run eagerly")
+    changed = {name: (before[name], left) for name, left in _arithmetic().items() if left != before[name]}
+    if changed:
+        raise AssertionError(f"the case left the process changed, (before, after): {changed}")
 
 
 def _end_with_parent() -> None:
