@@ -40,6 +40,7 @@ def check(each: Measure) -> None:
     assert each.phases["first step"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("shared_memory")
 def test_a_live_switch(tmp_path: Path) -> None:
     """To fewer ranks, which take two micro-batches for a step: all its samples count, and all its time."""

@@ -121,7 +121,7 @@ def test_a_switch_of_the_stage_alone_connects_nobody(lab_pool: RankPool) -> None
     ("fault", "ahead"),
     [
         pytest.param("raises", 3, id="raises ahead"),
-        pytest.param("hangs", 1, id="hangs in the pause"),
+        pytest.param("hangs", 1, id="hangs in the pause", marks=pytest.mark.full),
         pytest.param("raises", 1, id="raises in the pause", marks=pytest.mark.full),
         pytest.param("hangs", 3, id="hangs ahead", marks=pytest.mark.full),
     ],

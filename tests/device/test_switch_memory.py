@@ -50,8 +50,8 @@ def peaks(config: dict[str, Any], shape: dict[str, int], path: list[jobs.Sizes])
     ("dtype", "zero", "shape"),
     [
         ("bf16", {}, WIDE),
-        ("bf16 in fp32", {}, WIDE),
-        ("fp32", {}, WIDE),
+        pytest.param("bf16 in fp32", {}, WIDE, marks=pytest.mark.full),
+        pytest.param("fp32", {}, WIDE, marks=pytest.mark.full),
         ("bf16", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, DEEP),
     ],
     ids=["bf16", "bf16 in fp32", "fp32", "offload"],

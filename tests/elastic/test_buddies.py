@@ -34,7 +34,8 @@ def check_copies(job: Job, kinds: set[str]) -> dict[int, set[int]]:
     return kept
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full  # `test_buddy_deaths` goes on from copies
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_copy_is_what_its_rank_held(tmp_path: Path, stage: int) -> None:
     """Two nodes, a third one comes, one goes: in each world every rank's copies are with its buddy, too."""
     job = keeping(tmp_path, stage)

@@ -56,7 +56,8 @@ def test_a_process_that_was_idle(tmp_path: Path) -> None:
     check([json.loads(line) for line in lines], FEW, ends=1)
 
 
-@pytest.mark.parametrize("how", ["", pytest.param("saves", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["", "saves"])
 def test_a_node_that_joins(train: Callable[..., Job], tmp_path: Path, how: str) -> None:
     """An elastic launch: it joins in epoch 1, and both agents and the coordinator end with code 0.
 

@@ -110,7 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("tracked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_streams_stay_with_their_place_on_the_data_axis(pool: RankPool, tracked: bool) -> None:
     """Recomputed or not, the same masks; every rank that lives on goes on with the stream it had."""
     plain = pool.run(checkpointing_case, style="none", tracked=tracked, options={}, seconds=120)

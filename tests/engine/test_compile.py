@@ -112,14 +112,15 @@ def check_compiled(records: list[Any], path: tuple[jobs.Sizes, ...]) -> None:
         assert all(spent is not None and spent > 0 for spent in record.notes["recompile_ms"])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("way", "path"),
     [
         ("engine", SHORT),
-        pytest.param("engine", STAGES, marks=pytest.mark.full),
-        pytest.param("in place", STAGES, marks=pytest.mark.full),
-        pytest.param("wrapped", WITHOUT_3, marks=pytest.mark.full),
+        ("engine", STAGES),
+        ("in place", STAGES),
+        ("wrapped", WITHOUT_3),
     ],
     ids=["short", "engine", "in place", "wrapped"],
 )

@@ -37,7 +37,8 @@ def ended(job: subprocess.Popen[str]) -> str:
 MORE = ("destroys", "takes down", "loader workers")
 
 
-@pytest.mark.parametrize("how", ["ends", *(pytest.param(how, marks=pytest.mark.full) for how in MORE)])
+@pytest.mark.full  # `test_endings` has it with one engine
+@pytest.mark.parametrize("how", ["ends", *MORE])
 def test_a_script_that_ends(tmp_path: Path, how: str) -> None:
     job = launch(tmp_path, 6, how)
     output = ended(job)

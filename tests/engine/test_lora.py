@@ -82,7 +82,7 @@ def lora_case(dtype: str, path: list[jobs.Sizes], listed: bool) -> tuple[jobs.Re
     return record, wrong, sent
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_walk(pool: RankPool, dtype: str, listed: bool) -> None:
     path: list[jobs.Sizes] = [(2, 1), (2, 2), (2, 0), (2, 3), (4, 3), (4, 1), (2, 2)]

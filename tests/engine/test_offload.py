@@ -105,6 +105,7 @@ def test_with_accumulation(pool: RankPool) -> None:
     assert jobs.furthest(switched, static) <= 1e-6
 
 
+@pytest.mark.full
 def test_with_other_orders_of_the_flat_groups(pool: RankPool) -> None:
     zero = {"round_robin_gradients": True, "parameter_alignment": True}
     static = losses(pool, "fp32", (1, 1), {}, zero=zero)

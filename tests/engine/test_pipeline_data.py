@@ -221,6 +221,7 @@ def of_our_loader() -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_iterators_of_ones_own_across_changes(pool: RankPool) -> None:
     found = pool.run(given_anew)
     static = pool.run(ours_from_own, steps=STEPS)[0]

@@ -146,7 +146,7 @@ def round_trip(pool: RankPool, kind: str, source: str, target: str, folder: Path
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
     [
-        ("module", "d2z1", "d2z1"),
+        pytest.param("module", "d2z1", "d2z1", marks=pytest.mark.full),
         ("module", "d4z0", "d3z3"),
         ("AutoTP", "d2t2z1", "t4z3"),
         ("PipelineModule", "p2d2z1", "d4z1"),
@@ -373,9 +373,9 @@ def fallback_case(folder: Path, background: bool, **when: float) -> Any:
     ("background", "when", "steps"),
     [
         (False, {"every_steps": 3}, (3, 6, 9)),
-        (False, {"every_seconds": 0.001}, (7, 8, 9, 10)),
+        pytest.param(False, {"every_seconds": 0.001}, (7, 8, 9, 10), marks=pytest.mark.full),
         (True, {"every_steps": 3, "every_seconds": 0.001}, (7, 8, 9, 10)),
-        (True, {"every_steps": 4, "every_seconds": 1e6}, (4, 8)),
+        pytest.param(True, {"every_steps": 4, "every_seconds": 1e6}, (4, 8), marks=pytest.mark.full),
     ],
 )
 def test_fallback_by_itself(

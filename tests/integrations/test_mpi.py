@@ -43,6 +43,7 @@ def job(tmp_path: Path) -> Iterator[MpiJob]:
     made.clean_up()
 
 
+@pytest.mark.full
 def test_process_0_hosts_the_coordinator(job: MpiJob) -> None:
     job.mpirun("a", 2)
     job.wait(lambda: job.steps(1) > 4, "a world of two")
@@ -70,7 +71,10 @@ def test_a_second_mpirun_joins(job: MpiJob) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"endpoint": "nowhere:x"}, "'nowhere:x' is no address"), ({"min_nodes": 3, "max_nodes": 2}, "nodes 3:2")],
+    [
+        ({"endpoint": "nowhere:x"}, "'nowhere:x' is no address"),
+        pytest.param({"min_nodes": 3, "max_nodes": 2}, "nodes 3:2", marks=pytest.mark.full),
+    ],
 )
 def test_errors_reach_all(job: MpiJob, arguments: dict[str, object], words: str) -> None:
     job.mpirun("a", 2, **arguments)

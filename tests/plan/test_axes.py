@@ -107,7 +107,11 @@ def check(source: Layout, target: Layout, weight: int, seed: int) -> None:
     assert play(plan_switch(vps, target, members, kinds)) == bytes_minimum(vps, target, members, kinds)
 
 
-@pytest.mark.parametrize("source", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(sizes, marks=pytest.mark.full) if number % 2 else sizes for number, sizes in enumerate(SIZES)],
+    ids=str,
+)
 def test_pairs_of_layouts(source: dict[str, int]) -> None:
     for number, sizes in enumerate(SIZES):
         stages = (number % 4, (number + len(source)) % 4)

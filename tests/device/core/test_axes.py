@@ -20,6 +20,7 @@ def test_expert(pool: RankPool) -> None:
     test_moe.test_a_model_that_is_built_in_parts(pool)
 
 
+@pytest.mark.full
 def test_sequence_parallel(pool: RankPool) -> None:
     test_sequence.test_every_layout_computes_the_same(pool)
 
@@ -29,6 +30,7 @@ def test_offload_before_the_first_step(pool: RankPool) -> None:
     test_offload.test_before_the_first_step(pool, "fp32", (2, 3), (4, 2))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("cpu_adam")
 def test_offload_with_accumulation(pool: RankPool) -> None:
     test_offload.test_with_accumulation(pool)
