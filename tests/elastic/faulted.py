@@ -91,7 +91,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
-    "survived": (executor, "_sound_copies", False),
+    "survived": (executor, "_copies", False),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
 nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a

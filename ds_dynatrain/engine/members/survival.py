@@ -8,10 +8,11 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.space import Layout
 
@@ -90,6 +91,23 @@ def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
         return found
     complete = [whole for whole in (_complete(layout, alive) for layout, alive in frozen.items()) if whole is not None]
     return replace(found, frozen=Frozen(*complete[0])) if complete else None
+
+
+def without(
+    survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
+) -> dict[str, Survivor]:
+    """The same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
+    return {
+        name: replace(one, copies=tuple(each for each in one.copies if not _is_of(each, mark, damaged[one.number])))
+        if one.number in damaged
+        else one
+        for name, one in survivors.items()
+    }
+
+
+def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
+    had = Had.from_json(copy)
+    return had.mark == mark and had.rank in ranks
 
 
 def joint_loss(survivors: Mapping[str, Survivor]) -> str:
