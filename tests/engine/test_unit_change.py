@@ -240,8 +240,9 @@ class TestCopies:
     def test_a_joint_loss_is_named(self, can_restore: bool) -> None:
         board, newest = Board({}), failure("a/0", survivors=1)
         machine, known = ChangeMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
+        known = replace(known, registry=Registry().extended(MEMBERS))
         found = steps(machine, known, newest, board)
-        lost = "of rank 2 at step 18 nobody has a sound copy any more"
+        lost = "of rank 2 (c/0) at step 18 nobody has a sound copy any more"
         if can_restore:
             assert next(one for one in found if isinstance(one, LetGo)).lost.startswith(lost)
         else:

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Board, Proposal
+from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.whole import WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
@@ -272,7 +274,7 @@ class ChangeMachine:
         whole = whole_copies(self._survivors) if self._leader else None
         if whole is None:
             self.stage = Stage.LEARN
-            return self._go_back(own, world, 0, joint_loss(self._survivors))
+            return self._go_back(own, world, 0, joint_loss(self._survivors, partial(_name, own)))
         key = f"sound/{self._proofs}"
         if mine.number in whole.holders and key not in self._said:
             self._said.add(key)
@@ -436,6 +438,13 @@ class ChangeMachine:
 def who_is_asked(world: World) -> tuple[str, ...]:
     """The members that say after a failure what they hold: those who may hold state; if nobody may, all of them."""
     return world.members[: world.survivors] or world.members
+
+
+def _name(own: Own, mark: Mark, rank: int) -> str:
+    """Of the member that had a rank at a moment; nothing if that was in a world before the present one."""
+    here, ids = own.engines[0], {number: one for one, number in own.registry.numbers.items()}
+    is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
+    return ids.get(here.members[rank], "") if is_this else ""
 
 
 def _survivor(own: Own, held: Held, gives: bool) -> Survivor:

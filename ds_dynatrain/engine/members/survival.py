@@ -8,7 +8,7 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -110,15 +110,19 @@ def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
     return had.mark == mark and had.rank in ranks
 
 
-def joint_loss(survivors: Mapping[str, Survivor]) -> str:
-    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all."""
+def joint_loss(survivors: Mapping[str, Survivor], name: Callable[[Mark, int], str] = lambda mark, rank: "") -> str:
+    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all.
+
+    name: of the member that had a rank at that moment, if that is known.
+    """
     found = missing(_had(survivors))
     if found is None:
         return ""
     mark, ranks = found
     if not ranks:
         return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
-    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    named = [f"{rank} ({who})" if (who := name(mark, rank)) else str(rank) for rank in ranks]
+    said = f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
     return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
 
 
