@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device test-deepspeed test-torch chaos simulate lint types format bench bench-checkpoint compare feasibility clean
+.PHONY: help install demo test test-all test-device test-deepspeed test-torch chaos deaths simulate lint types format bench bench-checkpoint compare feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -91,6 +91,9 @@ $(FRONT)/.installed: $(STAMP)
 
 chaos: $(STAMP)  ## 200 random events in an elastic job on a busy machine; about ten minutes
 	$(BIN)/python tools/chaos.py $(ARGS)
+
+deaths: $(STAMP)  ## random deaths in a job with buddies, one at a time; about ten minutes
+	$(BIN)/python tools/deaths.py $(ARGS)
 
 simulate: $(STAMP)  ## 20,000 histories of an elastic job on a virtual network; about two minutes
 	$(BIN)/python tools/simulate.py $(ARGS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, count, groupby
 from typing import Any
 
 Row = dict[str, Any]
+Losses = dict[int, float]
+Samples = dict[int, list[int]]
 
 BATCH, FACTOR, MODULUS = 12, 7919, 1_000_003
 """Of `tests/elastic/summing.py`: sample i is worth FACTOR * i % MODULUS, and each step has BATCH of them."""
@@ -42,6 +45,28 @@ def mistakes(
     made = {row["step"] for row in steps}
     found += [f"nobody made step {step}" for step in range(1, max(made, default=0)) if step not in made]
     return found
+
+
+def history(rows: list[dict[str, Any]]) -> tuple[Losses, Samples]:
+    """(mean loss over all samples of a step, the samples in it) by the number of the step.
+
+    A step that was made again in a later generation counts as it was made there.
+    """
+    last: dict[int, int] = {}
+    for row in rows:
+        last[row["step"]] = max(row["generation"], last.get(row["step"], 0))
+    rows = [row for row in rows if row["generation"] == last[row["step"]]]
+    losses: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    samples: defaultdict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        for loss, numbers in row["parts"]:
+            losses[row["step"]].append((loss, len(numbers)))
+            samples[row["step"]] += numbers
+    means = {
+        step: math.fsum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+        for step, parts in losses.items()
+    }
+    return means, {step: sorted(numbers) for step, numbers in samples.items()}
 
 
 def _gaps(steps: list[Row]) -> Iterator[str]:

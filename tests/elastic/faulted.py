@@ -14,23 +14,26 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.buddies.from_copies import FromCopies
 from ds_dynatrain.engine.buddies.shipping import Round
-from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.members import executor, restoring
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.switch import Transaction
+from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {
     "prepare": (Preparation, "_build"),
@@ -42,6 +45,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "commit": (Transaction, "_commit"),
 }
 """At the begin of which method a phase begins; that of the commit: after the record was written."""
+LINGER_SECONDS = 6.0
 ROLES = ("first", "other", "joiner")
 """Rank 0 of those that hold the state, another one of them, one that comes."""
 
@@ -55,6 +59,21 @@ def kill() -> None:
 def term() -> None:
     """The node is told to go."""
     os.kill(os.getppid(), signal.SIGTERM)
+
+
+def end() -> None:
+    """All nodes are told to go, as when a whole zone is taken: the agents whose numbers stand in `$OUT/agents`."""
+    folder = Path(os.environ["OUT"])
+    (folder / "ended").touch()
+    for agent in (folder / "agents").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(agent), signal.SIGTERM)
+
+
+def linger() -> None:
+    """The same, in a call that comes back much later: a compiler, a slow disk."""
+    end()
+    time.sleep(LINGER_SECONDS)
 
 
 def fail() -> None:
@@ -76,8 +95,15 @@ def flip() -> None:
             next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
 
 
-ACTS: dict[str, Callable[[], None]] = {"flip": flip, "kill": kill, "term": term, "fail": fail, "unable": unable}
-
+ACTS: dict[str, Callable[[], None]] = {
+    "end": end,
+    "fail": fail,
+    "flip": flip,
+    "kill": kill,
+    "linger": linger,
+    "term": term,
+    "unable": unable,
+}
 
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "forward": (torch.nn.functional, "cross_entropy", False),
@@ -91,11 +117,18 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
-    "survived": (executor, "_sound_copies", False),
+    "survived": (executor, "_copies", False),
+    "starting": (construction, "build_world", False),
+    "loader": (Sequences, "__getitem__", False),
+    "save": (saving._Saving, "_write", False),
+    "prepare": (Preparation, "_build", False),
+    "move": (Transaction, "_move", False),
+    "commit": (Transaction, "_commit", False),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
 nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
-world that was formed before, and the proof is of what they came to; who has survived says which ones it has."""
+world that was formed before, and the proof is of what they came to; who has survived says which ones it has. The first
+world is built where no step is known yet: -1 is its step."""
 
 
 def install(fault: str) -> None:

@@ -8,15 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ds_dynatrain.elastic.messages import Status
-from tests.elastic.agents import ROOT, TIMES, Job, processes
+from tests.elastic.agents import ROOT, TIMES, Job, Row, processes
 from tests.elastic.kinds import settings
+from tools.history import Losses, Samples, history
 
 SCRIPT = Path(__file__).with_name("training.py")
 STATIC_STEPS = 200
@@ -33,32 +33,6 @@ def training(
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
     times = {**TIMES, "silent_seconds": 5.0}  # the default: other tests compile for minutes beside this one
     return Job(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, "times": times, **given})
-
-
-Losses = dict[int, float]
-Samples = dict[int, list[int]]
-
-
-def history(rows: list[dict[str, Any]]) -> tuple[Losses, Samples]:
-    """(mean loss over all samples of a step, the samples in it) by the number of the step.
-
-    A step that was made again in a later generation counts as it was made there.
-    """
-    last: dict[int, int] = {}
-    for row in rows:
-        last[row["step"]] = max(row["generation"], last.get(row["step"], 0))
-    rows = [row for row in rows if row["generation"] == last[row["step"]]]
-    losses: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-    samples: defaultdict[int, list[int]] = defaultdict(list)
-    for row in rows:
-        for loss, numbers in row["parts"]:
-            losses[row["step"]].append((loss, len(numbers)))
-            samples[row["step"]] += numbers
-    means = {
-        step: math.fsum(loss * count for loss, count in parts) / sum(count for _, count in parts)
-        for step, parts in losses.items()
-    }
-    return means, {step: sorted(numbers) for step, numbers in samples.items()}
 
 
 class Static:
@@ -109,7 +83,14 @@ def _furthest(one: Losses, other: Losses) -> float:
     return max(abs(one[step] - other[step]) / abs(other[step]) for step in one.keys() & other.keys())
 
 
-def check_history(job: Job, static: Static, kills: int = 0, event: str = "step") -> None:
+class HasRows(Protocol):
+    """A job, or several that one folder of checkpoints went through."""
+
+    def rows(self, event: str) -> list[Row]:
+        """What their scripts wrote, of one kind."""
+
+
+def check_history(job: HasRows, static: Static, kills: int = 0, event: str = "step") -> None:
     """Every sample was used once and in its step, and the losses are those of a static run.
 
     The bound is the design's: twice the largest distance between static runs, over as many steps or more. kills: so

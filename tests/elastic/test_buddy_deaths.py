@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.elastic.messages import Status
+from ds_dynatrain.plan import buddies_of
 from tests.elastic.agents import processes
 from tests.elastic.runs import (
+    SCRIPT,
     Losses,
     Samples,
     Static,
+    check_history,
     finish,
     finish_together,
     gated,
     history,
+    node_of,
     open_gate,
     steps_on,
     training,
@@ -60,13 +65,14 @@ class Deaths:
         nodes: tuple[str, ...] = NODES,
         spares: int = 1,
         block: dict[str, Any] | None = None,
+        script: Path = SCRIPT,
         **given: str,
     ) -> None:
         self.stage, self.size = stage, len(nodes)
         variables = {"STEP_SECONDS": "0.3", **given}
         block = {"buddies": {"mode": "copy"}, **(block or {})}
         count = f"{len(nodes)}:{len(nodes)}"
-        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=count)
+        self.job = training(folder, stage=stage, block=block, variables=variables, nodes=count, script=script)
         self.spares = [f"spare{number}" for number in range(spares)]
         try:
             self._start(nodes, faults)
@@ -89,10 +95,10 @@ class Deaths:
         every = self.size + len(self.spares)
         self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
 
-    def tell(self, file: str = "dies", ahead: int = 3) -> int:
-        """The step at which it happens: a few from now on."""
+    def tell(self, file: str = "dies", ahead: int = 3, more: str = "") -> int:
+        """The step at which it happens: a few from now on. more: what stands behind it in the file."""
         step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
-        (self.job.folder / "telling").write_text(str(step))
+        (self.job.folder / "telling").write_text(f"{step} {more}".strip())
         (self.job.folder / "telling").rename(self.job.folder / file)
         return step
 
@@ -148,6 +154,27 @@ def test_one_dies_and_a_spare_takes_its_place(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("instant", "ahead"), [("commit", 0), ("boundary", 7)])
+def test_one_dies_after_a_switch(tmp_path: Path, static: Static, instant: str, ahead: int) -> None:
+    """The script has asked for another stage: at first all copies are of the world before, later of this one."""
+    deaths = Deaths(tmp_path, 1, {"b": f"{instant} dies kill"}, script=SCRIPT.with_name("doing.py"))
+    try:
+        deaths.tell(ahead=ahead)
+        deaths.tell("switches", more='{"zero_stage": 2}')
+        settled = deaths.job.settled(3, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
+        assert [row for row in deaths.job.rows("switch") if row["layout"]["zero_stage"] == 2]
+        assert "restored step" in deaths.log("a")
+        steps_on(deaths.job)
+        finish(deaths.job)
+        check_history(deaths.job, static, kills=1)
+        made = [row["step"] for row in deaths.job.rows("step") if row["pid"] == processes(settled)[0]]
+        assert len(made) - len(set(made)) <= 2, made
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
 def test_a_stage_of_a_pipeline_dies(tmp_path: Path) -> None:
     """2 pipes x 2: one of two that have the same layers."""
     sizes = {"data": 2, "pipe": 2, "zero_stage": 1}
@@ -193,6 +220,29 @@ def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed
         deaths.check(undisturbed)
     finally:
         deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_half_of_them_die_at_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """One of each pair of buddies, at whatever instant."""
+    deaths = Deaths(tmp_path, 1, {}, ("a", "b", "c", "d"), spares=2)
+    try:
+        first = deaths.job.wait(lambda: protected(deaths.job.status()), "whole copies")
+        ranks, buddies = processes(first), buddies_of("abcd")
+        assert buddies[0] not in (0, 2) and buddies[2] not in (0, 2)
+        for node in [node_of(deaths.job, first, rank) for rank in (0, 2)]:
+            deaths.job.kill(node)
+        settled = deaths.job.settled(4, first.generation)
+        assert set(processes(settled)) & set(ranks) == {ranks[1], ranks[3]}
+        deaths.check(undisturbed, most_again=2)
+    finally:
+        deaths.job.clean_up()
+
+
+def protected(status: Status | None) -> Status | None:
+    """The status, if all that work are protected."""
+    working = [] if status is None else [one for one in status.members if one.rank is not None]
+    return status if working and all(one.protected == "yes" for one in working) else None
 
 
 @pytest.mark.full

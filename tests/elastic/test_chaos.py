@@ -30,3 +30,11 @@ def test_random_events_with_two_engines(tmp_path: Path) -> None:
     command += ["--steps", "step", "beside", "--set", *variables]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.full
+def test_random_deaths_with_buddies() -> None:
+    """One at a time, from which all goes on by copies: losses are those, bit for bit, of a run in which nobody dies."""
+    command = [sys.executable, "tools/deaths.py", "--stages=2", "--deaths=3", "--seeds=5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"

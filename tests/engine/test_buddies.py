@@ -11,10 +11,11 @@ from torch import nn
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.space import Layout
+from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 
 def settings(**buddies: Any) -> DynatrainConfig:
@@ -84,6 +85,39 @@ def test_in_another_world_all_begin_with_the_same_interval() -> None:
     for each in (stayed, came):
         each._enter()
     assert stayed.protection.every_steps == came.protection.every_steps == 1
+
+
+def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFixture) -> None:
+    """The copies of step 3 are there still, on all members."""
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=0)
+    buddies = Buddies(engine)
+    failed: Any = SimpleNamespace(is_over=True, is_whole=False, is_void=False, sent_bytes=0, seconds=0)
+    failed.mark, failed.error = SimpleNamespace(step=4), ""
+    buddies._see(failed)
+    assert not buddies.protection.is_protected and buddies.protection.why
+    boundary(buddies, 0.0)
+    caplog.set_level("WARNING")
+    for _ in range(2):
+        buddies._see(failed)
+        assert buddies.protection.is_protected and buddies.protection.step == 3
+    said = [one.getMessage() for one in caplog.records]
+    assert said == ["buddies: the copies of step 4 are not whole; a death costs what follows step 3"]
+
+
+@pytest.mark.parametrize(("here", "is_protected"), [((0, 1), True), ((0, 1, 2), True), ((0, 2), False)])
+def test_copies_of_the_world_before_protect(here: tuple[int, ...], is_protected: bool) -> None:
+    """As long as each of them has two who have it: so after a switch and a join, and not after a death."""
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=0)
+    buddies = Buddies(engine)
+    buddies._pairs = {0: 1, 1: 0}
+    boundary(buddies, 0.0)
+    engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
+    tensors, layout = [LogicalTensor("weight", (8,))], engine.layout
+    engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(layout.world_size))
+    engine.candidates = Candidates(0, {member: str(member) for member in here})
+    buddies._enter()
+    assert buddies.protection.is_protected == is_protected
+    assert bool(buddies.protection.why) != is_protected
 
 
 def test_after_a_load_nothing_from_before_counts() -> None:

@@ -170,7 +170,7 @@ class TestCopies:
         """Who trained, with the copies of some ranks."""
         copies = tuple(Had(self.mark, rank, rank == MEMBERS.index(member)) for rank in ranks)
         known = {"is_aborted": True, "layout": self.layout, "members": (0, 1, 2), "copies": lambda: copies}
-        return own(member, **known, **held)
+        return own(member, **{**known, **held})
 
     def job(self, newest: World) -> dict[str, Any]:
         """What the leader says for those who build engines."""
@@ -207,12 +207,42 @@ class TestCopies:
         board.decide("record/8", {"commit": True, "reason": ""})
         assert isinstance(steps(other, self.idle(second), newest, board)[-1], Enter)
 
+    def test_a_damaged_copy_is_passed_over_and_no_other_is_read(self) -> None:
+        """Of step 19 rank 2's is damaged, so that of step 18 is the newest: each member reads what it would give."""
+        read: list[tuple[str, int]] = []
+        later = replace(self.mark, step=19)
+
+        def known(member: str, *ranks: int) -> Own:
+            def damaged(whole: WholeCopies) -> tuple[int, ...]:
+                read.append((member, whole.mark.step))
+                return (2,) if member == "b/0" and whole.mark == later else ()
+
+            copies = tuple(
+                Had(mark, rank, rank == MEMBERS.index(member)) for mark in (self.mark, later) for rank in ranks
+            )
+            return self.survivor(member, copies=lambda: copies, damaged=damaged)
+
+        board, target = Board({}), [(self.layout.replace(data=2), (0, 1))]
+        both = [(ChangeMachine(lambda asked: target), known("a/0", 0)), (ChangeMachine(stay), known("b/0", 1, 2))]
+        agree(failure("a/0", "b/0", survivors=2), board, *both)
+        assert sorted(read) == [("a/0", 18), ("a/0", 19), ("b/0", 18), ("b/0", 19)]
+        found = steps(both[0][0], self.idle(both[0][1]), failure("a/0", "b/0", survivors=2), board)
+        assert isinstance(found[-1], Restore) and found[-1].copies == WholeCopies(self.mark, (0, 1, 1))
+
+    def test_who_goes_at_once_is_not_counted_on(self) -> None:
+        """An idle member that was told to leave has a copy, and is gone before anybody could have it."""
+        board, newest = Board({}), failure("a/0", survivors=1, leaving=("b/0",))
+        found = steps(ChangeMachine(stay), self.idle(self.survivor("b/0", 1, 2)), newest, board)
+        assert isinstance(found[-1], Leave)
+        assert [one["copies"] for one in board.values[0, "survivor/b/0"]["holds"]] == [()]
+
     @pytest.mark.parametrize("can_restore", [False, True])
     def test_a_joint_loss_is_named(self, can_restore: bool) -> None:
         board, newest = Board({}), failure("a/0", survivors=1)
         machine, known = ChangeMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
+        known = replace(known, registry=Registry().extended(MEMBERS))
         found = steps(machine, known, newest, board)
-        lost = "of rank 2 at step 18 nobody has a sound copy any more"
+        lost = "of rank 2 (c/0) at step 18 nobody has a sound copy any more"
         if can_restore:
             assert next(one for one in found if isinstance(one, LetGo)).lost.startswith(lost)
         else:

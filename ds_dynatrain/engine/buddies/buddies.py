@@ -47,7 +47,9 @@ class Buddies:
         self._pairs: dict[int, int] = {}
         """The same by members."""
         self._why = NEW_WORLD
-        self._is_protected = False
+        self._is_protected = self._is_behind = False
+        self._whole_of: dict[int, int] = {}
+        """Member -> who kept its copy of the newest moment that is whole; of a world before, maybe."""
         self._seen: tuple[str, int, int] = ("", 0, -1)
         self._next: int | None = None
         """The step at which a copy is due; None: at once."""
@@ -131,7 +133,8 @@ class Buddies:
         self.settle()
         self._every = self._settings.every_steps
         engine, self._round, self._next = self._engine, None, None
-        self._world, self._is_protected, self._buddies, self._pairs = engine.world, False, (), {}
+        was_protected, self._is_protected = self._is_protected, False
+        self._world, self._buddies, self._pairs = engine.world, (), {}
         vps, layout = engine.vps, engine.layout
         if layout.world_size == 1:
             self._why = "one member alone works: nobody could keep its copy"
@@ -139,10 +142,13 @@ class Buddies:
             self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
         else:
             self._buddies = buddies_of([engine.candidates.nodes[member] for member in engine.members])
-            self._why = NEW_WORLD
-            members = engine.members
+            members, here = engine.members, {*engine.candidates.members}
+            self._is_protected = was_protected and here >= {*self._whole_of, *self._whole_of.values()}
+            self._why = "" if self._is_protected else NEW_WORLD
             self._pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
-        if not self._buddies and engine.rank == 0:
+        if engine.rank == 0 and was_protected and not self._is_protected:
+            logger.warning("buddies: unprotected: %s", self._why)
+        elif engine.rank == 0 and not self._buddies:
             logger.info("buddies: %s", self._why)
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -180,6 +186,7 @@ class Buddies:
         self._round, self._sent_bytes, self._ship_seconds = None, found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)
+            self._whole_of = dict(self._pairs)
         self._tell(found, bool(is_whole))
         if self._settings.mode == "auto":
             self._every = max(self._settings.every_steps, math.ceil(-share / MILLIONTHS / MOST_OF_A_STEP))
@@ -191,13 +198,17 @@ class Buddies:
             self._last_error = found.error
             if found.error:
                 logger.error("buddies: the copies of step %d are not whole: %s", step, found.error)
-        if is_whole == self._is_protected:
+        was_protected, was_behind = self._is_protected, self._is_behind
+        self._is_protected, self._is_behind = was_protected or is_whole, not is_whole
+        self._why = "" if self._is_protected else self._why
+        if self._engine.rank != 0:
             return
-        self._is_protected, self._why = is_whole, "" if is_whole else f"the copies of step {step} are not whole"
-        if self._engine.rank == 0 and is_whole:
+        if is_whole and not was_protected:
             logger.info("buddies: protected from step %d on: the death of a member loses no more than follows it", step)
-        elif self._engine.rank == 0:
-            logger.warning("buddies: unprotected: %s", self._why)
+        elif self._is_protected and self._is_behind and not was_behind:
+            whole = self.kept.whole
+            since = "the last that are" if whole is None else f"step {whole.step}"
+            logger.warning("buddies: the copies of step %d are not whole; a death costs what follows %s", step, since)
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 

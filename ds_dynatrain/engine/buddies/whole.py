@@ -13,7 +13,7 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class Had:
-    """A sound copy that a member has: of which moment, and of which rank then. is_own: of the member itself."""
+    """A copy that a member has: of which moment, and of which rank then. is_own: of the member itself."""
 
     mark: Mark
     rank: int

@@ -24,8 +24,8 @@ class Held:
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
-    fallback checkpoints. copies: which sound ones this process has; it takes reading all of them. frozen: as in
-    `Survivor`.
+    fallback checkpoints. copies: which ones this process has. damaged: of those that it is to give, the ranks whose
+    copy is not what it was made of; it takes reading them. frozen: as in `Survivor`.
     """
 
     number: int
@@ -39,6 +39,7 @@ class Held:
     is_switching: bool = False
     can_restore: bool = False
     copies: Callable[[], tuple[Had, ...]] = tuple
+    damaged: Callable[[WholeCopies], tuple[int, ...]] = lambda copies: ()
     frozen: tuple[dict[str, Any], int] | None = None
 
 

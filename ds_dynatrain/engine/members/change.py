@@ -6,6 +6,7 @@ them and what this process holds goes in, what is to be done comes out (`actions
 | stage | what it waits for | keys |
 |---|---|---|
 | agree | after a failure: all who may hold state (if nobody may, all) say what they hold | `survivor/<id>` |
+| prove | to go on from copies: who is to give some reads them first; damaged ones are left out | `sound/<try>/<m>` |
 | learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
@@ -20,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Board, Proposal
+from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.whole import WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
@@ -51,7 +54,7 @@ from ds_dynatrain.engine.members.actions import (
 )
 from ds_dynatrain.engine.members.destinations import Destination, Question
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.survival import Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.engine.members.survival import Survivor, joint_loss, whole_copies, whole_state, without
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 
@@ -59,6 +62,7 @@ class Stage(Enum):
     """How far this member is on its way."""
 
     AGREE = "agree"
+    PROVE = "prove"
     LEARN = "learn"
     FOLLOW = "follow"
     MEET = "meet"
@@ -80,6 +84,9 @@ class ChangeMachine:
         self.tries = 0
         self.restores = False
         self._copies: WholeCopies | None = None
+        self._survivors: dict[str, Survivor] = {}
+        """What all said who may hold state, less the copies that were found damaged since."""
+        self._proofs = 0
         self._leader = ""
         self._said: set[str] = set()
         self._passed_over = 0
@@ -133,6 +140,8 @@ class ChangeMachine:
             return "the coordinator to publish a generation"
         if not boards:
             return f"the board of generation {world.generation}"
+        if self.stage is Stage.PROVE:
+            return f"generation {world.generation}: those who are to give copies, to read them"
         asked = {
             Stage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
             Stage.FOLLOW: ("built", world.members[world.survivors :], "to come to their loops, and a layout for all"),
@@ -148,7 +157,7 @@ class ChangeMachine:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
-        self._copies = None
+        self._copies, self._survivors, self._proofs = None, {}, 0
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -179,6 +188,8 @@ class ChangeMachine:
         match self.stage:
             case Stage.AGREE:
                 return self._agree(own, world, boards)
+            case Stage.PROVE:
+                return self._prove(own, world, boards)
             case Stage.LEARN:
                 return self._learn(own, world, boards)
             case Stage.FOLLOW:
@@ -197,10 +208,12 @@ class ChangeMachine:
         if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
-            holds = [_survivor(own, held).to_json() for held in own.engines]
-            post = Post(f"survivor/{own.member}", {"holds": holds, "released": released})
             goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
-            return [post, Leave()] if goes else [post]
+            holds = [_survivor(own, held, gives=not goes).to_json() for held in own.engines]
+            return [
+                Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
+                *([Leave()] if goes else []),
+            ]
         found = self._answers(stay, world, boards)
         if found is None:
             return []
@@ -246,11 +259,43 @@ class ChangeMachine:
         if len(whole) == len(sources):
             return [Hold(whole)]
         number = sources.index(None)
-        self._copies = whole_copies(of_engines[0]) if len(of_engines) == 1 else None
-        lost, gone = own.engines[number], joint_loss(of_engines[number])
-        if self._leader and (self._copies is not None or lost.can_restore):
+        if len(of_engines) == 1:
+            self._survivors, self.stage = of_engines[0], Stage.PROVE
+            return []
+        return self._go_back(own, world, number, "")
+
+    def _prove(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+        """Choose the newest whole state in copies; who is to give one of these reads it first.
+
+        No other copy is read: what a restoration waits for is one for each member, and one more for who keeps those of
+        the dead.
+        """
+        mine = own.engines[0]
+        whole = whole_copies(self._survivors) if self._leader else None
+        if whole is None:
+            self.stage = Stage.LEARN
+            return self._go_back(own, world, 0, joint_loss(self._survivors, partial(_name, own)))
+        key = f"sound/{self._proofs}"
+        if mine.number in whole.holders and key not in self._said:
+            self._said.add(key)
+            if boards[0].read(f"{key}/{mine.number}") is None:
+                return [Post(f"{key}/{mine.number}", mine.damaged(whole))]
+        givers = sorted({*whole.holders})
+        if not boards[0].all_posted(key, givers):
+            return []
+        damaged = {giver: ranks for giver in givers if (ranks := boards[0].read(f"{key}/{giver}"))}
+        if damaged:
+            self._survivors, self._proofs = without(self._survivors, whole.mark, damaged), self._proofs + 1
+            return self._prove(own, world, boards)
+        self.stage, self._copies, self.restores = Stage.LEARN, whole, True
+        return [LetGo()]
+
+    def _go_back(self, own: Own, world: World, number: int, gone: str) -> list[Action]:
+        """All from a checkpoint, since an engine has lost state. gone: whose joint loss it was, in words."""
+        lost = own.engines[number]
+        if self._leader and lost.can_restore:
             self.restores = True
-            return [LetGo() if self._copies is not None else LetGo(gone)]
+            return [LetGo(gone)]
         what = (
             "nobody stays who could restore the fallback checkpoint: start the job again from it"
             if lost.can_restore
@@ -395,7 +440,15 @@ def who_is_asked(world: World) -> tuple[str, ...]:
     return world.members[: world.survivors] or world.members
 
 
-def _survivor(own: Own, held: Held) -> Survivor:
+def _name(own: Own, mark: Mark, rank: int) -> str:
+    """Of the member that had a rank at a moment; nothing if that was in a world before the present one."""
+    here, ids = own.engines[0], {number: one for one, number in own.registry.numbers.items()}
+    is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
+    return ids.get(here.members[rank], "") if is_this else ""
+
+
+def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
+    """gives: whether it stays until others have what they want of its copies."""
     return Survivor(
         number=held.number,
         rank=held.rank,
@@ -404,6 +457,6 @@ def _survivor(own: Own, held: Held) -> Survivor:
         clean=held.is_clean,
         is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
-        copies=tuple(each.to_json() for each in held.copies()),
+        copies=tuple(each.to_json() for each in held.copies()) if gives else (),
         frozen=held.frozen,
     )

@@ -11,7 +11,7 @@ import torch.distributed as td
 
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, registration
-from ds_dynatrain.engine.buddies.whole import Had
+from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,
@@ -311,7 +311,8 @@ def _held(engine: EngineParts) -> Held:
         is_clean=not engine.is_stepping,
         is_switching=engine.is_switching,
         can_restore=engine.settings.fallback is not None,
-        copies=partial(_sound_copies, engine),
+        copies=partial(_copies, engine),
+        damaged=partial(_damaged, engine),
         frozen=_frozen(engine),
     )
 
@@ -325,16 +326,24 @@ def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
     return layout.to_dict(), rank
 
 
-def _sound_copies(engine: EngineParts) -> tuple[Had, ...]:
-    """What is there; a damaged one is as good as none."""
-    found, kept, mine = list[Had](), kept_by(engine), engine.control.member
+def _copies(engine: EngineParts) -> tuple[Had, ...]:
+    """What is there; nothing of it is read."""
+    kept, mine = kept_by(engine), engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
-    for copy in () if kept is None else kept.copies():
-        if copy.is_sound(engine.vps):
-            is_own = (copy.rank, copy.mark.generation) == (rank, engine.generation)
-            found.append(Had(copy.mark, copy.rank, is_own))
-        else:
-            logger.error("the copy of rank %d of step %d is damaged, and passed over", copy.rank, copy.mark.step)
+    return tuple(
+        Had(copy.mark, copy.rank, is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation))
+        for copy in (() if kept is None else kept.copies())
+    )
+
+
+def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
+    """Of which ranks the copy that this member is to give is damaged."""
+    kept, mine, found = kept_by(engine), engine.control.member, list[int]()
+    for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
+        copy = None if kept is None else kept.find(whole.mark, rank)
+        if copy is None or not copy.is_sound(engine.vps):
+            logger.error("the copy of rank %d of step %d is damaged, and passed over", rank, whole.mark.step)
+            found.append(rank)
     return tuple(found)
 
 

@@ -8,10 +8,11 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.space import Layout
 
@@ -92,15 +93,36 @@ def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
     return replace(found, frozen=Frozen(*complete[0])) if complete else None
 
 
-def joint_loss(survivors: Mapping[str, Survivor]) -> str:
-    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all."""
+def without(
+    survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
+) -> dict[str, Survivor]:
+    """The same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
+    return {
+        name: replace(one, copies=tuple(each for each in one.copies if not _is_of(each, mark, damaged[one.number])))
+        if one.number in damaged
+        else one
+        for name, one in survivors.items()
+    }
+
+
+def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
+    had = Had.from_json(copy)
+    return had.mark == mark and had.rank in ranks
+
+
+def joint_loss(survivors: Mapping[str, Survivor], name: Callable[[Mark, int], str] = lambda mark, rank: "") -> str:
+    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all.
+
+    name: of the member that had a rank at that moment, if that is known.
+    """
     found = missing(_had(survivors))
     if found is None:
         return ""
     mark, ranks = found
     if not ranks:
         return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
-    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    named = [f"{rank} ({who})" if (who := name(mark, rank)) else str(rank) for rank in ranks]
+    said = f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
     return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
 
 

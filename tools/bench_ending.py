@@ -1,0 +1,104 @@
+"""Measure how long it takes from SIGTERM to all members until their state is kept, and go on at another size.
+
+python tools/bench_ending.py                              # 30M parameters, two ranks, then three
+python tools/bench_ending.py --sizes 125M --times 2
+python tools/bench_ending.py --write docs/figures.md
+
+A job of torchrun agents of one worker each; at a random instant all of them get SIGTERM. The next launch, of another
+size, has to go on with the step after the one that was kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from figures import keep, machine, table
+from nodes import TIMES, Job
+
+from ds_dynatrain.checkpoint.folder import latest
+
+SCRIPT = Path(__file__).with_name("ending_ranks.py")
+LIMIT_SECONDS = 400.0
+BAR_SECONDS = 30.0
+RANKS = (2, 3)
+"""Of one launch and of the next one, in turn."""
+
+
+def launch(
+    folder: Path, ranks: int, kept: Path, delay: float, args: argparse.Namespace, size: str
+) -> tuple[float, float, int]:
+    """(seconds until it was kept, those of a step, the first step that was made); SystemExit if it was not kept."""
+    folder.mkdir()
+    wanted = {"size": size, "dtype": args.dtype, "stage": args.stage, "batch": args.batch, "length": args.length}
+    variables = {"WANTED": json.dumps({**wanted, "kept": str(kept)}), "DS_ACCELERATOR": "cpu"}
+    job = Job(folder, f"{ranks}:{ranks}", variables=variables, script=SCRIPT, times={**TIMES, "silent_seconds": 20.0})
+    job.seconds = LIMIT_SECONDS
+    try:
+        job.coordinator("coordinator")
+        names = [f"n{number}" for number in range(ranks)]
+        for name in names:
+            job.node(name, "--shutdown-timeout=120")
+        job.wait(lambda: len(job.rows("step")) >= 4 * ranks, "steps of all")
+        mine = [row["time"] for row in job.rows("step") if row["pid"] == job.rows("step")[0]["pid"]]
+        usual = median(later - earlier for earlier, later in pairwise(mine))
+        time.sleep(delay * usual)
+        told = time.time()
+        for name in names:
+            job.kill(name, signal.SIGTERM)
+        for name in names:
+            job.code(name)
+        made, tag = max(row["step"] for row in job.rows("step")), latest(kept)
+        if tag is None or tag.partition("-")[0] != f"step{made}":
+            raise SystemExit(f"{tag} was kept, and step {made} was made\n{job.logs()}")
+        return (kept / "latest").stat().st_mtime - told, usual, min(row["step"] for row in job.rows("step"))
+    finally:
+        job.clean_up()
+
+
+def lines(size: str, args: argparse.Namespace) -> list[list[object]]:
+    """Of the table: one for each launch."""
+    chance, found, last = random.Random(args.seed), list[list[object]](), 0
+    with tempfile.TemporaryDirectory(prefix="dynatrain-bench-", ignore_cleanup_errors=True) as folder:
+        kept = Path(folder, "kept")
+        for number in range(args.times):
+            ranks = RANKS[number % len(RANKS)]
+            seconds, usual, first = launch(Path(folder, str(number)), ranks, kept, chance.random(), args, size)
+            if first != last + 1:
+                raise SystemExit(f"launch {number} began with step {first}, and {last} was kept")
+            last = int(str(latest(kept)).partition("-")[0].removeprefix("step"))
+            told = "pass" if seconds <= BAR_SECONDS else "missed"
+            found.append([f"{size}, stage {args.stage}", ranks, f"{usual:.2f}", f"{seconds:.2f}", first, last, told])
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["30M"], choices=["tiny", "30M", "125M"])
+    parser.add_argument("--dtype", default="fp32", choices=["bf16", "fp32"])
+    parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=12, help="samples of a global batch (default 12)")
+    parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
+    parser.add_argument("--times", type=int, default=4, help="launches of each size (default 4)")
+    parser.add_argument("--seed", type=int, default=0, help="for the instants")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    rows = [line for size in args.sizes for line in lines(size, args)]
+    text = f"Measured on: {machine()}. {args.dtype}, SIGTERM to all nodes at a random instant of a step; each launch "
+    text += f"goes on from what the one before it has kept. Bar: {BAR_SECONDS:g} s.\n\n"
+    text += table(("", "ranks", "a step s", "kept after s", "first step", "step kept", ""), rows)
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_ending", text)
+
+
+if __name__ == "__main__":
+    main()

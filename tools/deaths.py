@@ -1,0 +1,198 @@
+"""Random deaths in a row, one at a time, under ZeRO with buddies and no checkpoint, and whether anything was lost.
+
+python tools/deaths.py                                              # 10 deaths in each of stages 1, 2 and 3
+python tools/deaths.py --stages 2 --seeds 1 2 3 --deaths 70 --minutes 90
+python tools/deaths.py --write docs/figures.md
+
+A job of three stock torchrun agents and a spare. A worker or a whole node is killed at a random instant, the spare
+takes its place, and another node comes for the spare. When all are protected again the next one dies. So every world is
+of three, and at the end all steps have to be there with their samples and, bit for bit, the losses of a run in which
+nobody dies. The exit status is 1 if anything is not so; then the folder with all logs stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from figures import keep, machine, table
+from history import Losses, Samples, history
+from nodes import processes, training
+
+from ds_dynatrain.elastic.messages import Status
+
+SIZE, SPARES = 3, 1
+STEP_SECONDS = 0.3
+BLOCK = {"buddies": {"mode": "copy"}}
+
+
+@dataclass
+class Row:
+    """What came of one job. gaps: seconds from each death to the first step after it."""
+
+    stage: int
+    seed: int
+    gaps: list[float] = field(default_factory=list)
+    steps: int = 0
+    again: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+class Deaths:
+    """One job. rest_seconds: how long it may take until everything is in order again."""
+
+    def __init__(self, folder: Path, stage: int, seed: int, rest_seconds: float) -> None:
+        self.chance, self.row, self.rest_seconds = random.Random(seed), Row(stage, seed), rest_seconds
+        self.job = training(folder, stage, BLOCK, f"{SIZE}:{SIZE}", STEP_SECONDS)
+        self.job.seconds = rest_seconds
+        self.agents: list[str] = []
+        self.count = 0
+
+    def begin(self) -> None:
+        """All nodes, and the spare."""
+        self.job.coordinator("coordinator")
+        for _ in range(SIZE + SPARES):
+            self.join()
+        self.rest(0)
+
+    def join(self) -> None:
+        """Another node."""
+        name = f"n{self.count}"
+        self.count += 1
+        self.job.node(name, is_host=0)
+        self.agents.append(name)
+
+    def rest(self, after: int) -> Status:
+        """Wait until all train, are protected, and a spare is ready. after: a generation that is over."""
+
+        def look() -> Status | None:
+            for name in self.agents:
+                if self.job.processes[name].poll() is not None:
+                    raise RuntimeError(f"agent {name} has ended by itself\n{self.job.logs()}")
+            status = self.job.status()
+            if status is None or status.generation <= after or len(status.members) != SIZE + SPARES:
+                return None
+            working = [one for one in status.members if one.rank is not None]
+            is_in = len(working) == SIZE and all(
+                one.entered == status.generation and one.protected == "yes" for one in working
+            )
+            is_in = is_in and self.job.steps(status.generation) >= SIZE
+            return status if is_in and all(one.phase in ("working", "waiting") for one in status.members) else None
+
+        return self.job.wait(look, f"a protected world of {SIZE} after generation {after}, and a spare")
+
+    def kill(self) -> None:
+        """One death, at a random instant."""
+        status = self.rest(0)
+        time.sleep(self.chance.uniform(0.0, 4 * STEP_SECONDS))
+        pid = self.chance.choice(processes(status))
+        name = next(name for name in self.agents if pid in self.job.workers_of(name))
+        killed = time.monotonic()
+        if self.chance.random() < 0.5:
+            self.job.kill(name)
+        else:
+            os.kill(pid, signal.SIGKILL)
+        self.agents.remove(name)
+        self.join()
+        self.rest(status.generation)
+        later = [row["time"] for row in self.job.rows("step") if row["generation"] > status.generation]
+        self.row.gaps.append(min(later) - killed)
+
+    def end(self) -> None:
+        """The scripts end; what they wrote is held against a run in which nobody dies."""
+        self.job.end()
+        for name in (*self.agents, "coordinator"):
+            if code := self.job.code(name):
+                self.row.faults.append(f"{name} ended with code {code}")
+        rows = self.job.rows("step")
+        losses, samples = history(rows)
+        self.row.steps = len(losses)
+        made = [(row["pid"], row["step"]) for row in rows]
+        self.row.again = len(made) - len(set(made))
+        wanted_losses, wanted_samples = self._undisturbed(len(losses))
+        if sorted(losses) != list(range(len(losses))):
+            self.row.faults.append("steps are missing")
+        wrong = [step for step in losses if samples[step] != wanted_samples.get(step)]
+        other = [step for step in losses if losses[step] != wanted_losses.get(step)]
+        if wrong or other:
+            self.row.faults.append(f"samples differ in steps {wrong[:9]}, losses in steps {other[:9]}")
+
+    def _undisturbed(self, steps: int) -> tuple[Losses, Samples]:
+        """Losses and samples of a run in which nobody dies."""
+        (folder := self.job.folder / "undisturbed").mkdir()
+        job = training(folder, self.row.stage, BLOCK, f"{SIZE}:{SIZE}", 0.0, STEPS=str(steps))
+        try:
+            for number in range(SIZE):
+                job.node(f"n{number}")
+            for number in range(SIZE):
+                job.processes[f"n{number}"].wait(self.rest_seconds + steps)
+            return history(job.rows("step"))
+        finally:
+            job.clean_up()
+
+
+def run(stage: int, seed: int, args: argparse.Namespace, until: float) -> Row:
+    """One job, with as many deaths as there is time for."""
+    folder = Path(tempfile.mkdtemp(prefix="dynatrain-deaths-"))
+    deaths = Deaths(folder, stage, seed, args.rest)
+    try:
+        deaths.begin()
+        while len(deaths.row.gaps) < args.deaths and time.monotonic() < until:
+            deaths.kill()
+        deaths.end()
+    except (TimeoutError, RuntimeError) as error:
+        deaths.row.faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    finally:
+        deaths.job.clean_up()
+    if deaths.row.faults:
+        print(f"All logs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return deaths.row
+
+
+def line(row: Row) -> list[object]:
+    """Of the table."""
+    gaps = sorted(row.gaps)
+    times = [f"{median(gaps):.2f}", f"{gaps[-1]:.2f}"] if gaps else ["", ""]
+    return [row.stage, row.seed, len(gaps), row.steps, row.again, *times, "; ".join(row.faults) or "nothing was wrong"]
+
+
+def main() -> None:
+    """Let them die, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--deaths", type=int, default=10, help="of each job (default 10)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all jobs together (default 60)")
+    parser.add_argument("--rest", type=float, default=120.0, help="seconds until everything has to be in order")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
+    jobs = [(stage, seed) for seed in args.seeds for stage in args.stages]
+    begin, rows = time.monotonic(), list[Row]()
+    for number, (stage, seed) in enumerate(jobs):
+        rows.append(run(stage, seed, args, begin + 60 * args.minutes * (number + 1) / len(jobs)))
+    head = ("stage", "seed", "deaths", "steps", "made again, by a member", "next step s", "longest s", "")
+    text = f"Measured on: {machine()}. {SIZE} nodes of one rank and a spare, copies with buddies at each step.\n\n"
+    text += table(head, map(line, rows))
+    print(text)
+    if args.write is not None:
+        keep(args.write, "deaths", text)
+    if any(row.faults for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
