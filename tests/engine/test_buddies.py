@@ -6,8 +6,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_dynatrain.adapters.optimizers import register_optimizer
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.buddies.buddies import Buddies
@@ -33,16 +40,105 @@ def test_in_a_launch_of_fixed_size() -> None:
     FixedLaunch().refuse(settings(mode="off"), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"mode": "replay"}, "buddies that replay steps"), ({"copies": 2}, "several buddies for a member")],
-)
-def test_what_is_not_there_yet(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
-        elastic().refuse(settings(**given), nn.Linear(2, 2))
+def test_what_is_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match="several buddies for a member"):
+        elastic().refuse(settings(copies=2), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("mode", ["copy", "auto", "off"])
+class Known(torch.optim.Adam):
+    """Of a user's, who has said that its steps can be replayed."""
+
+
+register_optimizer(Known, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)}, replays=True)
+
+
+class OwnAdam(torch.optim.Adam):
+    """Of a user's, of which nothing is known but its states."""
+
+
+register_optimizer(OwnAdam, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)})
+
+
+def zero_of(cls: type = DeepSpeedZeroOptimizer, **more: Any) -> Any:
+    """A DeepSpeed optimizer without what makes one."""
+    found = cls.__new__(cls)
+    vars(found).update({"cpu_offload": False, "offload_optimizer": False, **more})
+    return found
+
+
+PARAMETERS = [nn.Parameter(torch.zeros(2))]
+ADAM = torch.optim.AdamW(PARAMETERS)
+NOT_REPLAYED = {
+    "stage 0": (Layout(data=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has a part of the state"),
+    "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
+    "pipe": (Layout(data=2, pipe=2, zero_stage=1), zero_of(), ADAM, "in a layout with pipe=2 steps are not replayed"),
+    "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
+    "offload": (Layout(data=2, zero_stage=2), zero_of(cpu_offload=True), ADAM, "with zero_optimization.offload_optim"),
+    "offload at stage 3": (
+        Layout(data=2, zero_stage=3),
+        zero_of(DeepSpeedZeroOptimizer_Stage3, offload_optimizer=True),
+        ADAM,
+        "with zero_optimization.offload_optimizer",
+    ),
+    "Muon": (
+        Layout(data=2, zero_stage=1),
+        zero_of(),
+        MuonWithAuxAdam([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": True}]),
+        "MuonWithAuxAdam is not known to give equal bits",
+    ),
+    "FusedAdam": (
+        Layout(data=2, zero_stage=1),
+        zero_of(),
+        object.__new__(FusedAdam),
+        "FusedAdam is not known to give equal bits",
+    ),
+    "a user's": (Layout(data=2, zero_stage=1), zero_of(), OwnAdam(PARAMETERS), "OwnAdam is not known to give equal"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_what_cannot_be_replayed(name: str) -> None:
+    """It is refused at the start, by name; where a later world is so, copies are taken."""
+    layout, zero, basic, words = NOT_REPLAYED[name]
+    engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
+    engine.host = SimpleNamespace(optimizer=zero, basic_optimizer=basic)
+    buddies = Buddies(engine)
+    with pytest.raises(UnsupportedError, match=f'{words}.*a buddy has to come to the same bits.*take "copy"'):
+        buddies.check()
+    buddies._buddies = (1, 0)
+    buddies._choose()
+    assert buddies.protection.mode == "copy"
+
+
+def test_what_can_be_replayed() -> None:
+    engine: Any = SimpleNamespace(
+        settings=settings(mode="replay"), world=None, layout=Layout(data=2, zero_stage=2), rank=1
+    )
+    for basic in (ADAM, torch.optim.SGD(PARAMETERS), Known(PARAMETERS)):
+        engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=basic)
+        buddies = Buddies(engine)
+        buddies._buddies = (1, 0)
+        buddies._choose()
+        assert buddies.protection.mode == "replay"
+
+
+def test_three_times_another_replica_is_enough() -> None:
+    """Each time the state is copied anew; from then on copies are taken."""
+    engine: Any = SimpleNamespace(settings=settings(mode="replay", verify_every_steps=2), world=None, rank=1)
+    buddies = Buddies(engine)
+    buddies._replays, buddies._buddies, buddies._is_protected = True, (1, 0), True
+    replay: Any = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=3), verify=lambda: False)
+    assert buddies._is_right(replay), "not looked at in this step"
+    replay.mark.step = 4
+    for time in range(3):
+        assert buddies._replays, time
+        assert not buddies._is_right(replay)
+    assert not buddies._replays and not buddies.protection.is_protected and buddies.protection.mode == "copy"
+    replay.is_sound = False
+    assert not buddies._is_right(replay) and buddies._differences == 3
+
+
+@pytest.mark.parametrize("mode", ["copy", "auto", "replay", "off"])
 def test_what_is_there(mode: str) -> None:
     elastic().refuse(settings(mode=mode), nn.Linear(2, 2))
 
