@@ -96,8 +96,9 @@ class BuddiesConfig(_Block):
     """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
 
     mode: Literal["off", "copy", "auto", "replay"] = "off"
-    """"copy": as often as `every_steps` says; "auto": as seldom as keeps what a step waits for below 2 % of it;
-    "replay": buddies make each other's steps, so that a death loses none."""
+    """"copy": as often as `every_steps` says; "replay": buddies make each other's steps, so that a death loses none;
+    "auto": copies while a step waits for them less than 2 % of its time, else what costs less of steps that are
+    replayed and copies that are as seldom as keeps it below that."""
     every_steps: Size = 1
     """A copy after so many optimizer steps; "auto" takes them no more often."""
     copies: Size = 1

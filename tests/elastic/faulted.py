@@ -82,7 +82,8 @@ def flip() -> None:
 def drift() -> None:
     """One bit of a replica that this process has, in the first master of its ward."""
     buddies = parts_of(PROCESS.engines[0]).buddies
-    replicas = [] if buddies is None or buddies._replay is None else buddies._replay.replicas
+    replay = None if buddies is None else buddies._choice.replay
+    replicas = [] if replay is None else replay.replicas
     for replica in replicas:
         masters = (held for (kind, _), held in replica.buffers().items() if kind == MASTER)
         next(masters).view(torch.uint8)[0] ^= 1

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as td
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -18,6 +19,8 @@ from ds_dynatrain.adapters.optimizers import register_optimizer
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.buddies.choice import TRIAL_STEPS, Choice
+from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import UnsupportedError
@@ -105,8 +108,7 @@ def test_what_cannot_be_replayed(name: str) -> None:
     buddies = Buddies(engine)
     with pytest.raises(UnsupportedError, match=f'{words}.*a buddy has to come to the same bits.*take "copy"'):
         buddies.check()
-    buddies._buddies = (1, 0)
-    buddies._choose()
+    buddies._choice.enter(True)
     assert buddies.protection.mode == "copy"
 
 
@@ -117,25 +119,36 @@ def test_what_can_be_replayed() -> None:
     for basic in (ADAM, torch.optim.SGD(PARAMETERS), Known(PARAMETERS)):
         engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=basic)
         buddies = Buddies(engine)
-        buddies._buddies = (1, 0)
-        buddies._choose()
+        buddies._choice.enter(True)
         assert buddies.protection.mode == "replay"
 
 
 def test_three_times_another_replica_is_enough() -> None:
     """Each time the state is copied anew; from then on copies are taken."""
     engine: Any = SimpleNamespace(settings=settings(mode="replay", verify_every_steps=2), world=None, rank=1)
-    buddies = Buddies(engine)
-    buddies._replays, buddies._buddies, buddies._is_protected = True, (1, 0), True
-    replay: Any = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=3), verify=lambda: False)
-    assert buddies._is_right(replay), "not looked at in this step"
+    choice = Choice(engine, Kept())
+    choice.is_on = True
+    replay: Any = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=3), verify=lambda: False, seconds=0)
+    replay.note = replay.put_aside = lambda: None
+    choice.replay = replay
+    assert choice.goes_on(), "not looked at in this step"
     replay.mark.step = 4
-    for time in range(3):
-        assert buddies._replays, time
-        assert not buddies._is_right(replay)
-    assert not buddies._replays and not buddies.protection.is_protected and buddies.protection.mode == "copy"
-    replay.is_sound = False
-    assert not buddies._is_right(replay) and buddies._differences == 3
+    for _ in range(2):
+        choice.replay = replay
+        assert not choice.goes_on() and choice.is_on and choice.replay is None, "all is copied anew"
+    choice.replay = replay
+    assert choice.goes_on() and not choice.is_on and choice.replay is None
+    choice.enter(True)
+    assert not choice.is_on, "nor in another world"
+
+
+def test_where_a_replica_is_of_no_use_all_is_copied_anew() -> None:
+    """What there is of the others counts until then."""
+    ended = list[str]()
+    choice = Choice(SimpleNamespace(settings=settings(mode="replay")), Kept())  # type: ignore[arg-type]
+    choice.is_on = True
+    choice.replay = SimpleNamespace(is_sound=False, put_aside=lambda: ended.append("aside"))  # type: ignore[assignment]
+    assert not choice.goes_on() and choice.replay is None and ended == ["aside"]
 
 
 @pytest.mark.parametrize("mode", ["copy", "auto", "replay", "off"])
@@ -169,6 +182,39 @@ def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: 
     engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
     buddies = Buddies(engine)
     assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
+
+
+@pytest.mark.parametrize(("replayed", "mode", "every"), [(0.03, "replay", 1), (0.05, "copy", 5)])
+def test_auto_tries_to_replay(monkeypatch: pytest.MonkeyPatch, replayed: float, mode: str, every: int) -> None:
+    """Where copies cost too much and steps can be replayed: it goes on with these where a step waits less for them."""
+    monkeypatch.setattr(td, "all_reduce", lambda *_, **__: None)
+    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
+    engine.layout = Layout(data=2, zero_stage=2)
+    engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM)
+    buddies = Buddies(engine)
+    choice = buddies._choice
+    choice.enter(True)
+    assert boundary(buddies, 0.01) == 1 and buddies.protection.mode == "copy", "no need to"
+    buddies._take_seconds = 0.04
+    boundary(buddies, 0.09)
+    assert buddies.protection.mode == "replay"
+    engine.world = SimpleNamespace(default=None)
+    for step in range(TRIAL_STEPS):
+        choice.replay = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=1 + step), seconds=replayed)  # type: ignore[assignment]
+        choice.replay.note = choice.replay.put_aside = lambda: None  # type: ignore
+        assert choice.is_on and choice.goes_on()
+    choice.replay = None
+    assert (buddies.protection.mode, buddies.protection.every_steps) == (mode, every)
+    choice.weigh(0.09, 0.04)
+    assert choice.is_on == (mode == "replay"), "once in a world"
+
+
+def test_auto_takes_copies_where_nothing_can_be_replayed() -> None:
+    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
+    engine.layout, engine.host = Layout(data=2, zero_stage=0), None
+    buddies = Buddies(engine)
+    buddies._choice.enter(True)
+    assert boundary(buddies, 0.09) == 5 and buddies.protection.mode == "copy"
 
 
 def test_in_another_world_all_begin_with_the_same_interval() -> None:

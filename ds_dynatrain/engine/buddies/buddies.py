@@ -7,22 +7,19 @@ of a moment may the older ones be written over.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.adapters.replaying import watched_step, why_not
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.elastic.messages import Protected
+from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.replay import Replay
-from ds_dynatrain.engine.buddies.replica import Replica
 from ds_dynatrain.engine.buddies.shipping import Round, Ward
 from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
 from ds_dynatrain.engine.core import EngineCore
@@ -31,14 +28,10 @@ from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.errors import ConfigError, DynatrainError, WorldChanged
 from ds_dynatrain.plan import buddies_of, has_one_holder, memory_of_copies, wards_of
 from ds_dynatrain.report import Protection, logger
-from ds_dynatrain.support import usage
 from ds_dynatrain.transfer import GroupTransport
 
-MOST_OF_A_STEP = 0.02
-"""In mode "auto": what a step may wait for copies, as a share of it."""
 MILLIONTHS = 1_000_000
-MOST_DIFFERENCES = 3
-"""So often a replica may differ from its ward; from then on copies are taken."""
+NOT_REPLAYED = "steps are not replayed any more, and no copy is whole yet"
 NEW_WORLD = "no copy of this world is whole yet"
 
 
@@ -48,7 +41,7 @@ class Buddies:
     def __init__(self, engine: EngineCore) -> None:
         self.kept = Kept()
         self._engine, self._settings = engine, engine.settings.buddies
-        self._every = self._settings.every_steps
+        self._choice = Choice(engine, self.kept)
         self._world: World | None = None
         self._buddies: tuple[int, ...] = ()
         self._pairs: dict[int, int] = {}
@@ -65,16 +58,11 @@ class Buddies:
         self._sent_bytes, self._ship_seconds = 0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
-        self._replays = False
-        """Whether buddies replay steps in this world, once the copies of a moment are whole."""
-        self._replay: Replay | None = None
-        self._differences = 0
 
     def check(self) -> None:
         """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if the host
         memory of this node is too small for its copies."""
-        if self._settings.mode == "replay" and (why := _why_not_replayed(self._engine)):
-            raise usage("buddies that replay steps").error(why)
+        self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
         needs = memory_of_copies(engine.vps, engine.layout, where)
@@ -119,14 +107,12 @@ class Buddies:
         if self._thread is not None:
             self._thread.join(self._engine.settings.timeout_seconds)
             self._thread = None
-        if self._replay is not None:
-            self._replay.put_aside()
-            self._replay = None
+        self._choice.end()
 
     def forget(self) -> None:
         """Training goes on from another state, on all members: no copy from before counts."""
         self.kept.forget()
-        self._replay = None
+        self._choice.replay = None
         self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
         if self._round is not None:
             self._round.is_void = True
@@ -134,8 +120,8 @@ class Buddies:
     def _look(self) -> None:
         if self._world is not self._engine.world:
             self._enter()
-        if self._replays and self._buddies:
-            self._look_at_replay()
+        if self._choice.is_on:
+            self._follow()
             return
         step = self._engine.global_steps
         is_due = bool(self._buddies) and (self._next is None or step >= self._next)
@@ -144,7 +130,7 @@ class Buddies:
         if self._round is not None:
             self._see(self._round)
         if is_due:
-            self._next = step + self._every
+            self._next = step + self._choice.every
             if self._round is None:
                 self._begin()
             else:
@@ -152,9 +138,7 @@ class Buddies:
 
     def _enter(self) -> None:
         """Another world: who keeps whose copies there. Who has just come knows of no longer interval of the others'."""
-        self._replay = None
         self.settle()
-        self._every = self._settings.every_steps
         engine, self._round, self._next = self._engine, None, None
         self._world, self._is_protected, self._buddies, self._pairs = engine.world, False, (), {}
         vps, layout = engine.vps, engine.layout
@@ -169,76 +153,35 @@ class Buddies:
             self._pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
         if not self._buddies and engine.rank == 0:
             logger.info("buddies: %s", self._why)
-        self._choose()
+        self._choice.enter(bool(self._buddies))
 
     # ---- steps that are replayed -------------------------------------------------------------------------------------
 
     def watched_step(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""
-        engine, replay = self._engine, self._replay
-        if replay is None or replay.mark.registered != len(engine.registered):
-            return nullcontext()
-        return watched_step(engine.host.optimizer, replay)
+        return self._choice.watched_step()
 
     def finish_step(self) -> None:
         """See `Replay.finish`."""
-        if self._replay is not None:
-            self._replay.finish()
+        if self._choice.replay is not None:
+            self._choice.replay.finish()
 
-    def _choose(self) -> None:
-        """Whether steps are replayed in this world; all choose alike."""
-        self._replays = self._settings.mode == "replay" and self._differences < MOST_DIFFERENCES
-        if self._replays and self._buddies and (why := _why_not_replayed(self._engine)):
-            self._replays = False
-            if self._engine.rank == 0:
-                logger.warning("buddies: copies are taken in this world, and no steps are replayed: %s", why)
-
-    def _look_at_replay(self) -> None:
-        """All that is replayed begins with copies of one moment, which a step waits for."""
-        if self._replay is not None and self._is_right(self._replay):
-            self._replay.note()
-            self._take_seconds, self._ship_seconds = self._replay.seconds, self._replay.ship_seconds
-            self._sent_bytes, self._taken = self._replay.sent_bytes, self._taken + 1
+    def _follow(self) -> None:
+        """Where steps are replayed. All begins with copies of one moment, which a step waits for."""
+        if self._choice.goes_on():
+            if (replay := self._choice.replay) is not None:
+                self._take_seconds, self._ship_seconds = replay.seconds, replay.ship_seconds
+                self._sent_bytes, self._taken = replay.sent_bytes, self._taken + 1
+            else:
+                self._is_protected, self._why, self._next = False, NOT_REPLAYED, None
             return
-        self._replay = None
-        if not self._replays:
-            return  # copies begin at the next boundary
         self._begin()
         if self._thread is not None:
             self._thread.join()
         if self._round is not None:
             self._see(self._round)
         if self.kept.whole == mark_of(self._engine):
-            self._begin_replay()
-
-    def _is_right(self, replay: Replay) -> bool:
-        """On all members alike."""
-        if not replay.is_sound:
-            return False
-        if replay.mark.step % self._settings.verify_every_steps or replay.verify():
-            return True
-        self.kept.forget()
-        self._differences += 1
-        if self._differences >= MOST_DIFFERENCES:
-            self._replays, self._is_protected, self._next = False, False, None
-            self._why = f"replicas have differed {self._differences} times from what they are of: no copy is whole yet"
-            if self._engine.rank == 0:
-                logger.error("buddies: %s; from here on copies are taken, and no steps are replayed", self._why)
-        return False
-
-    def _begin_replay(self) -> None:
-        """From the copies of this moment, which all have whole."""
-        engine, world, mark = self._engine, self._engine.world, mark_of(self._engine)
-        if world is None or world.status is None:
-            return
-        members, rank = engine.members, engine.rank
-        wards = [(ward, self.kept.find(mark, ward)) for ward in wards_of(self._buddies, rank)]
-        replicas = [Replica(engine, copy, members[ward]) for ward, copy in wards if copy is not None]
-        ways = GroupTransport(world.group(BUDDIES), members), world.default, world.status
-        self._replay = Replay(engine, mark, members[self._buddies[rank]], replicas, *ways)
-        self.kept.hand_over(self._replay.copies)
-        if rank == 0:
-            logger.info("buddies: they make each other's steps after step %d: a death loses none", mark.step)
+            self._choice.begin(self._buddies)
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
@@ -276,8 +219,7 @@ class Buddies:
         if is_whole:
             self.kept.is_whole(found.mark)
         self._tell(found, bool(is_whole))
-        if self._settings.mode == "auto":
-            self._every = max(self._settings.every_steps, math.ceil(-share / MILLIONTHS / MOST_OF_A_STEP))
+        self._choice.weigh(-share / MILLIONTHS, self._take_seconds)
 
     def _tell(self, found: Round, is_whole: bool) -> None:
         """Once of each thing that has changed."""
@@ -306,13 +248,13 @@ class Buddies:
     @property
     def _mode(self) -> str:
         """What is done in this world."""
-        is_other = self._settings.mode == "replay" and bool(self._buddies) and not self._replays
-        return "copy" if is_other else self._settings.mode
+        return "replay" if self._choice.is_on else "copy"
 
     @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        whole = self.kept.whole if self._replay is None else self._replay.mark
+        replay = self._choice.replay
+        whole = self.kept.whole if replay is None else replay.mark
         is_known = self._world is self._engine.world
         return Protection(
             mode=self._mode,
@@ -320,22 +262,11 @@ class Buddies:
             step=None if whole is None else whole.step,
             is_protected=is_known and self._is_protected,
             why=self._why if is_known else NEW_WORLD,
-            every_steps=self._every,
-            memory_bytes=self.kept.nbytes + (0 if self._replay is None else self._replay.nbytes),
+            every_steps=1 if replay is not None else self._choice.every,
+            memory_bytes=self.kept.nbytes + (0 if replay is None else replay.nbytes),
             sent_bytes=self._sent_bytes,
             take_ms=1e3 * self._take_seconds,
             ship_ms=1e3 * self._ship_seconds,
             taken=self._taken,
             skipped=self._skipped,
         )
-
-
-def _why_not_replayed(engine: EngineCore) -> str:
-    """Why buddies cannot make each other's steps in the present world; nothing if they can."""
-    layout = engine.layout
-    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
-    if layout.zero_stage == 0:
-        return "at ZeRO stage 0 nobody has a part of the state that others could step"
-    if wide:
-        return f"in a layout with {', '.join(wide)} steps are not replayed yet"
-    return why_not(engine.host.optimizer, engine.host.basic_optimizer)

@@ -262,6 +262,8 @@ class Replay:
     def _states(self) -> list[_State]:
         """At the moment of the mark."""
         engine = self._engine
+        if engine.global_steps != self.mark.step:  # it has made steps of which nobody was told
+            return []
         if self._said is None:  # not at the boundary yet
             self.note()
         own = self._said
