@@ -24,6 +24,7 @@ from ds_dynatrain.adapters.moments import read_state, write_state
 from ds_dynatrain.adapters.offload import keeps_gradients
 from ds_dynatrain.adapters.optimizers import full_name, rule_of
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.errors import TransferError
 
 Unscale = Callable[[Sequence[torch.Tensor]], None]
 """Divide the gradients of these parameters, one for each master, as DeepSpeed does its own in this step."""
@@ -47,8 +48,8 @@ def why_not(zero: Any, basic: torch.optim.Optimizer) -> str:
         return f"gradients of a {type(zero).__name__} are not where ZeRO stages 1 to 3 have them"
     if compute_device() != HOST:
         return f"masters on {compute_device()} are stepped by other kernels than in host memory"
-    if keeps_gradients(zero):
-        return "with zero_optimization.offload_optimizer the gradients of masters are state, which is not replayed yet"
+    if keeps_gradients(zero) and isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        return "with zero_optimization.offload_optimizer at stage 3 two gradients are state, which is not replayed yet"
     if getattr(zero, "torch_autocast_gradscaler", None) is not None:
         return "with torch_autocast in fp16 torch's own scaler decides about a step after DeepSpeed has"
     if not rule_of(basic).replays:
@@ -97,11 +98,20 @@ def reduced_gradients(zero: Any) -> list[Sequence[torch.Tensor]]:
     What a master has beyond that is padding, whose gradient is 0.
     """
     found: list[Sequence[torch.Tensor]] = []
+    if keeps_gradients(zero):
+        return [[_gradient_of(master).view(-1)] for master in masters_of(zero)]
     for number in range(len(masters_of(zero))):
         parts = zero.averaged_gradients[number]
         flat = getattr(parts, "flat_partition", None)
         found.append([part.reshape(-1) for part in (parts if flat is None else [flat])])
     return found
+
+
+def _gradient_of(master: torch.Tensor) -> torch.Tensor:
+    """Of a master in host memory, which keeps it from step to step."""
+    if master.grad is None:
+        raise TransferError("engine.offload_states() has moved the gradients of masters away: bring them back first")
+    return master.grad
 
 
 def masters_of(zero: Any) -> Sequence[torch.Tensor]:

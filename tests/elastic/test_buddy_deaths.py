@@ -6,6 +6,8 @@ in which nobody dies.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.elastic.runs import (
     Losses,
     Samples,
     Static,
+    check_history,
     finish,
     finish_together,
     gated,
@@ -27,6 +30,8 @@ from tests.elastic.runs import (
 )
 
 STEPS = 80
+EPOCH = 8
+"""Steps."""
 NODES = ("a", "b", "c")
 
 
@@ -89,9 +94,10 @@ class Deaths:
         every = self.size + len(self.spares)
         self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
 
-    def tell(self, file: str = "dies", ahead: int = 3) -> int:
-        """The step at which it happens: a few from now on."""
+    def tell(self, file: str = "dies", ahead: int = 3, every: int = 1, past: int = 0) -> int:
+        """The step at which it happens: a few from now on; of every so many the one that is so many past it."""
         step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
+        step += (past - step) % every
         (self.job.folder / "telling").write_text(str(step))
         (self.job.folder / "telling").rename(self.job.folder / file)
         return step
@@ -284,6 +290,21 @@ def test_no_step_is_lost(tmp_path: Path, undisturbed: Undisturbed, stage: int, i
         deaths.job.clean_up()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("instant", ["gather", "after replay", "boundary"])
+def test_one_dies_at_the_end_of_an_epoch(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
+    """Some of the living may be in the next epoch already."""
+    deaths = Deaths(tmp_path, 2, {"b": f"{instant} dies kill"}, block=REPLAY)
+    try:
+        step = deaths.tell(every=EPOCH, past=EPOCH - 1 if instant == "gather" else 0)
+        deaths.job.settled(3, deaths.first.generation)
+        restored = step + 1 if instant == "gather" else step
+        assert f"restored step {restored} from copies" in deaths.log("a", "c"), deaths.job.logs()
+        deaths.check(undisturbed, most_again=0, half_told=0 if instant == "boundary" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
 def test_replicas_that_drift_are_found(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """A bit of a replica flips, on each node once: its state is copied anew; after the third time copies are taken."""
     faults = {node: f"boundary {number} drift" for node, number in zip(NODES, ("one", "two", "three"), strict=True)}
@@ -299,3 +320,28 @@ def test_replicas_that_drift_are_found(tmp_path: Path, undisturbed: Undisturbed)
         assert said.count("replicas have differed 3 times from what they are of") == 1
     finally:
         deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_one_dies_as_a_world_begins(tmp_path: Path) -> None:
+    """A third one has come, and no copy of that world is there: what the two held when it came counts."""
+    static = Static(tmp_path / "static", STEP_SECONDS="0")
+    (tmp_path / "job").mkdir()
+    job = training(tmp_path / "job", stage=2, block=REPLAY, nodes="1:4", variables={"STEP_SECONDS": "1.5"})
+    try:
+        job.coordinator("coordinator")
+        for node in ("a", "b"):
+            job.node(node, is_host=0)
+        job.settled(2)
+        steps_on(job, 4)
+        dying = worker(job, "b")
+        job.node("c", is_host=0)
+        joined = job.wait(lambda: [row for row in job.rows("switch") if row["pid"] == dying], "the third one")[-1]
+        job.kill("b", signal.SIGKILL)
+        os.kill(dying, signal.SIGKILL)
+        job.wait(lambda: f"restored step {joined['step']} from copies" in job.logs(), "a restoration")
+        steps_on(job, 4)
+        finish(job, "a", "c", "coordinator")
+        check_history(job, static, kills=1)
+    finally:
+        job.clean_up()

@@ -76,12 +76,11 @@ NOT_REPLAYED = {
     "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
     "pipe": (Layout(data=2, pipe=2, zero_stage=1), zero_of(), ADAM, "in a layout with pipe=2 steps are not replayed"),
     "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
-    "offload": (Layout(data=2, zero_stage=2), zero_of(cpu_offload=True), ADAM, "with zero_optimization.offload_optim"),
     "offload at stage 3": (
         Layout(data=2, zero_stage=3),
         zero_of(DeepSpeedZeroOptimizer_Stage3, offload_optimizer=True),
         ADAM,
-        "with zero_optimization.offload_optimizer",
+        "with zero_optimization.offload_optimizer at stage 3",
     ),
     "Muon": (
         Layout(data=2, zero_stage=1),

@@ -29,9 +29,10 @@ def three_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 def steps(made: jobs.Job, batches: Any, count: int, overflows: tuple[int, ...] = (), replay: Any = None) -> None:
     """Optimizer steps, with a boundary before each."""
-    for _ in range(count):
-        batch, engine = next(batches), made.engine
-        if replay is not None:
+    engine, end = made.engine, made.engine.global_steps + count
+    while engine.global_steps < end:
+        batch = next(batches)
+        if replay is not None and engine.micro_steps % engine.gradient_accumulation_steps() == 0:
             replay.note()
         loss = engine(*batch)
         engine.backward(loss * math.inf if engine.global_steps in overflows else loss)
@@ -45,10 +46,13 @@ def settings(dtype: str, data: int, stage: int, optimizer: Any = None, **more: A
     return jobs.config(dtype, (data, stage), scheduler=scheduler, **given, **more)
 
 
-def case(dtype: str, data: int, stage: int, **more: Any) -> Any:
+def case(dtype: str, data: int, stage: int, offload: bool = False, **more: Any) -> Any:
     """(what differs at the end, skipped steps, whether comparing says it is equal, and whether it finds a bit)."""
 
     model = small_gpt(dropout=0.1, norm=dtype == "fp32")
+    if offload:
+        block = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        more = {**more, "zero_optimization": block, "zero_force_ds_cpu_optimizer": False}
     with jobs.job(settings(dtype, data, stage, **more), model, model_parameters=three_groups(model)) as made:
         if made.engine.idle:
             next(iter(made.loader))
@@ -66,6 +70,7 @@ def case(dtype: str, data: int, stage: int, **more: Any) -> Any:
     return None
 
 
+OFFLOAD: dict[str, Any] = {"offload": True}
 CASES = [
     ("fp32", 3, 1, {}),
     ("fp32", 2, 2, {"gradient_clipping": 0.0}),
@@ -76,6 +81,8 @@ CASES = [
     pytest.param("bf16", 2, 2, {}, marks=FULL),
     pytest.param("bf16", 3, 3, {}, marks=FULL),
     pytest.param("fp32", 4, 3, {}, marks=FULL),
+    pytest.param("bf16", 2, 2, OFFLOAD, marks=FULL),
+    pytest.param("fp16", 3, 1, OFFLOAD, marks=FULL),
     pytest.param("fp32", 3, 2, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, marks=FULL),
 ]
 

@@ -97,8 +97,9 @@ class Replay:
     def reduced(self) -> None:
         """The own gradients go to the buddy, those of the wards come; WorldChanged if somebody is gone."""
         begin, self._copies = time.perf_counter(), None
+        mine, words = self._gradients(), self._words()
         try:
-            self._exchange()
+            self._exchange(mine, words)
         except TransferError as error:
             raise WorldChanged(f"a buddy or a ward is gone: {error}") from error
         self.ship_seconds = self.seconds = time.perf_counter() - begin
@@ -150,9 +151,8 @@ class Replay:
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
-    def _exchange(self) -> None:
+    def _exchange(self, mine: Sequence[torch.Tensor], words: torch.Tensor | None) -> None:
         deadline, under_way = time.monotonic() + SECONDS, list[Handle]()
-        mine, words = self._gradients(), self._words()
         asked, dtypes = list[tuple[Replica, torch.Tensor, Handle]](), [each.dtype for each in mine]
         for replica in self.replicas:
             length, member = torch.zeros(1, dtype=torch.int64), replica.member

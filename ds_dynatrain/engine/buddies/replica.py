@@ -12,7 +12,7 @@ from ds_dynatrain.adapters.replaying import Twin, Unscale, groups_of, masters_of
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.space import MASTER, STALE_GRAD, BufferId
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, BufferId
 
 Said = tuple[dict[str, Any], list[torch.Tensor]]
 """(what of `Copy.said` is the ward's own, its tensors)."""
@@ -32,6 +32,8 @@ class Replica:
         self.rank, self.member, self.error = copy.rank, member, ""
         self.said: Said | None = ({key: copy.said[key] for key in ("rest", "streams")}, copy.tensors)
         self.said_next: Said | None = None
+        self._kept = next((kind for kind in (STALE_GRAD, HOST_GRAD) if (kind, BufferId(place, 0)) in copy.buffers), "")
+        """The state kind that a step's gradients become: as they were reduced, or as they were applied."""
         self._names = [BufferId(place, number) for number in range(len(groups))]
         self._others = dict(copy.buffers)
         """What no step changes, and last gradients."""
@@ -49,24 +51,20 @@ class Replica:
             pairs = list(zip(self._twin.parameters, dtypes, strict=True))
             self._gradients = [torch.zeros(len(master), dtype=dtype) for master, dtype in pairs]
             self._scratch = [
-                torch.zeros(len(master) if self._keeps_gradients or dtype != master.dtype else 0)
+                torch.zeros(len(master) if self._kept == STALE_GRAD or dtype != master.dtype else 0)
                 for master, dtype in pairs
             ]
         return self._gradients
-
-    @property
-    def _keeps_gradients(self) -> bool:
-        return any(kind == STALE_GRAD for kind, _ in self._others)
 
     def step(self, unscale: Unscale | None) -> None:
         """With the gradients that are in their room; None: it is skipped, as the ward's is."""
         if unscale is not None:
             pairs = zip(self._gradients, self._scratch, strict=True)
             self._twin.step([there.copy_(here) if len(there) else here for here, there in pairs], unscale)
-        if self._keeps_gradients:
+        if self._kept:
             for number, name in enumerate(self._names):
-                old = self._others[STALE_GRAD, name]
-                self._others[STALE_GRAD, name], self._gradients[number] = self._gradients[number], old
+                old = self._others[self._kept, name]
+                self._others[self._kept, name], self._gradients[number] = self._gradients[number], old
         self.said, self.said_next = self.said_next, None
 
     # ---- what it is --------------------------------------------------------------------------------------------------
@@ -88,4 +86,4 @@ class Replica:
 
 def _stepped(copy: Copy, name: BufferId) -> list[str]:
     """The kinds of a buffer that a step changes, other than last gradients."""
-    return [kind for kind, each in copy.buffers if each == name and kind != STALE_GRAD]
+    return [kind for kind, each in copy.buffers if each == name and kind not in (STALE_GRAD, HOST_GRAD)]
