@@ -336,10 +336,10 @@ def test_one_dies_as_a_world_begins(tmp_path: Path) -> None:
         steps_on(job, 4)
         dying = worker(job, "b")
         job.node("c", is_host=0)
-        joined = job.wait(lambda: [row for row in job.rows("switch") if row["pid"] == dying], "the third one")[-1]
+        wide = job.wait(lambda: [row for row in job.rows("switch") if row["layout"]["data"] == 3], "the third one")
         job.kill("b", signal.SIGKILL)
         os.kill(dying, signal.SIGKILL)
-        job.wait(lambda: f"restored step {joined['step']} from copies" in job.logs(), "a restoration")
+        job.wait(lambda: f"restored step {wide[0]['step']} from copies" in job.logs(), "a restoration")
         steps_on(job, 4)
         finish(job, "a", "c", "coordinator")
         check_history(job, static, kills=1)
