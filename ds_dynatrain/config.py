@@ -96,11 +96,15 @@ class BuddiesConfig(_Block):
     """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
 
     mode: Literal["off", "copy", "auto", "replay"] = "off"
-    """"copy": as often as `every_steps` says; "auto": as seldom as keeps what a step waits for below 2 % of it."""
+    """"copy": as often as `every_steps` says; "replay": buddies make each other's steps, so that a death loses none;
+    "auto": copies while a step waits for them less than 2 % of its time, else what costs less of steps that are
+    replayed and copies that are as seldom as keeps it below that."""
     every_steps: Size = 1
     """A copy after so many optimizer steps; "auto" takes them no more often."""
     copies: Size = 1
     """How many other members keep each."""
+    verify_every_steps: Size = 100
+    """In "replay": after so many steps what a buddy has is compared with what its ward has."""
 
     @property
     def are_on(self) -> bool:

@@ -38,10 +38,10 @@ class GroupStatus:
 
     def __init__(self) -> None:
         self.failure: RuntimeError | None = None
-        self.is_closed = False
+        self.is_closed = self.is_deferred = False
 
-    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """What `call` returns; WorldChanged if a peer is gone, or the world is closed."""
+    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
+        """What `call` returns; WorldChanged, or None where that is deferred, if a peer is gone or the world closed."""
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"
@@ -52,6 +52,8 @@ class GroupStatus:
             if isinstance(error, WorldChanged) or not is_lost_peer(error):
                 raise
             self.failure = type(error)(*error.args)
+            if self.is_deferred:
+                return None
             what = str(error).partition("\n")[0]
             raise WorldChanged(
                 f"a member of this world is gone, or a collective of it has failed ({what}); go on with the loader's "
@@ -66,6 +68,18 @@ class WatchedWork(Work):
         super().__init__()
         self._work = work
         self._status = status
+
+
+class FailedWork(Work):
+    """One that could not even begin, where that is deferred."""
+
+    def wait(self, *_: Any) -> bool:
+        """At once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        return True
 
 
 class WatchedGroup(Pair):
@@ -84,6 +98,8 @@ def watched(made: Made, status: GroupStatus) -> Made:
 def _collective(name: str) -> Callable[..., Any]:
     def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
         work = self._status.call(getattr(self._group, name), *arguments, **named)
+        if work is None and self._status.is_deferred:
+            return FailedWork()
         return WatchedWork(work, self._status) if isinstance(work, Work) else work
 
     call.__name__ = name

@@ -22,7 +22,7 @@ def open_for_work(engine: EngineParts, space: VirtualParameterSpace) -> None:
     if engine.world is not None:
         enter_sequence(engine.deepspeed, engine.world, engine.layout)
         if engine.buddies is not None:
-            engine.buddies.check_memory()
+            engine.buddies.check()
     if engine.idle:  # pay first imports now, not in a pause
         others = set() if compiled_by_wrapping(engine.host.module) else {3}
         for stage in sorted({engine.layout.zero_stage} | others):

@@ -145,11 +145,13 @@ class OverridingEngine(HostEngine):
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
             self._end_window(samples)
+        parts.finish_step()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""
         self._parts.is_stepping = True
-        super()._take_model_step(*arguments)
+        with self._parts.watched_step():
+            super()._take_model_step(*arguments)
         self._parts.is_stepping = False
 
     def _end_window(self, samples: int) -> None:

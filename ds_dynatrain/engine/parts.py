@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.worlds import drop
@@ -69,6 +69,15 @@ class EngineParts(EngineCore):
         if self.buddies is not None:
             self.buddies.settle()
 
+    def watched_step(self) -> AbstractContextManager[None]:
+        """In it the optimizer makes its step, and buddies that replay steps make it, too."""
+        return nullcontext() if self.buddies is None else self.buddies.watched_step()
+
+    def finish_step(self) -> None:
+        """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""
+        if self.buddies is not None:
+            self.buddies.finish_step()
+
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 
     def discard_window(self) -> None:
@@ -83,6 +92,7 @@ class EngineParts(EngineCore):
 
     def give_state_up(self) -> None:
         """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
+        self.settle_buddies()
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()

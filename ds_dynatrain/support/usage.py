@@ -193,9 +193,10 @@ USAGE = (
     ),
     _start(
         "buddies that replay steps",
-        "they are not there yet",
+        "a buddy has to come to the same bits: with ZeRO alone, masters in host memory, and an optimizer that is "
+        "known to give them",
         'take "copy" or "auto" as dynatrain.buddies.mode',
-        f"{_BUDDIES}::test_what_is_not_there_yet",
+        f"{_BUDDIES}::test_what_cannot_be_replayed",
     ),
     _start(
         "several buddies for a member",

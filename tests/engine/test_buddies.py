@@ -6,11 +6,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as td
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_dynatrain.adapters.optimizers import register_optimizer
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.buddies.choice import TRIAL_STEPS, Choice
+from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
@@ -34,16 +44,114 @@ def test_in_a_launch_of_fixed_size() -> None:
     FixedLaunch().refuse(settings(mode="off"), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"mode": "replay"}, "buddies that replay steps"), ({"copies": 2}, "several buddies for a member")],
-)
-def test_what_is_not_there_yet(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
-        elastic().refuse(settings(**given), nn.Linear(2, 2))
+def test_what_is_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match="several buddies for a member"):
+        elastic().refuse(settings(copies=2), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("mode", ["copy", "auto", "off"])
+class Known(torch.optim.Adam):
+    """Of a user's, who has said that its steps can be replayed."""
+
+
+register_optimizer(Known, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)}, replays=True)
+
+
+class OwnAdam(torch.optim.Adam):
+    """Of a user's, of which nothing is known but its states."""
+
+
+register_optimizer(OwnAdam, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)})
+
+
+def zero_of(cls: type = DeepSpeedZeroOptimizer, **more: Any) -> Any:
+    """A DeepSpeed optimizer without what makes one."""
+    found = cls.__new__(cls)
+    vars(found).update({"cpu_offload": False, "offload_optimizer": False, **more})
+    return found
+
+
+PARAMETERS = [nn.Parameter(torch.zeros(2))]
+ADAM = torch.optim.AdamW(PARAMETERS)
+NOT_REPLAYED = {
+    "stage 0": (Layout(data=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has a part of the state"),
+    "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
+    "pipe": (Layout(data=2, pipe=2, zero_stage=1), zero_of(), ADAM, "in a layout with pipe=2 steps are not replayed"),
+    "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
+    "offload at stage 3": (
+        Layout(data=2, zero_stage=3),
+        zero_of(DeepSpeedZeroOptimizer_Stage3, offload_optimizer=True),
+        ADAM,
+        "with zero_optimization.offload_optimizer at stage 3",
+    ),
+    "Muon": (
+        Layout(data=2, zero_stage=1),
+        zero_of(),
+        MuonWithAuxAdam([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": True}]),
+        "MuonWithAuxAdam is not known to give equal bits",
+    ),
+    "FusedAdam": (
+        Layout(data=2, zero_stage=1),
+        zero_of(),
+        object.__new__(FusedAdam),
+        "FusedAdam is not known to give equal bits",
+    ),
+    "a user's": (Layout(data=2, zero_stage=1), zero_of(), OwnAdam(PARAMETERS), "OwnAdam is not known to give equal"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_what_cannot_be_replayed(name: str) -> None:
+    """It is refused at the start, by name; where a later world is so, copies are taken."""
+    layout, zero, basic, words = NOT_REPLAYED[name]
+    engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
+    engine.host = SimpleNamespace(optimizer=zero, basic_optimizer=basic)
+    buddies = Buddies(engine)
+    with pytest.raises(UnsupportedError, match=f'{words}.*a buddy has to come to the same bits.*take "copy"'):
+        buddies.check()
+    buddies._choice.enter(True)
+    assert buddies.protection.mode == "copy"
+
+
+def test_what_can_be_replayed() -> None:
+    engine: Any = SimpleNamespace(
+        settings=settings(mode="replay"), world=None, layout=Layout(data=2, zero_stage=2), rank=1
+    )
+    for basic in (ADAM, torch.optim.SGD(PARAMETERS), Known(PARAMETERS)):
+        engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=basic)
+        buddies = Buddies(engine)
+        buddies._choice.enter(True)
+        assert buddies.protection.mode == "replay"
+
+
+def test_three_times_another_replica_is_enough() -> None:
+    """Each time the state is copied anew; from then on copies are taken."""
+    engine: Any = SimpleNamespace(settings=settings(mode="replay", verify_every_steps=2), world=None, rank=1)
+    choice = Choice(engine, Kept())
+    choice.is_on = True
+    replay: Any = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=3), verify=lambda: False, seconds=0)
+    replay.note = replay.put_aside = lambda: None
+    choice.replay = replay
+    assert choice.goes_on(), "not looked at in this step"
+    replay.mark.step = 4
+    for _ in range(2):
+        choice.replay = replay
+        assert not choice.goes_on() and choice.is_on and choice.replay is None, "all is copied anew"
+    choice.replay = replay
+    assert choice.goes_on() and not choice.is_on and choice.replay is None
+    choice.enter(True)
+    assert not choice.is_on, "nor in another world"
+
+
+def test_where_a_replica_is_of_no_use_all_is_copied_anew() -> None:
+    """What there is of the others counts until then."""
+    ended = list[str]()
+    choice = Choice(SimpleNamespace(settings=settings(mode="replay")), Kept())  # type: ignore[arg-type]
+    choice.is_on = True
+    choice.replay = SimpleNamespace(is_sound=False, put_aside=lambda: ended.append("aside"))  # type: ignore[assignment]
+    assert not choice.goes_on() and choice.replay is None and ended == ["aside"]
+
+
+@pytest.mark.parametrize("mode", ["copy", "auto", "replay", "off"])
 def test_what_is_there(mode: str) -> None:
     elastic().refuse(settings(mode=mode), nn.Linear(2, 2))
 
@@ -74,6 +182,39 @@ def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: 
     engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
     buddies = Buddies(engine)
     assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
+
+
+@pytest.mark.parametrize(("replayed", "mode", "every"), [(0.03, "replay", 1), (0.05, "copy", 5)])
+def test_auto_tries_to_replay(monkeypatch: pytest.MonkeyPatch, replayed: float, mode: str, every: int) -> None:
+    """Where copies cost too much and steps can be replayed: it goes on with these where a step waits less for them."""
+    monkeypatch.setattr(td, "all_reduce", lambda *_, **__: None)
+    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
+    engine.layout = Layout(data=2, zero_stage=2)
+    engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM)
+    buddies = Buddies(engine)
+    choice = buddies._choice
+    choice.enter(True)
+    assert boundary(buddies, 0.01) == 1 and buddies.protection.mode == "copy", "no need to"
+    buddies._take_seconds = 0.04
+    boundary(buddies, 0.09)
+    assert buddies.protection.mode == "replay"
+    engine.world = SimpleNamespace(default=None)
+    for step in range(TRIAL_STEPS):
+        choice.replay = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=1 + step), seconds=replayed)  # type: ignore[assignment]
+        choice.replay.note = choice.replay.put_aside = lambda: None  # type: ignore
+        assert choice.is_on and choice.goes_on()
+    choice.replay = None
+    assert (buddies.protection.mode, buddies.protection.every_steps) == (mode, every)
+    choice.weigh(0.09, 0.04)
+    assert choice.is_on == (mode == "replay"), "once in a world"
+
+
+def test_auto_takes_copies_where_nothing_can_be_replayed() -> None:
+    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
+    engine.layout, engine.host = Layout(data=2, zero_stage=0), None
+    buddies = Buddies(engine)
+    buddies._choice.enter(True)
+    assert boundary(buddies, 0.09) == 5 and buddies.protection.mode == "copy"
 
 
 def test_in_another_world_all_begin_with_the_same_interval() -> None:

@@ -9,5 +9,8 @@
 | `shipping` | one round of copies on their way, in a thread |
 | `whole` | after a death: which copies make up a whole state |
 | `from_copies` | a restoration from them |
+| `replica` | a ward's state, which its buddy steps as the ward does |
+| `replay` | each step's gradients, the moment at which it is decided, and what can be given after a death |
+| `choice` | whether steps are replayed in a world |
 | `buddies` | when there is one, with whom, and what is seen of it |
 """

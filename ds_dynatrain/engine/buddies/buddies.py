@@ -7,9 +7,9 @@ of a moment may the older ones be written over.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as td
@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.elastic.messages import Protected
+from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.buddies.shipping import Round, Ward
 from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
@@ -29,9 +30,8 @@ from ds_dynatrain.plan import buddies_of, has_one_holder, memory_of_copies, ward
 from ds_dynatrain.report import Protection, logger
 from ds_dynatrain.transfer import GroupTransport
 
-MOST_OF_A_STEP = 0.02
-"""In mode "auto": what a step may wait for copies, as a share of it."""
 MILLIONTHS = 1_000_000
+NOT_REPLAYED = "steps are not replayed any more, and no copy is whole yet"
 NEW_WORLD = "no copy of this world is whole yet"
 
 
@@ -41,7 +41,7 @@ class Buddies:
     def __init__(self, engine: EngineCore) -> None:
         self.kept = Kept()
         self._engine, self._settings = engine, engine.settings.buddies
-        self._every = self._settings.every_steps
+        self._choice = Choice(engine, self.kept)
         self._world: World | None = None
         self._buddies: tuple[int, ...] = ()
         self._pairs: dict[int, int] = {}
@@ -61,8 +61,10 @@ class Buddies:
         self._taken = self._skipped = 0
         self._last_error = ""
 
-    def check_memory(self) -> None:
-        """ConfigError if the host memory of this node is too small for the copies of the first world."""
+    def check(self) -> None:
+        """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if the host
+        memory of this node is too small for its copies."""
+        self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
         needs = memory_of_copies(engine.vps, engine.layout, where)
@@ -100,14 +102,19 @@ class Buddies:
         self._left_at = time.perf_counter()
 
     def settle(self) -> None:
-        """The world is about to be left: wait until nothing is under way in its group, for the usual time-out."""
+        """The world is about to be left: wait until nothing is under way in its group, for the usual time-out.
+
+        What is replayed counts as it is now until copies of another world are whole.
+        """
         if self._thread is not None:
             self._thread.join(self._engine.settings.timeout_seconds)
             self._thread = None
+        self._choice.end()
 
     def forget(self) -> None:
         """Training goes on from another state, on all members: no copy from before counts."""
         self.kept.forget()
+        self._choice.replay = None
         self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
         if self._round is not None:
             self._round.is_void = True
@@ -115,6 +122,9 @@ class Buddies:
     def _look(self) -> None:
         if self._world is not self._engine.world:
             self._enter()
+        if self._choice.is_on:
+            self._follow()
+            return
         step = self._engine.global_steps
         is_due = bool(self._buddies) and (self._next is None or step >= self._next)
         if not is_due and self._round is None:
@@ -122,7 +132,7 @@ class Buddies:
         if self._round is not None:
             self._see(self._round)
         if is_due:
-            self._next = step + self._every
+            self._next = step + self._choice.every
             if self._round is None:
                 self._begin()
             else:
@@ -131,7 +141,6 @@ class Buddies:
     def _enter(self) -> None:
         """Another world: who keeps whose copies there. Who has just come knows of no longer interval of the others'."""
         self.settle()
-        self._every = self._settings.every_steps
         engine, self._round, self._next = self._engine, None, None
         was_protected, self._is_protected = self._is_protected, False
         self._world, self._buddies, self._pairs = engine.world, (), {}
@@ -150,6 +159,35 @@ class Buddies:
             logger.warning("buddies: unprotected: %s", self._why)
         elif engine.rank == 0 and not self._buddies:
             logger.info("buddies: %s", self._why)
+        self._choice.enter(bool(self._buddies))
+
+    # ---- steps that are replayed -------------------------------------------------------------------------------------
+
+    def watched_step(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        return self._choice.watched_step()
+
+    def finish_step(self) -> None:
+        """See `Replay.finish`."""
+        if self._choice.replay is not None:
+            self._choice.replay.finish()
+
+    def _follow(self) -> None:
+        """Where steps are replayed. All begins with copies of one moment, which a step waits for."""
+        if self._choice.goes_on():
+            if (replay := self._choice.replay) is not None:
+                self._take_seconds, self._ship_seconds = replay.seconds, replay.ship_seconds
+                self._sent_bytes, self._taken = replay.sent_bytes, self._taken + 1
+            else:
+                self._is_protected, self._why, self._next = False, NOT_REPLAYED, None
+            return
+        self._begin()
+        if self._thread is not None:
+            self._thread.join()
+        if self._round is not None:
+            self._see(self._round)
+        if self.kept.whole == mark_of(self._engine):
+            self._choice.begin(self._buddies)
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
@@ -188,8 +226,7 @@ class Buddies:
             self.kept.is_whole(found.mark)
             self._whole_of = dict(self._pairs)
         self._tell(found, bool(is_whole))
-        if self._settings.mode == "auto":
-            self._every = max(self._settings.every_steps, math.ceil(-share / MILLIONTHS / MOST_OF_A_STEP))
+        self._choice.weigh(-share / MILLIONTHS, self._take_seconds)
 
     def _tell(self, found: Round, is_whole: bool) -> None:
         """Once of each thing that has changed."""
@@ -220,17 +257,24 @@ class Buddies:
         return "yes" if self.protection.is_protected else "no"
 
     @property
+    def _mode(self) -> str:
+        """What is done in this world."""
+        return "replay" if self._choice.is_on else "copy"
+
+    @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        whole, is_known = self.kept.whole, self._world is self._engine.world
+        replay = self._choice.replay
+        whole = self.kept.whole if replay is None else replay.mark
+        is_known = self._world is self._engine.world
         return Protection(
-            mode=self._settings.mode,
+            mode=self._mode,
             buddies=dict(self._pairs) if is_known else {},
             step=None if whole is None else whole.step,
             is_protected=is_known and self._is_protected,
             why=self._why if is_known else NEW_WORLD,
-            every_steps=self._every,
-            memory_bytes=self.kept.nbytes,
+            every_steps=1 if replay is not None else self._choice.every,
+            memory_bytes=self.kept.nbytes + (0 if replay is None else replay.nbytes),
             sent_bytes=self._sent_bytes,
             take_ms=1e3 * self._take_seconds,
             ship_ms=1e3 * self._ship_seconds,

@@ -7,6 +7,7 @@ again: touching new memory costs more than what is copied there.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -56,11 +57,15 @@ class Kept:
 
     frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
     held on to, as they lay in `frozen_of`, (layout, rank).
+
+    standing: where buddies replay steps, what this process and its wards are at (`replay.Replay.copies`). Asked for
+    when copies are, and until another moment is whole.
     """
 
     def __init__(self) -> None:
         self.frozen: Buffers = {}
         self.frozen_of: tuple[Layout, int] | None = None
+        self.standing: Callable[[], list[Copy]] | None = None
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
         self._open: _Place | None = None
@@ -72,6 +77,8 @@ class Kept:
         """All that this process has whole, of itself and of its wards; the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
+        if self.standing is not None:
+            found += self.standing()
         return sorted(found, key=lambda copy: (copy.mark.age, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
@@ -109,10 +116,18 @@ class Kept:
     def is_whole(self, mark: Mark) -> None:
         """All members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
+        if any(place.mark == mark for place in self._places):
+            self.standing = None
+
+    def hand_over(self, standing: Callable[[], list[Copy]]) -> None:
+        """Who took over what is here changes it step by step; ask them from here on. No memory is used again."""
+        with self._lock:
+            self._places, self._open, self._whole = (_Place(), _Place()), None, None
+            self.standing = standing
 
     def forget(self) -> None:
         """No copy counts any more, nor one that is on its way. Their memory stays."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
-            self._open = self._whole = None
+            self._open = self._whole = self.standing = None

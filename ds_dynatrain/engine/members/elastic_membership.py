@@ -70,8 +70,6 @@ class ElasticMembership:
         refuse_cut(model)
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
-        if settings.buddies.mode == "replay":
-            raise usage("buddies that replay steps").error()
         if settings.buddies.are_on and settings.buddies.copies > 1:
             raise usage("several buddies for a member").error()
 

@@ -1,0 +1,97 @@
+"""Buddies that make each other's steps: replicas are equal to what they are of, bit by bit, whatever a step does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ds_dynatrain.space import EXP_AVG
+from tests.engine import jobs, replaying
+from tests.engine.models import small_gpt
+from tests.engine.pool import RankPool
+
+FULL = pytest.mark.full
+STEPS, OVERFLOWS_AT = 50, (7, 31)
+
+
+def three_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Of other learning rates and decays."""
+    trained = [held for held in model.parameters() if held.requires_grad]
+    return [
+        {"params": trained[::3], "weight_decay": 0.1, "lr": 1e-3},
+        {"params": trained[1::3], "weight_decay": 0.0},
+        {"params": trained[2::3], "weight_decay": 0.01, "betas": (0.8, 0.9)},
+    ]
+
+
+def steps(made: jobs.Job, batches: Any, count: int, overflows: tuple[int, ...] = (), replay: Any = None) -> None:
+    """Optimizer steps, with a boundary before each."""
+    engine, end = made.engine, made.engine.global_steps + count
+    while engine.global_steps < end:
+        batch = next(batches)
+        if replay is not None and engine.micro_steps % engine.gradient_accumulation_steps() == 0:
+            replay.note()
+        loss = engine(*batch)
+        engine.backward(loss * math.inf if engine.global_steps in overflows else loss)
+        engine.step()
+
+
+def settings(dtype: str, data: int, stage: int, optimizer: Any = None, **more: Any) -> dict[str, Any]:
+    """With a scheduler, clipping, dropout's streams and what `more` says."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 200, "warmup_num_steps": 9}}
+    given = {} if optimizer is None else {"optimizer": optimizer}
+    return jobs.config(dtype, (data, stage), scheduler=scheduler, **given, **more)
+
+
+def case(dtype: str, data: int, stage: int, offload: bool = False, **more: Any) -> Any:
+    """(what differs at the end, skipped steps, whether comparing says it is equal, and whether it finds a bit)."""
+
+    model = small_gpt(dropout=0.1, norm=dtype == "fp32")
+    if offload:
+        block = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        more = {**more, "zero_optimization": block, "zero_force_ds_cpu_optimizer": False}
+    with jobs.job(settings(dtype, data, stage, **more), model, model_parameters=three_groups(model)) as made:
+        if made.engine.idle:
+            next(iter(made.loader))
+        overflows = OVERFLOWS_AT if dtype == "fp16" else ()
+        batches = (batch for _ in range(50) for batch in made.loader)
+        steps(made, batches, 2)
+        replay = replaying.begin(made.engine)
+        steps(made, batches, STEPS, overflows, replay)
+        assert replay.is_sound and replay.mark.step == STEPS + 2
+        found = replaying.differences(made.engine, replay), int(made.engine.skipped_steps), replay.verify()
+        if made.engine.rank == data - 1:  # whose ward is rank 0, which has no padding
+            held = replay.replicas[0].buffers()
+            next(each for (kind, _), each in held.items() if kind == EXP_AVG).view(torch.uint8)[0] ^= 1
+        return (*found, replay.verify())
+    return None
+
+
+OFFLOAD: dict[str, Any] = {"offload": True}
+CASES = [
+    ("fp32", 3, 1, {}),
+    ("fp32", 2, 2, {"gradient_clipping": 0.0}),
+    ("fp16", 2, 3, {}),
+    pytest.param("fp16", 3, 2, {}, marks=FULL),
+    pytest.param("fp16", 2, 1, {}, marks=FULL),
+    pytest.param("bf16", 3, 1, {}, marks=FULL),
+    pytest.param("bf16", 2, 2, {}, marks=FULL),
+    pytest.param("bf16", 3, 3, {}, marks=FULL),
+    pytest.param("fp32", 4, 3, {}, marks=FULL),
+    pytest.param("bf16", 2, 2, OFFLOAD, marks=FULL),
+    pytest.param("fp16", 3, 1, OFFLOAD, marks=FULL),
+    pytest.param("fp32", 3, 2, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("dtype", "data", "stage", "more"), CASES)
+def test_replicas_are_bit_equal(pool: RankPool, dtype: str, data: int, stage: int, more: dict[str, Any]) -> None:
+    found = [one for one in pool.run(case, dtype=dtype, data=data, stage=stage, **more, seconds=100) if one is not None]
+    assert len(found) == data
+    for differences, skipped, is_equal, finds_none in found:
+        assert differences == []
+        assert skipped == (len(OVERFLOWS_AT) if dtype == "fp16" else 0)
+        assert is_equal and not finds_none
