@@ -10,7 +10,7 @@ them and what this process holds goes in, what is to be done comes out (`actions
 | learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
-| | all leave: the step at which all stand, or the next one of who has waited for the others | `stands/<step>/<m>`, `meet` |
+| | all leave: the step at which all stand, or the one after it if somebody has waited | `stands/<step>/<m>`, `meet` |
 | over | a later generation, since this one could not be restored | |
 
 Where nothing moves (somebody comes for whom there is no place, an idle member goes) all step over at the meeting. An
