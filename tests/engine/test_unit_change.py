@@ -274,6 +274,25 @@ class TestLeading:
         entered = [machine.advance(known, newest, [board]) for machine, known in both]
         assert all(isinstance(actions[-1], Enter) for actions in entered) and entered[0] == entered[1]
 
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_all_that_were_told_to_go_meet_where_they_stand(self, is_there: bool) -> None:
+        """Unless one of them has passed that boundary already: who has waited for it trains on, and so do all."""
+        board, newest = Board({}), world(leaving=("a/0", "b/0"))
+        leader, other = ChangeMachine(stay), ChangeMachine(stay)
+        first, second = replace(own(), has_waited=False), replace(own("b/0"), has_waited=False)
+        assert not any(isinstance(one, Decide) for one in steps(leader, first, newest, board))
+        if is_there:
+            found = [steps(other, second, newest, board), steps(leader, first, newest, board)]
+        else:
+            assert steps(leader, own(), newest, board) == [Decide("meet/8", 21)]
+            steps(other, second, newest, board)  # it comes to the boundary now, and does not stay alone
+            assert other.meets_at == 21
+            later = [replace(one, engines=(replace(one.engines[0], step=21),)) for one in (first, second)]
+            both = zip((leader, other), later, strict=True)
+            found = [steps(machine, known, newest, board) for machine, known in both]
+        assert board.values[0, "meet/8"] == (20 if is_there else 21)
+        assert all(isinstance(one[-1], Enter) for one in found)
+
     def test_a_board_that_was_cut_off_does_not_change_what_was_proposed(self) -> None:
         """The leader connects again, and finds its own proposal there."""
         machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0")

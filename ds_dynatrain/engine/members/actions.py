@@ -49,7 +49,7 @@ class Own:
 
     world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
     that trains can be used any more. is_leaving: it was told to go. engines: in the order in which they were made; the
-    first one speaks for all.
+    first one speaks for all. has_waited: whether training goes on if the others are not at this boundary, too.
     """
 
     member: str
@@ -58,6 +58,7 @@ class Own:
     is_aborted: bool
     engines: tuple[Held, ...]
     is_leaving: bool = False
+    has_waited: bool = True
 
     @property
     def is_idle(self) -> bool:

@@ -30,6 +30,10 @@ WAIT_SECONDS = 0.02
 """Between two looks of a member that waits for work, or for others."""
 
 
+MEET_SECONDS = 1.0
+"""So long a member whose job ends waits at a boundary for the others, who may be at it, too, before it trains on."""
+
+
 class Boundaries:
     """Of the engines of one process, in the order in which they were made."""
 
@@ -124,10 +128,15 @@ class Boundaries:
         begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
             self._save(self.first.fallback.at_boundary)
-            self._advance()
+            waits = self._all_leave and time.monotonic() - begin < MEET_SECONDS
+            self._advance(has_waited=not waits)
             self._form_anew_if_aborted()
             if self.first.buddies is not None and not self.first.idle:
                 self.first.buddies.at_boundary()
+            meets_at = self.executor.machine.meets_at
+            if waits and (meets_at is None or meets_at <= self.first.global_steps):
+                time.sleep(WAIT_SECONDS)
+                continue
             if self.first.idle or not self._is_paused:
                 return
             self.executor.say_once(
@@ -169,10 +178,10 @@ class Boundaries:
         except td.DistError:
             return False
 
-    def _advance(self) -> None:
+    def _advance(self, has_waited: bool = True) -> None:
         """What is due: of a change of members, or of a switch that the user asked for."""
         executor, machine = self.executor, self.executor.machine
-        executor.advance(self._place)
+        executor.advance(self._place, has_waited)
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
@@ -183,6 +192,12 @@ class Boundaries:
                 with engine.turn():
                     executor.on_board(engine.switcher.look_for_proposal)
                     executor.on_board(partial(engine.switcher.meet_idle, self._place))
+
+    @property
+    def _all_leave(self) -> bool:
+        """Whether all members were told to go, and those that train have not saved yet."""
+        newest = self.elastic.member.newest
+        return newest is not None and newest.change == "planned" and not newest.members
 
     @property
     def _is_paused(self) -> bool:

@@ -10,6 +10,7 @@ them and what this process holds goes in, what is to be done comes out (`actions
 | learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
+| | all leave: the step at which all stand, or the one after it if somebody has waited | `stands/<step>/<m>`, `meet` |
 | over | a later generation, since this one could not be restored | |
 
 Where nothing moves (somebody comes for whom there is no place, an idle member goes) all step over at the meeting. An
@@ -83,6 +84,8 @@ class ChangeMachine:
         self.registry = Registry()
         self.tries = 0
         self.restores = False
+        self.meets_at: int | None = None
+        """The step at which all meet, once it is named."""
         self._copies: WholeCopies | None = None
         self._survivors: dict[str, Survivor] = {}
         """What all said who may hold state, less the copies that were found damaged since."""
@@ -157,7 +160,7 @@ class ChangeMachine:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
-        self._copies, self._survivors, self._proofs = None, {}, 0
+        self._copies, self._survivors, self._proofs, self.meets_at = None, {}, 0, None
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -384,15 +387,32 @@ class ChangeMachine:
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
         meet = boards[0].read(f"meet/{first.generation}")
+        makes_steps = not own.is_aborted and own.world is not None and not own.world.paused
+        if meet is None and makes_steps and not world.members:
+            return self._meet_to_end(own, boards)
         if meet is None:
-            makes_steps = not own.is_aborted and own.world is not None and not own.world.paused
             is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
             return [Decide(f"meet/{first.generation}", step + int(makes_steps))] if is_next else []
+        self.meets_at = int(meet)
         if step < meet:
             return []
         if not all(proposal.moves_nothing for proposal in self.proposals):
             return [Transact()]
         return [self._record(), *self._enter(own, world)]
+
+    def _meet_to_end(self, own: Own, boards: Sequence[Board]) -> list[Action]:
+        """All were told to go, and time is short: where all happen to stand at one boundary they meet there.
+
+        Who has waited for the others names its next step, which nobody can be past; the first word counts.
+        """
+        first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
+        stands = f"stands/{step}"
+        if stands not in self._said:
+            self._said.add(stands)
+            return [Post(f"{stands}/{number}", True)]
+        if boards[0].all_posted(stands, first.source_members):
+            return [Decide(f"meet/{first.generation}", step)]
+        return [Decide(f"meet/{first.generation}", step + 1)] if own.has_waited else []
 
     def _all_are_prepared(self, boards: Sequence[Board]) -> bool:
         return all(
@@ -423,7 +443,7 @@ class ChangeMachine:
         return Decide(f"record/{self.proposals[0].generation}", {"commit": True, "reason": ""})
 
     def _failed(self, proposals: Proposals, reason: str) -> list[Action]:
-        self.proposals, self.stage = (), Stage.FOLLOW
+        self.proposals, self.stage, self.meets_at = (), Stage.FOLLOW, None
         self.tries += 1
         return [Spend(proposals, self.tries, reason)]
 

@@ -61,7 +61,7 @@ class Executor:
         self.machine = ChangeMachine(self._destinations)
         self._leave = leave
         self._boards: GenerationBoards | None = None
-        self._place = ""
+        self._place, self._has_waited = "", True
         self._said = ""
         self._own_error: BaseException | None = None
 
@@ -70,9 +70,9 @@ class Executor:
         """In the order in which they were made."""
         return open_engines()
 
-    def advance(self, place: str) -> None:
-        """Do what is to be done now, at a boundary of the first engine."""
-        self._place = place
+    def advance(self, place: str, has_waited: bool = True) -> None:
+        """Do what is to be done now, at a boundary of the first engine. has_waited: see `Own`."""
+        self._place, self._has_waited = place, has_waited
         self.elastic.member.built()
         while actions := self.on_board(self._decided):
             self.on_board(partial(self._carry_out, actions))
@@ -113,7 +113,8 @@ class Executor:
         elastic = self.elastic
         held = tuple(_held(engine) for engine in self.engines)
         is_leaving = elastic.member.is_leaving
-        return Own(elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
+        known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
+        return Own(*known, held, is_leaving, self._has_waited)
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
