@@ -36,7 +36,8 @@ def main() -> None:
         gpt_step(engine, batches)
         if events:
             step_ms = 1e3 * (time.perf_counter() - begin)
-            event = events.pop()
+            event = events[-1]  # before it there may be the one by which this member went idle
+            events.clear()
             notes.write({**walk[event.generation - 2], "event": json.loads(event.to_json()), "step_ms": step_ms})
             calm = 0
         calm += 1
