@@ -39,24 +39,56 @@ def settings(dtype: str, start: jobs.Sizes = (2, 1), late: bool = True, **more: 
     return {**made, "dynatrain": {**made["dynatrain"], "late": late}}
 
 
-def walk_case(dtype: str, late: bool) -> dict[str, Any]:
+ACCUMULATING = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
+OFFLOADED: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+    "zero_optimization": {"stage": 1, "sub_group_size": 700, "offload_optimizer": {"device": "cpu"}},
+}
+WITH_ZERO = tuple(sizes for sizes in CHANGES if sizes[1])
+"""BF16_Optimizer and the like are not there at stage 0."""
+FULL = pytest.mark.full
+KINDS = [
+    pytest.param("bf16", CHANGES, {}, id="bf16"),
+    pytest.param("fp32", CHANGES, ACCUMULATING, id="fp32 in micro-batches"),
+    pytest.param("fp32", CHANGES, {}, id="fp32", marks=FULL),
+    pytest.param("fp16", CHANGES, ACCUMULATING, id="fp16", marks=FULL),
+    pytest.param("bf16 in fp32", WITH_ZERO, ACCUMULATING, id="bf16 in fp32", marks=FULL),
+]
+
+
+def walk_case(dtype: str, changes: tuple[jobs.Sizes, ...], more: dict[str, Any], late: bool) -> dict[str, Any]:
     """Walk over the changes; what this rank saw."""
-    schedule = {APART * (number + 1): sizes for number, sizes in enumerate(CHANGES)}
-    record = jobs.Record()
-    with jobs.job(settings(dtype, late=late), small_gpt(dropout=0.1, norm=dtype == "fp32")) as made:
-        jobs.train(made, APART * (len(CHANGES) + 2), schedule, record)
+    schedule = {APART * (number + 1): sizes for number, sizes in enumerate(changes)}
+    record, model = jobs.Record(), small_gpt(dropout=0.1, norm=dtype == "fp32" and not more)
+    with jobs.job(settings(dtype, late=late, **more), model) as made:
+        jobs.train(made, APART * (len(changes) + 2), schedule, record)
         record.notes["calls"] = int(made.engine.module.calls)
+        record.notes["scale"] = made.engine._host.scaling_state()
     return {"losses": record.losses, "events": record.events, "notes": record.notes}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_changes_train_as_without_it(pool: RankPool, dtype: str) -> None:
-    plain = pool.run(walk_case, dtype=dtype, late=False, seconds=120)
-    found = pool.run(walk_case, dtype=dtype, late=True, seconds=120)
+@pytest.mark.parametrize(("dtype", "changes", "more"), KINDS)
+def test_changes_train_as_without_it(
+    pool: RankPool, dtype: str, changes: tuple[jobs.Sizes, ...], more: dict[str, Any]
+) -> None:
+    compare(pool, dtype, changes, more)
+
+
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=FULL)])
+def test_offloaded(pool: RankPool, dtype: str) -> None:
+    """Gradients that masters in host memory own are written to in the backward pass."""
+    compare(pool, dtype, CHANGES, OFFLOADED)
+
+
+def compare(pool: RankPool, dtype: str, changes: tuple[jobs.Sizes, ...], more: dict[str, Any]) -> None:
+    """The walk with late switches is the one without, bit by bit."""
+    same: dict[str, Any] = {"dtype": dtype, "changes": changes, "more": more, "seconds": 180}
+    plain, found = (pool.run(walk_case, late=late, **same) for late in (False, True))
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in plain]
     assert [rank["notes"] for rank in found] == [rank["notes"] for rank in plain]
     events, others = found[0]["events"], plain[0]["events"]
-    assert len(events) == len(CHANGES) == len(others)
+    assert len(events) == len(changes) == len(others)
     for event, other in zip(events, others, strict=True):
         assert event.certificate == other.certificate and event.step == other.step
         assert event.late_ms > 0 == other.late_ms, event.line()
