@@ -69,7 +69,9 @@ def _of(records: dict[int, Row]) -> Row:
     """One switch, over the members that train afterwards."""
     one = next(iter(records.values()))
     working = [record for member, record in records.items() if member in one["event"]["target"]["members"]]
-    row = {"name": one["name"], "late": one["late"], "step_ms": max(record["step_ms"] for record in working)}
+    trained = [record for member, record in records.items() if member in one["event"]["source"]["members"]]
+    both = [record for record in trained if record in working]  # who was idle has waited longer
+    row = {"name": one["name"], "late": one["late"], "step_ms": max(record["step_ms"] for record in both)}
     keys = ("pause_ms", "late_bytes", "late_ms", "late_wait_ms")
     return row | {key: max(record["event"][key] for record in working) for key in keys}
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynatrain.adapters.device import HOST
+from ds_dynatrain.adapters.device import HOST, is_accelerated
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
@@ -56,6 +56,8 @@ class Targets:
         engine = self.engine
         if not PROCESS.membership.switches_late:
             raise usage("late switches where members come and go").refused()
+        if is_accelerated():
+            raise usage("late switches on an accelerator").refused()
         if engine.is_lean:
             raise usage("late lean switches").refused()
         if PROCESS.is_shared:

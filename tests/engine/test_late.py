@@ -281,14 +281,15 @@ def test_a_script_that_ends_in_the_window_goes_back(pool: RankPool) -> None:
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
-def refused_case(config: dict[str, Any], with_loader: bool = True) -> str:
+def refused_case(config: dict[str, Any], with_loader: bool = True, accelerated: bool = False) -> str:
     """What a late switch is refused with."""
     config["dynatrain"]["late"] = True
     engine, *_ = ds_dynatrain.initialize(model=small_gpt(), config=config)
     try:
         if with_loader:
             engine.loader(Sequences(), num_workers=0)
-        return refusal_of(lambda: engine.switch(zero_stage=2)) if not engine.idle else ""
+        with patch("ds_dynatrain.engine.targets.is_accelerated", lambda: accelerated):
+            return refusal_of(lambda: engine.switch(zero_stage=2)) if not engine.idle else ""
     finally:
         engine.destroy()
 
@@ -300,6 +301,8 @@ def test_what_is_refused(pool: RankPool, tmp_path: Path) -> None:
     assert all("late lean switches" in each for each in said)
     said = pool.run(refused_case, config=jobs.config("fp32", (4, 1)), with_loader=False)
     assert all("late switches without a loader" in each for each in said)
+    said = pool.run(refused_case, config=jobs.config("fp32", (4, 1)), accelerated=True)
+    assert all("late switches on an accelerator" in each for each in said)
 
 
 def test_muon_is_refused(pool: RankPool) -> None:

@@ -1,11 +1,12 @@
 """A late switch on one member: what no forward pass reads moves during the first global batch of the new world.
 
-Two votes. The first one, in the pause, is about the kinds that move there (`Preparation.late_kinds` are the others). If
-it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps the source: buffers,
-groups, what undoes the swap. A thread of each moves the late kinds into buffers that lie under the new optimizer
-already, over a group of their own, and computes the digests of both sides: nobody writes to either before an optimizer
-step. The second vote comes before that step, and its certificate is about all kinds: then there is a record, and it is
-a switch as any other. If it is a no, the global batch is void: what was entered is undone, the last step first.
+Two votes. The first one, in the pause, says that all that a forward pass reads is there (`Preparation.late_kinds` are
+the other kinds). If it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps
+the source: buffers, groups, what undoes the swap. A thread of each moves the late kinds into buffers that lie under the
+new optimizer already, over a group of their own, and computes the digests of both sides, of weights too: nobody
+writes to either before an optimizer step. The second vote comes before that step, and its certificate is about all
+kinds: then there is a record, and it is a switch as any other. If it is a no, the global batch is void: what was
+entered is undone, the last step first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.worlds import World
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests, side_digests
-from ds_dynatrain.engine.preparation import ABANDON_SECONDS, Preparation
+from ds_dynatrain.engine.preparation import ABANDON_SECONDS, IN_BACKWARD, Preparation
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -100,10 +101,16 @@ class LateTransaction(Transaction):
             self._error = error
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
 
+    @property
+    def proved_at_once(self) -> tuple[str, ...]:
+        """What a backward pass writes to: after it there would be nothing to compare."""
+        return tuple(kind for kind in self.kinds if kind in IN_BACKWARD)
+
     def _digest_late(self) -> None:
-        """Add those of the late kinds to those of the pause."""
+        """Add those of all other kinds to those of the pause."""
         preparation, proposal = self.preparation, self.proposal
-        kinds, vps, share = preparation.late_kinds(self.kinds), preparation.vps, None
+        vps, share = preparation.vps, None
+        kinds = tuple(kind for kind in self.kinds if kind not in IN_BACKWARD)
         if self.source_rank is not None and self.source_digests is not None:
             side = proposal.source_layout, self.source_rank, self.source
             found, share = side_digests(vps, *side, kinds, preparation.kept)

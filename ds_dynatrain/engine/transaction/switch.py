@@ -199,10 +199,9 @@ class Transaction(Meeting):
         return self.carried.kinds
 
     @property
-    def at_once(self) -> tuple[str, ...]:
-        """Those of them that move in the pause."""
-        late = self.preparation.late_kinds(self.kinds)
-        return tuple(kind for kind in self.kinds if kind not in late)
+    def proved_at_once(self) -> tuple[str, ...]:
+        """Those of them whose digests are computed in the pause."""
+        return self.kinds
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
         """CertificateError unless this member has what rank 0 had before the moves."""
@@ -221,7 +220,7 @@ class Transaction(Meeting):
                 self.proposal.source_layout,
                 self.source_rank,
                 self.source,
-                self.at_once,
+                self.proved_at_once,
                 self.preparation.kept,
             )
 
@@ -374,11 +373,11 @@ class Transaction(Meeting):
         vps = self.preparation.vps.with_layout(layout, self.proposal.members)
         held, scalars = self.engine.host.state_buffers()
         check_census(self.engine.host, vps, rank, held, "after the moves")
-        kinds = tuple(kind for kind in self.at_once if kind in vps.present_kinds())
-        gone = [key for key in self.target if key[0] in kinds and key not in held]
+        present = vps.present_kinds()
+        gone = [key for key in self.target if key[0] in self.kinds and key[0] in present and key not in held]
         if gone:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
-        kept = self.preparation.kept
+        kept, kinds = self.preparation.kept, tuple(kind for kind in self.proved_at_once if kind in present)
         self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
