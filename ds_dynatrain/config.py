@@ -135,6 +135,9 @@ class DynatrainConfig(_Block):
     safety: Literal["rollback", "lean"] = "rollback"
     """"rollback" holds both sides of a switch until it is committed; "lean" goes through a checkpoint in
     `fallback.path`, and holds no more than the larger side."""
+    late: bool = False
+    """Whether a switch moves in its pause what a forward pass reads, and masters and moments during the first global
+    batch after it."""
     memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES)] = 1 << 30
     """What a member may hold in flight beyond its source and its destination, in bytes."""
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5

@@ -60,7 +60,7 @@ class Watch:
         high_water = memory.high_water()
         if not outcome.committed or outcome.stats is None:
             raise RuntimeError(f"a switch of the walk was rolled back: {outcome.reason}")
-        rounds, stats = transaction._plans()[1].plan.rounds, outcome.stats
+        rounds, stats = transaction.preparation.moves(transaction.kinds).plan.rounds, outcome.stats
         self.transaction = transaction
         self.last = {
             "phases_ms": dict(outcome.phases_ms),

@@ -59,7 +59,7 @@ def reusable(
         slices = {(kind, name) for name in names if name.place == "subgroup"}
         if not slices <= kept:  # slices of one tensor: all of them or none
             kept -= slices
-    return kept - _masters_apart(target, kept, live) if _is_one_memory(memory, target) else kept
+    return kept - _masters_apart(target, kept, live) if is_one_memory(memory, target) else kept
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
@@ -103,7 +103,7 @@ def provide(
     are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as DeepSpeed has them.
     """
     wanted = {key: size for key, size in local.sizes().items() if key[0] in memory}
-    one_memory = _is_one_memory(memory, local.layout)
+    one_memory = is_one_memory(memory, local.layout)
     buffers: Buffers = {}
     for kind, made_of in memory.items():
         if kind == MASTER and one_memory:
@@ -126,7 +126,7 @@ def provide(
     return buffers
 
 
-def _is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
+def is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
     """Whether weights are their own masters."""
     return memory[WEIGHT] == memory.get(MASTER) and layout.zero_stage in (0, 3)
 

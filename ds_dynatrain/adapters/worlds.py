@@ -215,13 +215,15 @@ def build_world(
     own: Mapping[str, tuple[int, ...]] = NOTHING,
     engine: int = 1,
     has_sequence: bool = False,
+    moves_apart: bool = False,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
     and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
     connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
-    them in the same order. engine, has_sequence: see `World`.
+    them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of their
+    own in any case, as training runs beside them.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
@@ -233,7 +235,7 @@ def build_world(
     if world.rank is not None:
         _fill(world, world.rank, make)
         _hold_own(world, own, make)
-    if set(union) == set(members):
+    if set(union) == set(members) and not moves_apart:
         world.transfer, world.transfer_members = world.default, tuple(members)
     else:
         world.hold("transfer", union, make("transfer", union, union.index(member)))

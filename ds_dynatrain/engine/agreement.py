@@ -36,7 +36,7 @@ class Proposal:
 
     generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
     after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
-    cannot be used any more.
+    cannot be used any more. late: whether what no forward pass reads moves during the next global batch.
     """
 
     generation: int
@@ -46,6 +46,7 @@ class Proposal:
     members: tuple[int, ...]
     at: int | None
     forms_anew: bool = False
+    late: bool = False
 
     @property
     def moves_nothing(self) -> bool:
@@ -84,6 +85,7 @@ class SwitchRequest:
     at: int | None
     step: int
     refusal: tuple[str, str] | None = None
+    late: bool = False
 
 
 def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
@@ -112,7 +114,8 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 def _words(request: SwitchRequest) -> str:
     when = "" if request.at is None else f" at step {request.at}"
-    return f"{Layout.from_dict(request.layout)}{when} (asked at step {request.step})"
+    late = ", late" if request.late else ""
+    return f"{Layout.from_dict(request.layout)}{when}{late} (asked at step {request.step})"
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_dynatrain.adapters.device import compute_device
@@ -25,6 +25,7 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.transaction.connecting import connect_ahead
+from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -53,11 +54,31 @@ def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
     return ["groups", "stages", *(part for part, is_used in used.items() if is_used)]
 
 
-class Attempts:
-    """Those of one engine, one at a time. listeners: the user's, called after each that was committed."""
+@dataclass(frozen=True)
+class _Entered:
+    """A late switch between its two votes. was: layout and members before it; begin: in seconds."""
 
-    def __init__(self, engine: EngineCore, saver: Saver) -> None:
+    transaction: LateTransaction
+    was: tuple[Layout, tuple[int, ...]]
+    begin: float
+
+
+class Attempts:
+    """Those of one engine, one at a time. listeners: the user's, called after each that was committed.
+
+    note_window, discard_window: remember where a global batch begins, and go back there.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        saver: Saver,
+        note_window: Callable[[], None],
+        discard_window: Callable[[], None],
+    ) -> None:
         self.engine, self._saver = engine, saver
+        self._note_window, self._discard_window = note_window, discard_window
+        self._entered: _Entered | None = None
         self.listeners: list[OnSwitch] = []
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
@@ -138,6 +159,9 @@ class Attempts:
         """Take part in the switch that was prepared."""
         begin, engine, preparation = time.perf_counter(), self.engine, self._prepared()
         was = engine.layout, engine.members
+        if preparation.proposal.late:
+            self._enter(_Entered(LateTransaction(engine, preparation, place), was, begin))
+            return
         with without_collection():
             if engine.is_lean:
                 outcome = LeanTransaction(engine, preparation, place, self._saver).run()
@@ -145,6 +169,52 @@ class Attempts:
                 outcome = Transaction(engine, preparation, place).run()
         self.note(preparation, outcome, was, begin)
         PROCESS.membership.ended(engine, preparation.proposal, outcome)
+
+    def _enter(self, entered: _Entered) -> None:
+        """The pause of a late switch; on a member that does not train in the new world all of it."""
+        transaction, self._entered = entered.transaction, entered
+        with without_collection():
+            goes_on = transaction.enter(self._discard_window)
+        if not goes_on:
+            self.settle()
+            return
+        self.engine.awaits_late = True
+        self._note_window()
+        self._compile_anew()
+        transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - entered.begin)
+
+    def settle(self) -> bool:
+        """Before an optimizer step: whether it may be. Not if late kinds did not come: then this batch is void."""
+        entered, self._entered = self._entered, None
+        if entered is None:
+            return True
+        begin, transaction = time.perf_counter(), entered.transaction
+        try:
+            outcome = transaction.settle()
+        finally:
+            self.engine.awaits_late = False
+        outcome.late_wait_ms = 1e3 * (time.perf_counter() - begin)
+        self.note(transaction.preparation, outcome, entered.was, entered.begin)
+        PROCESS.membership.ended(self.engine, transaction.proposal, outcome)
+        return outcome.committed
+
+    @property
+    def entered_at(self) -> str:
+        """The place at which a late switch, whose record is not written, was entered."""
+        return "" if self._entered is None else self._entered.transaction.place
+
+    def give_up_late(self, reason: str) -> None:
+        """Go back to the world before a late switch whose record is not written."""
+        if self._entered is not None:
+            self._entered.transaction.give_up(reason)
+            self.settle()
+
+    def _compile_anew(self) -> None:
+        """What was compiled went over the old optimizer; compiling again is measured with it, after the pause."""
+        compilations = self.engine.host.compilations
+        compilations.begin()
+        if compilations.count:
+            compilations.forget()
 
     def transaction(self, place: str, is_part: bool) -> Transaction:
         """One that the caller votes in, concludes and notes; not for lean switches. is_part: see `Transaction`."""
@@ -162,18 +232,20 @@ class Attempts:
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:
             (engine.settle_state if outcome.committed else engine.settle_fallback)()
-        event = event_of(engine, preparation, outcome, was, 1e3 * (time.perf_counter() - begin))
+        pause_ms = 1e3 * (time.perf_counter() - begin) if outcome.pause_ms is None else outcome.pause_ms
+        event = event_of(engine, preparation, outcome, was, pause_ms)
         engine.last_switch, self._first_step_is_due = event, True
-        engine.host.compilations.begin()
-        if outcome.is_rebuilt and engine.host.compilations.count:
-            engine.host.compilations.forget()  # after the pause was measured; compiling again is measured with it
+        if not outcome.is_rebuilt:
+            engine.host.compilations.begin()
+        elif outcome.pause_ms is None or not outcome.committed:  # else it was done at the end of the pause
+            self._compile_anew()
         self._answer(event)
         if engine.rank == 0:
             log_event(event)
             if self._writer is not None:
                 self._writer.write(event)
         if event.outcome == "committed":
-            if event.bytes_sent:
+            if event.bytes_sent and not preparation.proposal.late:
                 busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
                 self.bytes_per_second = busiest / (1e-3 * event.phases_ms["move"])
             for listener in self.listeners:

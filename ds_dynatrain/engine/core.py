@@ -97,6 +97,8 @@ class EngineCore:
     is_discarded: bool = False
     """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
+    awaits_late: bool = False
+    """Whether the state kinds of the optimizer are on their way into the present world: its record is not written."""
     is_stepping: bool = False
     """Whether an optimizer step was begun and not finished."""
     has_stood: bool = False
@@ -201,7 +203,7 @@ class EngineCore:
     @property
     def has_open_window(self) -> bool:
         """Whether it is in a global batch; what holds the whole state is between two of them."""
-        return self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
+        return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
 
     @property
     def is_in_epoch(self) -> bool:

@@ -51,6 +51,7 @@ def end_job(engine: EngineParts) -> bool:
         return False
     engine.is_open = False
     try:
+        engine.attempts.give_up_late("its script has ended")
         engine.saver.settle()
         PROCESS.membership.say_end(engine)
         engine.close_preparation()

@@ -143,19 +143,20 @@ class DynatrainEngine(OverridingEngine):
         tensor: int | None = None,
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
+        late: bool | None = None,
     ) -> PendingSwitch:
         """Ask for another layout; call it on every working member, with the same arguments and at the same step.
 
         layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
         (`engine.global_steps` for the very next boundary); without it at the first boundary at which all members are
-        prepared. Returns as soon as all working members have asked. SwitchRefused, on all members alike, says why not
-        and what would be possible; nothing
-        has changed then. Asking again for what is pending gives the same answer. A roll-back later on does not raise:
-        see `last_switch`.
+        prepared. late: masters and moments follow during the first global batch of the new world, and the switch is
+        over with that batch's optimizer step; `dynatrain.late` by default. Returns as soon as all working members have
+        asked. SwitchRefused, on all members alike, says why not and what would be possible; nothing has changed then.
+        Asking again for what is pending gives the same answer. A roll-back later on does not raise: see `last_switch`.
         """
         self._parts.window.refuse_switch()
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
-        return self._parts.switcher.ask(layout, at, sizes)
+        return self._parts.switcher.ask(layout, at, sizes, late)
 
     @in_turn
     def plan(

@@ -21,6 +21,7 @@ from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
 
@@ -140,12 +141,27 @@ class OverridingEngine(HostEngine):
             raise usage("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
+        if (by_hand or self.is_gradient_accumulation_boundary()) and not self._may_step():
+            return
         super().step(lr_kwargs)
         if by_hand:  # one call for all of the window's micro-batches
             self.micro_steps += -self.micro_steps % steps
         if self.micro_steps % steps == 0:
             self._end_window(samples)
         parts.finish_step()
+
+    def _may_step(self) -> bool:
+        """Whether late kinds are all there, or none are due; else the batch is void, and the old world deals it again.
+
+        Who did not work in that one waits here until it does.
+        """
+        parts, place = self._parts, self._parts.attempts.entered_at
+        if parts.attempts.settle():
+            return True
+        logger.warning("this global batch is void: it trains nothing, and the world before the switch deals it again")
+        if parts.idle:
+            parts.switcher.at_boundary(place)
+        return False
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""

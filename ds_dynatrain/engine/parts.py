@@ -40,7 +40,7 @@ class EngineParts(EngineCore):
 
     def __post_init__(self) -> None:
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
-        self.attempts = Attempts(self, self.saver)
+        self.attempts = Attempts(self, self.saver, self.window.note, self.discard_window)
         self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
         self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback)
         self.loaders = Loaders(self, self.switcher, self.window)

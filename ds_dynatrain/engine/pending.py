@@ -19,6 +19,7 @@ class PendingSwitch:
     generation: int
     at: int | None
     event: SwitchEvent | None = None
+    late: bool = False
 
     @property
     def done(self) -> bool:

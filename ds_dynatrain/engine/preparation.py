@@ -18,7 +18,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.device import is_accelerated, start_thread
-from ds_dynatrain.adapters.memory import provide, reusable, zeros
+from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus
@@ -29,7 +29,7 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
-from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import (
     GroupTransport,
     Neighbors,
@@ -48,6 +48,8 @@ BACKGROUND_POLL_SECONDS = 0.05
 """Nobody stands still meanwhile."""
 MOST_ERRORS = 4
 """Those of so many members are told to all."""
+IN_BACKWARD = frozenset({STALE_GRAD, HOST_GRAD})
+"""State kinds that a backward pass writes to."""
 
 
 def _nothing() -> None:
@@ -110,7 +112,7 @@ class Preparation:
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
-    mine: dict[tuple[str, ...], ReadyPlan] = field(default_factory=dict)
+    mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
     _thread: threading.Thread | None = None
@@ -152,15 +154,46 @@ class Preparation:
         if self.error is not None:
             raise self.error
 
-    def plan(self, kinds: tuple[str, ...]) -> tuple[SwitchPlan, ReadyPlan]:
-        """The plan for the state kinds that are there now (no moments before the first step),
-        and this member's part.
-        """
+    def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
+        """The plan for state kinds that are there now (no moments before the first step)."""
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
-            mine = self.plans[kinds].for_member(self.control.member)
-            self.mine[kinds] = ReadyPlan.of(mine, self.budget_bytes, on_host=not is_accelerated())
-        return self.plans[kinds], self.mine[kinds]
+        return self.plans[kinds]
+
+    def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
+        """This member's moves of the kinds that are there: of those for the pause, or of the late ones.
+
+        In the pause nothing is read that is late there: a weight is not cast from a master that comes after it.
+        """
+        if (kinds, is_late) not in self.mine:
+            late = self.late_kinds(kinds)
+            early = tuple(kind for kind in kinds if kind not in late)
+            mine = self.plan(kinds if is_late else early).for_member(self.control.member)
+            mine = mine.only(late) if is_late else mine
+            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, on_host=not is_accelerated())
+        return self.mine[kinds, is_late]
+
+    def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the kinds that nothing reads or writes before an optimizer step; none of a switch that is not late.
+
+        Masters are not among them where they are the weights' own memory.
+        """
+        if not self.proposal.late:
+            return ()
+        masters = {MASTER} if is_one_memory(self.memory, self.proposal.layout) else set()
+        return tuple(kind for kind in kinds if kind not in {WEIGHT, *IN_BACKWARD, *masters})
+
+    def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
+        """Of this member's present buffers those that serve in the next layout as they lie.
+
+        Of a late switch none that is written to before its record: the old world may have to go on with them.
+        """
+        vps, member, target = self.vps, self.control.member, self.target_rank
+        if target is None:
+            return set()
+        rank = vps.members.index(member) if member in vps.members else None
+        kept = reusable(vps, rank, self.proposal.layout, target, live, self.memory)
+        return {key for key in kept if key[0] not in IN_BACKWARD} if self.proposal.late else kept
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
         """Of the plan for these state kinds, whole: what rank 0 has posted, or else computed here."""
@@ -169,7 +202,7 @@ class Preparation:
             known = self.board.read(f"figures/{self.proposal.generation}")
         if known is not None and tuple(known["kinds"]) == kinds:
             return Figures(*known["figures"])
-        return Figures.of(self.plan(kinds)[0], self.budget_bytes)
+        return Figures.of(self.plan(kinds), self.budget_bytes)
 
     def lacks(self, old_world: World | None) -> bool:
         """Whether the next world needs communicators that the old one does not have; on this member."""
@@ -234,7 +267,9 @@ class Preparation:
 
     def _make_target(self) -> None:
         self._reserve()
-        self.plan(self.vps.present_kinds())
+        self.moves(self.vps.present_kinds())
+        if self.proposal.late:
+            self.moves(self.vps.present_kinds(), is_late=True)
         self._look_ahead()
         if self.target_rank is not None:
             self.made = self.make(self.proposal.layout, self.target_rank)
@@ -254,6 +289,7 @@ class Preparation:
             own,
             self.number,
             self.has_sequence,
+            moves_apart=self.proposal.late,
         )
 
     def _wait_for_all(self) -> None:
@@ -312,7 +348,7 @@ class Preparation:
         """What would be computed once, and in the pause: what the certificate asks, and on one member the event."""
         if self.control.member == self.proposal.source_members[0]:
             kinds = self.vps.present_kinds()
-            figures = Figures.of(self.plan(kinds)[0], self.budget_bytes)
+            figures = Figures.of(self.plan(kinds), self.budget_bytes)
             self.control.post(f"figures/{self.proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
         for layout in (self.proposal.source_layout, self.proposal.layout):
             mesh = self.vps.mesh(layout)
@@ -321,11 +357,9 @@ class Preparation:
     def _reserve(self) -> None:
         if self.target_rank is None:
             return
-        member, vps = self.control.member, self.vps
-        rank = vps.members.index(member) if member in vps.members else None
-        layout, memory = self.proposal.layout, self.memory
-        self.kept = reusable(vps, rank, layout, self.target_rank, self.live, memory)
-        self.buffers = provide(vps.local(layout, self.target_rank), memory, self.kept, self.live, self._touched)
+        self.kept = self.reusable(self.live)
+        local = self.vps.local(self.proposal.layout, self.target_rank)
+        self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
 
     def _touched(self, numel: int, memory: Memory) -> torch.Tensor:
         if memory.place != HERE:

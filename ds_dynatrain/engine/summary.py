@@ -18,7 +18,7 @@ def event_of(
 ) -> SwitchEvent:
     """The event as this member reports it: bytes are sums over all members, phases its own."""
     proposal = preparation.proposal
-    everyone = measured.over_all or {**measured.measured(), "kept": 0, "local": 0, "sent": 0}
+    everyone = measured.over_all or {**measured.measured(), "kept": 0, "local": 0, "sent": 0, "late_bytes": 0}
     kinds = measured.kinds
     figures = preparation.figures(kinds) if measured.stats is not None else None
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
@@ -37,6 +37,9 @@ def event_of(
         bytes_minimum=figures.bytes_sent if figures is not None else 0,
         phases_ms=measured.phases_ms,
         pause_ms=pause_ms,
+        late_bytes=everyone["late_bytes"],
+        late_ms=everyone["late_ms"],
+        late_wait_ms=measured.late_wait_ms,
         certificate_ms=everyone["certificate_ms"],
         peak_memory_bytes=everyone["peak_memory"],
         communicators_built=everyone["communicators_built"],

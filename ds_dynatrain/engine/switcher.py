@@ -39,14 +39,17 @@ class Switcher:
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def ask(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]) -> PendingSwitch:
+    def ask(
+        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool | None = None
+    ) -> PendingSwitch:
         """See `DynatrainEngine.switch`."""
+        late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
-        if self.engine.pending is not None and self._is_pending(layout, at, changes):
+        if self.engine.pending is not None and self._is_pending(layout, at, changes, late):
             return self.engine.pending
         PROCESS.membership.reopen(self.engine)
-        request, proposal = self._request(layout, at, changes)
+        request, proposal = self._request(layout, at, changes, late)
         try:
             agreed = agreement.agree(
                 self.engine.control, self.place_in_training(), request, self.engine.members, proposal
@@ -54,16 +57,17 @@ class Switcher:
         except (td.DistError, WorldChanged) as error:
             raise SwitchRefused(f"the board is gone: {error}", "ask again later") from error
         self._attempts.prepare(agreed)
-        self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at)
+        self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at, late=late)
         return self.engine.pending
 
-    def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]) -> bool:
+    def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
         """Whether the very same switch was asked for before (a loop turns several times per optimizer step)."""
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
             return False
-        return self.engine.pending is not None and (self.engine.pending.layout, self.engine.pending.at) == (target, at)
+        pending, wanted = self.engine.pending, (target, at, late)
+        return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
         """Key of a request: the same on all members that ask at the same place, another one at any other place."""
@@ -88,12 +92,16 @@ class Switcher:
         return SwitchEstimate(target, members, *figures, max(copies))
 
     def _request(
-        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any]
+        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool
     ) -> tuple[SwitchRequest, Proposal]:
         """This member's record, with its refusal if it has one, and the proposal that follows from it."""
         engine, refusal = self.engine, None
         try:
+            if engine.awaits_late:
+                raise SwitchRefused(self.in_the_way(), "ask again after the next engine.step()")
             target = self._targets.checked(layout, changes)
+            if late:
+                self._targets.check_late(target)
             if self.engine.pending is not None and not self.engine.pending.done:
                 raise SwitchRefused(f"a switch to {self.engine.pending.layout} is pending", "wait until it is done")
             if self.engine.preparation is not None:
@@ -106,8 +114,8 @@ class Switcher:
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
-        request = SwitchRequest(target.to_dict(), at, engine.global_steps, refusal)
-        return request, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at)
+        request = SwitchRequest(target.to_dict(), at, engine.global_steps, refusal, late)
+        return request, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at, late=late)
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
@@ -120,6 +128,8 @@ class Switcher:
     def in_the_way(self) -> str:
         """Why what wants the state to itself cannot be now, in words; nothing if it can."""
         pending = self.engine.pending
+        if self.engine.awaits_late:
+            return f"masters and moments of the switch to {self.engine.layout} are on their way until engine.step()"
         if pending is not None and not pending.done:
             return f"a switch to {pending.layout} is pending"
         return "an accumulation window is open" if self.engine.has_open_window else ""

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ds_dynatrain.adapters.device import HOST
+from ds_dynatrain.adapters.device import HOST, is_accelerated
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
+from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.core import EngineCore
@@ -18,7 +20,7 @@ from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
 from ds_dynatrain.space.overlapping import is_overlapping
-from ds_dynatrain.support import Target, refuse_layout
+from ds_dynatrain.support import Target, refuse_layout, usage
 
 
 class Targets:
@@ -48,6 +50,25 @@ class Targets:
         feasible.check_size(target, processes)
         feasible.check_batch(target, engine.batch_for(target), engine.host.module)
         self.check_features(target, processes)
+
+    def check_late(self, target: Layout) -> None:
+        """SwitchRefused if masters and moments cannot follow after the pause."""
+        engine = self.engine
+        if not PROCESS.membership.switches_late:
+            raise usage("late switches where members come and go").refused()
+        if is_accelerated():
+            raise usage("late switches on an accelerator").refused()
+        if engine.is_lean:
+            raise usage("late lean switches").refused()
+        if PROCESS.is_shared:
+            raise usage("late switches beside another engine").refused()
+        wide = [layout for layout in (engine.layout, target) if layout.world_size > layout.data]
+        if wide or is_pipeline(engine.host.module):
+            raise usage("late switches of other axes").refused(f"a late switch of {wide[0] if wide else 'a pipeline'}")
+        if optimizer_rule_of(engine.host.basic_optimizer).whole_tensors:
+            raise usage("late switches with Muon").refused()
+        if not engine.train_loaders:
+            raise usage("late switches without a loader").refused()
 
     def check_features(self, target: Layout, processes: int | None = None) -> None:
         """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,11 @@ class Moves:
     def select(self, rows: Ints | slice) -> Moves:
         """The moves at a slice or array of row numbers."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def only(self, kinds: Collection[str]) -> Moves:
+        """The moves of some kinds."""
+        is_one = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)
+        return self.select(np.flatnonzero(is_one[self.kind]))
 
     def cut(self, row: Ints, start: Ints, stop: Ints) -> Moves:
         """The parts [start[i], stop[i]) of the moves row[i], with the offsets of the parts."""

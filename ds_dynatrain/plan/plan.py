@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,12 @@ class MemberPlan:
     local: Moves
     derived: Moves
     rounds: tuple[Exchange, ...]
+
+    def only(self, kinds: Collection[str]) -> MemberPlan:
+        """The moves of some kinds: again a part of a plan, whose other parts are those of these kinds."""
+        exchanges = [Exchange(each.peer, each.sends.only(kinds), each.receives.only(kinds)) for each in self.rounds]
+        busy = tuple(each for each in exchanges if len(each.sends) or len(each.receives))
+        return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), busy)
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,6 +64,12 @@ class SwitchEvent:
     """How long training stood still, the certificate included."""
     certificate_ms: float = 0.0
     """The certificate's share of the pause."""
+    late_bytes: int = 0
+    """What of `bytes_sent` travelled after the pause, during the first global batch."""
+    late_ms: float = 0.0
+    """How long that took, the digests of what travelled included; training went on meanwhile."""
+    late_wait_ms: float = 0.0
+    """How long the first optimizer step then stood still: for bytes, the second vote and the record."""
     peak_memory_bytes: int = 0
     """The most that a member held between drain and release."""
     memory_bound_bytes: int = 0
@@ -120,11 +126,17 @@ class SwitchEvent:
         notes = "".join(f"; warning: {warning}" for warning in self.warnings)
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
-        return f"{head} in {took}, {self._bytes()}, {self._proof()}{self._connections()}{notes}"
+        return f"{head} in {took}, {self._bytes()}, {self._proof()}{self._late()}{self._connections()}{notes}"
 
     def _bytes(self) -> str:
         """Return what was sent, against the minimum."""
         return f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})"
+
+    def _late(self) -> str:
+        """Return what travelled after the pause; nothing of a switch that was over with it."""
+        if not self.late_ms:
+            return ""
+        return f", late: {megabytes(self.late_bytes)} MB in {self.late_ms:.0f} ms, waited {self.late_wait_ms:.0f} ms"
 
     def _connections(self) -> str:
         """Return what was connected for an accelerator; nothing on a CPU."""

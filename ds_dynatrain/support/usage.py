@@ -13,6 +13,7 @@ _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
 _USAGE = "tests/engine/test_usage.py"
 _BUDDIES = "tests/engine/test_buddies.py"
+_LATE = "tests/engine/test_late.py"
 
 
 def _start(name: str, why: str, instead: str, test: str) -> Row:
@@ -179,6 +180,53 @@ USAGE = (
         'under "safety": "lean" a checkpoint alone has the state for a while, and a death then is not handled yet',
         'use "rollback" there',
         "tests/elastic/test_lean.py::test_lean_switches_are_refused",
+    ),
+    _works(
+        "late switches",
+        "masters and moments move during the first global batch; see [switching](switching.md)",
+        f"{_LATE}::test_changes_train_as_without_it",
+    ),
+    _start(
+        "late switches where members come and go",
+        "a death between the pause and the record is not handled yet",
+        "leave dynatrain.late out there",
+        f"{_LATE}::test_refused_where_members_come_and_go",
+    ),
+    _switch(
+        "late switches on an accelerator",
+        "moves beside training were not tried on a device",
+        "leave dynatrain.late out there",
+        f"{_LATE}::test_what_is_refused",
+    ),
+    _switch(
+        "late lean switches",
+        'under "safety": "lean" the source is gone before anything of the target is there',
+        'use "rollback", or leave dynatrain.late out',
+        f"{_LATE}::test_what_is_refused",
+    ),
+    _switch(
+        "late switches beside another engine",
+        "the global batch that would become void is of one engine, and the other one's steps are not undone",
+        "leave dynatrain.late out, or switch with late=False",
+        f"{_LATE}::test_beside_another_engine",
+    ),
+    _switch(
+        "late switches of other axes",
+        "they were not tried with a pipe, expert, tensor or sequence axis",
+        "switch with late=False",
+        f"{_LATE}::test_other_axes_are_refused",
+    ),
+    _switch(
+        "late switches with Muon",
+        "its momentum is read and written in the backward pass",
+        "switch with late=False",
+        f"{_LATE}::test_muon_is_refused",
+    ),
+    _switch(
+        "late switches without a loader",
+        "a global batch that becomes void is dealt again, which a loop of your own cannot do",
+        "take engine.loader(dataset), or switch with late=False",
+        f"{_LATE}::test_what_is_refused",
     ),
     _works(
         "buddies",

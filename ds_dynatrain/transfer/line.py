@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +100,8 @@ class Line:
     def close(self) -> None:
         """End the connection."""
         self.outbox.clear()
+        with suppress(OSError):  # whoever waits for it in another thread wakes up
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:

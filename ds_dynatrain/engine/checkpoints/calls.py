@@ -56,6 +56,7 @@ class Checkpoints:
 
     def save_stock(self, save: Stock, folder: Any, tag: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's."""
+        self._refuse_late("save_checkpoint")
         if not self.engine.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
             if agreed is None:
@@ -72,6 +73,7 @@ class Checkpoints:
     ) -> Any:
         """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
         engine, known = self.engine, PROCESS.membership.loaded(self.engine.job.number)
+        self._refuse_late("load_checkpoint")
         if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
             return known
@@ -95,11 +97,17 @@ class Checkpoints:
         key = f"stock/{self._switcher.place_in_training()}"
         return stock.is_for_us(self.engine, key, folder, tag, arguments, named, trust_pickle)
 
+    def _refuse_late(self, call: str) -> None:
+        """CheckpointError, on all members alike, while the state is on its way from one layout to another."""
+        if self.engine.awaits_late:
+            raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
+
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
         """Folder and tag to take part with; None on a member that came late, where the others are elsewhere."""
         if self.engine.idle:
             raise CheckpointError("this member is idle and holds no shard: call it on the working members")
         self._window.refuse_checkpoint()
+        self._refuse_late(call)
         return PROCESS.sync_points.arrive(call, os.fspath(path), tag)
 
 

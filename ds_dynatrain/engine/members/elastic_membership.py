@@ -37,6 +37,7 @@ class ElasticMembership:
     """See `membership.Membership`. elastic: this process as a member."""
 
     takes_sigterm = saves_jointly = True
+    switches_late = False
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -70,6 +71,8 @@ class ElasticMembership:
         refuse_cut(model)
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
+        if settings.late:
+            raise usage("late switches where members come and go").error()
         if settings.buddies.are_on and settings.buddies.copies > 1:
             raise usage("several buddies for a member").error()
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 class FixedLaunch:
     """See `membership.Membership`."""
 
+    switches_late = True
     is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
 
     @property
@@ -136,7 +137,8 @@ class FixedLaunch:
                 switcher.pass_time(IDLE_POLL_SECONDS)
 
     def open_window(self, engine: EngineCore) -> None:
-        """It will not be dealt again."""
+        """What was void before it is over."""
+        engine.is_discarded = False
 
     def stays_discarded(self, engine: EngineCore) -> bool:
         """No batch is discarded."""
@@ -150,8 +152,8 @@ class FixedLaunch:
         return call()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """The output."""
-        return output
+        """The output; kept while the batch may become void."""
+        return parts_of(engine).window.remember(output) if engine.awaits_late else output
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,10 @@ class Membership(Protocol):
         """Whether SIGTERM asks this member to leave the job."""
 
     @property
+    def switches_late(self) -> bool:
+        """Whether masters and moments may follow after the pause of a switch."""
+
+    @property
     def saves_jointly(self) -> bool:
         """Whether all engines of the process save their fallback checkpoints when one does."""
 

@@ -22,7 +22,7 @@ from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
 
-SUMS = frozenset({"kept", "local", "sent"})
+SUMS = frozenset({"kept", "local", "sent", "late_bytes"})
 """What is added up over all members; of all else that is measured the event has the largest."""
 
 
@@ -30,7 +30,9 @@ SUMS = frozenset({"kept", "local", "sent"})
 class Outcome:
     """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
 
-    certificate_ms: digests and census of both sides, without waiting for others.
+    certificate_ms: digests and census of both sides, without waiting for others. stats, late_stats: of the moves in the
+    pause, and of those after it. late_ms: how long the latter took, digests included; late_wait_ms: how long the step
+    waited in the end. pause_ms: of a late switch.
     is_rebuilt: whether the optimizer was taken off, be it put back on. connections: to the next world's members.
     """
 
@@ -42,6 +44,10 @@ class Outcome:
     digest: str = ""
     kinds: tuple[str, ...] = ()
     stats: TransferStats | None = None
+    late_stats: TransferStats | None = None
+    late_ms: float = 0.0
+    late_wait_ms: float = 0.0
+    pause_ms: float | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
     certificate_ms: float = 0.0
     peak_memory: int = 0
@@ -52,11 +58,13 @@ class Outcome:
 
     def measured(self) -> dict[str, Any]:
         """This member's part of `over_all`."""
-        stats = self.stats
+        moved = [stats for stats in (self.stats, self.late_stats) if stats is not None]
         return {
-            "kept": stats.bytes_in_place if stats else 0,
-            "local": stats.bytes_local if stats else 0,
-            "sent": stats.bytes_sent if stats else 0,
+            "kept": sum(stats.bytes_in_place for stats in moved),
+            "local": sum(stats.bytes_local for stats in moved),
+            "sent": sum(stats.bytes_sent for stats in moved),
+            "late_bytes": self.late_stats.bytes_sent if self.late_stats else 0,
+            "late_ms": self.late_ms,
             "certificate_ms": self.certificate_ms,
             "peak_memory": self.peak_memory,
             "communicators_built": self.connections.built,

@@ -8,13 +8,14 @@ every member has acknowledged the record.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.memory import provide, release, reusable, zeros
+from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import World, drop, install
@@ -46,7 +47,7 @@ from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown
-from ds_dynatrain.plan import MemberPlan, SwitchPlan
+from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
 
 CARRY_TAG = 2
@@ -91,8 +92,12 @@ class Transaction(Meeting):
 
     def vote(self) -> Decision:
         """All that can fail, and what all members come to; whoever fails says no for all."""
+        return self._vote(self._carry_out)
+
+    def _vote(self, work: Callable[[], dict[str, Any]]) -> Decision:
+        """A vote on what `work` reports, judged by the certificate."""
         try:
-            decision = self.session.vote(self._carry_out, joined_sides, self._judge)
+            decision = self.session.vote(work, joined_sides, self._judge)
         except OutcomeUnknown as lost:  # others may have read a commit
             self.outcome.is_uncertain = True
             interrupt: BaseException | None = lost.__cause__ or lost
@@ -193,6 +198,11 @@ class Transaction(Meeting):
         """The state kinds that there are now."""
         return self.carried.kinds
 
+    @property
+    def proved_at_once(self) -> tuple[str, ...]:
+        """Those of them whose digests are computed in the pause."""
+        return self.kinds
+
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
         """CertificateError unless this member has what rank 0 had before the moves."""
         prints = fingerprints(mine)
@@ -210,7 +220,7 @@ class Transaction(Meeting):
                 self.proposal.source_layout,
                 self.source_rank,
                 self.source,
-                self.kinds,
+                self.proved_at_once,
                 self.preparation.kept,
             )
 
@@ -250,9 +260,7 @@ class Transaction(Meeting):
             if key not in self.source or self.source[key].data_ptr() != preparation.buffers[key].data_ptr()
         ]
         if stale:
-            preparation.kept = reusable(
-                vps, self.source_rank, layout, self.target_rank, self.source, preparation.memory
-            )
+            preparation.kept = preparation.reusable(self.source)
             local = vps.local(layout, self.target_rank)
             preparation.buffers = provide(local, preparation.memory, preparation.kept, self.source, zeros)
         absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
@@ -279,8 +287,8 @@ class Transaction(Meeting):
         put_back(self.engine, self.before)
 
     def _move(self) -> None:
-        plan, transport = self._plans()[1], self.preparation.transport()
-        self.outcome.stats = self._execute(plan, transport)
+        transport = self.preparation.transport()
+        self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport)
         self._send_rest(transport)
 
     def _execute(self, plan: MemberPlan | ReadyPlan, transport: Transport) -> TransferStats:
@@ -342,11 +350,15 @@ class Transaction(Meeting):
     def _verify(self) -> dict[str, Any]:
         """What this member says of both sides."""
         begin = time.perf_counter()
-        source, target = self.source_rank, self.target_rank
-        if target is not None:
-            self._check_target(target)
+        if self.target_rank is not None:
+            self._check_target(self.target_rank)
         self.outcome.certificate_ms = self.outcome.phases_ms["digest"] + 1e3 * (time.perf_counter() - begin)
         self._measure()
+        return self._report()
+
+    def _report(self) -> dict[str, Any]:
+        """This member's digests, as shares of the sums over all."""
+        source, target = self.source_rank, self.target_rank
         vps, layout, members = self.preparation.vps, self.proposal.layout, self.proposal.members
         report: dict[str, Any] = {"source": None, "target": None}
         if source is not None and self.source_digests is not None:
@@ -361,11 +373,11 @@ class Transaction(Meeting):
         vps = self.preparation.vps.with_layout(layout, self.proposal.members)
         held, scalars = self.engine.host.state_buffers()
         check_census(self.engine.host, vps, rank, held, "after the moves")
-        kinds = tuple(kind for kind in self.kinds if kind in vps.present_kinds())
-        gone = [key for key in self.target if key[0] in kinds and key not in held]
+        present = vps.present_kinds()
+        gone = [key for key in self.target if key[0] in self.kinds and key[0] in present and key not in held]
         if gone:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
-        kept = self.preparation.kept
+        kept, kinds = self.preparation.kept, tuple(kind for kind in self.proved_at_once if kind in present)
         self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
@@ -431,9 +443,6 @@ class Transaction(Meeting):
         self.preparation.abandon()
 
     # ---- small things --------------------------------------------------------------------------------------------
-
-    def _plans(self) -> tuple[SwitchPlan, ReadyPlan]:
-        return self.preparation.plan(self.kinds)
 
     @property
     def newcomers(self) -> list[int]:
