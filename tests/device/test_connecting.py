@@ -20,7 +20,7 @@ from tests.engine.pool import RankPool
 
 ASKED_AT, AGAIN_AT, STEPS = 2, 7, 12
 SECONDS = 4
-"""That members wait for each other; the one that hangs does so to the end of the case."""
+"""That members wait for each other where one of them hangs, which it does to the end of the case."""
 WHERE = 1
 """The member that cannot connect."""
 REASONS = {"raises": "member 1: RuntimeError: no way there", "hangs": "has not connected ranks"}
@@ -53,7 +53,7 @@ def cannot_connect(how: str) -> Iterator[None]:
 
 def wait_until_prepared(engine: Any) -> None:
     """So that there is a boundary left before that of the switch, however slow the machine is."""
-    preparation, end = engine._parts.preparation, time.monotonic() + SECONDS
+    preparation, end = engine._parts.preparation, time.monotonic() + engine._parts.settings.timeout_seconds
     while not agreement.all_prepared(preparation.board, preparation.proposal) and time.monotonic() < end:
         time.sleep(0.01)
 
@@ -64,7 +64,7 @@ def case(start: jobs.Sizes, target: jobs.Sizes, ahead: int, fault: str = "") -> 
     Losses, events, and at which steps this member has connected to others ahead.
     """
     config, record, ahead_at = jobs.config("fp32", start), jobs.Record(), []
-    config["dynatrain"] |= {"timeout_seconds": SECONDS} if fault else {}
+    config["dynatrain"] |= {"timeout_seconds": SECONDS} if fault == "hangs" else {}
     events, own = dict[int, Any](), Attempts.connect_ahead
 
     def connect_ahead(self: Attempts) -> None:
@@ -137,4 +137,4 @@ def test_one_that_cannot_connect_undoes_the_switch(lab_pool: RankPool, fault: st
         event = each["events"][AGAIN_AT]
         assert event.outcome == "rolled_back" and REASONS[fault] in event.reason, event.reason
         assert event.step == ASKED_AT + 1, "where they were to connect"
-    assert all(each["last"].outcome == "committed" for each in found)
+    assert [each["last"].outcome for each in found] == ["committed"] * 4, [each["last"].reason for each in found]

@@ -59,7 +59,7 @@ def test_of_an_object(pool: RankPool, stage: int) -> None:
 @pytest.mark.parametrize("call", [DynatrainEngine.switch, DynatrainEngine.plan])
 def test_axes_are_spelled_out(call: Any) -> None:
     """Whatever a layout has can be changed by its name; another name is Python's own error."""
-    given = set(signature(call).parameters) - {"self", "layout", "at"}
+    given = set(signature(call).parameters) - {"self", "layout", "at", "late"}
     assert given == {each.name for each in fields(Layout)}
     with pytest.raises(TypeError, match="dta"):
         signature(call).bind(None, dta=4)
