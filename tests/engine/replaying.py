@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.replaying import watched_step
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.buddies.kept import Room
@@ -30,7 +29,7 @@ def begin(engine: Any) -> Replay:
     buddy = parts.members[(parts.rank - 1) % size]
     replay = Replay(parts, own(engine).mark, buddy, [replica], transport, td.group.WORLD, GroupStatus())
     parts.buddies = SimpleNamespace(
-        watched_step=lambda: watched_step(parts.host.optimizer, replay),
+        watched_step=replay.watched_step,
         finish_step=replay.finish,
         settle=lambda: None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,3 +96,27 @@ def test_replicas_are_bit_equal(pool: RankPool, dtype: str, data: int, stage: in
         assert differences == []
         assert skipped == (len(OVERFLOWS_AT) if dtype == "fp16" else 0)
         assert is_equal and not finds_none
+
+
+def failing_case() -> list[bool] | None:
+    """An update that raises: whether what is deferred from the decision on was so in it, and is so after it."""
+    with jobs.job(settings("fp32", 2, 1), small_gpt()) as made:
+        if made.engine.idle:
+            next(iter(made.loader))
+            return None
+        batches = (batch for _ in range(50) for batch in made.loader)
+        steps(made, batches, 1)
+        replay, basic, seen = replaying.begin(made.engine), made.engine.basic_optimizer, list[bool]()
+
+        def fail(*_: Any) -> None:
+            seen.append(replay._status.is_deferred)
+            raise ValueError("no such update")
+
+        with patch.object(basic, "step", fail), pytest.raises(ValueError, match="no such update"):
+            steps(made, batches, 1, replay=replay)
+        return [*seen, replay._status.is_deferred, bool(replay.copies())]
+
+
+def test_a_step_that_raises_hides_no_failure(pool: RankPool) -> None:
+    """Nor is what it leaves taken for the state after it."""
+    assert pool.run(failing_case)[:2] == [[True, False, False]] * 2

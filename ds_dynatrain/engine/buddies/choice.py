@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.replaying import watched_step, why_not
+from ds_dynatrain.adapters.replaying import why_not
 from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.buddies.replay import Replay
 from ds_dynatrain.engine.buddies.replica import Replica
@@ -71,10 +71,10 @@ class Choice:
 
     def watched_step(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""
-        engine, replay = self._engine, self.replay
-        if replay is None or replay.mark.registered != len(engine.registered):
+        replay = self.replay
+        if replay is None or replay.mark.registered != len(self._engine.registered):
             return nullcontext()
-        return watched_step(engine.host.optimizer, replay)
+        return replay.watched_step()
 
     def begin(self, buddies: Sequence[int]) -> None:
         """From the copies of this moment, which all have whole. buddies: of each rank."""

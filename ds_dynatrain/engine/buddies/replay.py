@@ -20,7 +20,8 @@ of the copies that are given are made of what is there then.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.replaying import Unscale, masters_of, reduced_gradients
+from ds_dynatrain.adapters.replaying import Unscale, masters_of, reduced_gradients, watched_step
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
 from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, described, digests_of
@@ -93,6 +94,16 @@ class Replay:
         self.note()
 
     # ---- a step ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watched_step(self) -> Iterator[None]:
+        """Around the optimizer's step. If it raises, collectives fail from there on when they do."""
+        try:
+            with watched_step(self._engine.host.optimizer, self):
+                yield
+        except BaseException:
+            self._is_past = self._status.is_deferred = False
+            raise
 
     def reduced(self) -> None:
         """The own gradients go to the buddy, those of the wards come; WorldChanged if somebody is gone."""
