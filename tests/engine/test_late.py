@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -217,11 +218,13 @@ def window_case(folder: str) -> dict[str, Any]:
             "save": lambda: engine.save(folder),
             "load": lambda: engine.load(folder),
             "save_checkpoint": lambda: engine.save_checkpoint(folder),
+            "load_checkpoint": lambda: engine.load_checkpoint(folder),
             "update_param_groups": engine.update_param_groups,
         }
         for batch in made.loader:
             if engine._parts.awaits_late and not said.get("errors"):
                 said["errors"] = {name: refusal_of(call) for name, call in calls.items()}
+                said["evaluated"] = evaluated(engine, batch)
             loss = engine(*batch)
             engine.backward(loss)
             said["loss"].append(loss.item())
@@ -237,6 +240,15 @@ def window_case(folder: str) -> dict[str, Any]:
     return said
 
 
+def evaluated(engine: Any, batch: Any) -> bool:
+    """Whether the module gives one finite loss again and again without training, and goes on training."""
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(*batch).item() for _ in range(2)]
+    engine.train()
+    return losses[0] == losses[1] and math.isfinite(losses[0])
+
+
 def refusal_of(call: Callable[[], object]) -> str:
     """What it raises, in words."""
     try:
@@ -249,11 +261,19 @@ def refusal_of(call: Callable[[], object]) -> str:
 def test_what_has_to_wait_is_refused_by_name(pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(window_case, folder=str(tmp_path))
     for rank in found[:3]:
-        assert list(rank["errors"]) == ["switch", "save", "load", "save_checkpoint", "update_param_groups"]
+        assert list(rank["errors"]) == [
+            "switch",
+            "save",
+            "load",
+            "save_checkpoint",
+            "load_checkpoint",
+            "update_param_groups",
+        ]
         for name, error in rank["errors"].items():
             kind = "SwitchRefused" if name in ("switch", "update_param_groups") else "CheckpointError"
             assert error.startswith(kind) and "masters and moments" in error, (name, error)
         event = rank["event"]
+        assert rank["evaluated"]
         assert event.outcome == "committed" and event.late_ms > 1000 and event.late_bytes > 0
     event = found[0]["event"]
     assert event.late_wait_ms > event.late_ms / 4 and f"late: {megabytes(event.late_bytes)} MB" in event.line()
