@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import keep, machine, table
+from figures import conclude, machine, table
 from history import mistakes, sums_of_samples
 from nodes import SCRIPT, TIMES, Job, Row
 from storm import SECONDS, Storm
@@ -158,13 +157,7 @@ def main() -> None:
     text = f"Measured on: {machine()}, {args.busy} processes beside it that do nothing else than to keep it busy. "
     text += f"Seed {args.seed}, {args.workers} workers a node, each with two loader processes. "
     text += report(storm, rows, time.monotonic() - begin, faults)
-    print(text)
-    if faults:
-        print(f"\nAll logs are in {folder}")
-        sys.exit(1)
-    shutil.rmtree(folder)
-    if args.write is not None:
-        keep(args.write, "chaos", text)
+    conclude("chaos", text, folder, faults, args.write)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +35,17 @@ def keep(file: Path, name: str, text: str) -> None:
     after = rest.partition(end)[2]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
+
+
+def conclude(name: str, text: str, folder: Path, faults: Sequence[str], file: Path | None) -> None:
+    """Print the text and keep it in `file`, if there is one; with faults the logs stay in `folder`, and SystemExit."""
+    print(text)
+    if faults:
+        print(f"\nAll logs are in {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
+    if file is not None:
+        keep(file, name, text)
 
 
 def _processor() -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from figures import keep, machine, table
+from figures import conclude, machine, table
 from history import mistakes
 from nodes import Job, training
 
@@ -203,13 +202,7 @@ def main() -> None:
     lost = [(cause, found.lost[cause]) for cause in CAUSES if found.lost[cause]]
     rows = [("with a node there", found.seconds), ("steps that count: ETTR", found.usual), *lost]
     text += table(head, [(name, f"{value:.1f}", f"{value / found.seconds:.3f}") for name, value in rows])
-    print(text)
-    if faults:
-        print(f"\nAll logs are in {folder}")
-        sys.exit(1)
-    shutil.rmtree(folder)
-    if args.write is not None:
-        keep(args.write, "goodput", text)
+    conclude("goodput", text, folder, faults, args.write)
 
 
 if __name__ == "__main__":
