@@ -1,52 +1,77 @@
-"""How much of the time of spot machines becomes training: a public trace of nodes that come and go, played to one job.
+"""How much of the time of spot machines becomes training: nodes come and go, and one job has to make the best of it.
 
 python tools/goodput.py spot_us_east_2b.csv                         # `seconds,nodes` by line; ten minutes of it
-python tools/goodput.py spot_us_east_2b.csv --seconds 5 --minutes 60 --stage 2
+python tools/goodput.py spot_us_east_2b.csv --stages 1 2 3 --stock-stages 1 --seconds 20 --minutes 6
+python tools/goodput.py --mtbf 30                                   # no trace: a death without notice each 30 s
 python tools/goodput.py spot_us_east_2b.csv --write docs/figures.md
 
-The numbers of nodes are scaled to at most `--most` (rounded; what makes no difference then is left out); a change
-comes `--seconds` after the one before. A node that falls gets SIGTERM, every k-th fall (`--silent-falls`) SIGKILL. The
-job keeps copies with buddies, and a fallback checkpoint that is saved when all have to go. At the end no sample may be
-missing or repeated. ETTR is the time that the steps which count would take without any change (the median of those of
-the same world size), as a share of the time in which there was a node. What is missing is told by cause: from the last
-step that counts of one world to the first one of the next.
+The numbers of nodes in a trace are scaled to at most `--most` (rounded; what makes no difference then is left out); a
+change comes `--seconds` after the one before. A node that falls gets SIGTERM, every k-th fall (`--silent-falls`)
+SIGKILL. With `--mtbf` all `--most` nodes are there until one is killed, after a time that is distributed exponentially;
+another comes 5 s later. Our job keeps copies with buddies, and a fallback checkpoint that is saved when all have to go.
+At its end no sample may be missing or repeated.
+
+Stock torchrun (`--stock-stages`) trains the same model (`tests/elastic/stock_training.py`) with DeepSpeed's own
+checkpoints, saved as often as our fallback is, and converted to their universal format where the number of ranks has
+changed. Its rendezvous has the settings that make it fastest, and a store that outlives all nodes.
+
+ETTR is the time that the steps which count would take without any change (the median of those of the same world size),
+as a share of the time in which there was a node; with `--mtbf`, from the first step on. What is missing is told by
+cause: from the last step that counts of one world to the first one of the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench_membership import BEST, BEST_VARIABLES, RESTARTS
 from figures import conclude, machine, table
 from history import mistakes
-from nodes import Job, training
+from nodes import SCRIPT, Job, training
 
 STEP_SECONDS = 0.3
+AWAY_SECONDS = 5.0
+"""With `--mtbf`: from a death to the start of another node."""
 OTHER = "steps slower than their median"
 CAUSES = ("start from nothing", "death", "leave", "join", OTHER)
 
+Trace = Iterator[tuple[int, float]]
+"""Numbers of nodes, and for how many seconds there are so many."""
 
-def changes(file: Path, most: int) -> list[int]:
-    """The numbers of nodes, one after the other, scaled to at most `most`; ValueError for what is no trace."""
-    found: list[int] = []
+
+def changes(file: Path, most: int, seconds: float) -> Trace:
+    """The numbers of nodes of a file, one after the other, scaled to at most `most`."""
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith(("#", "seconds"))]
-    counts = [int(line.split(",")[1]) for line in lines]
+    counts, last = [int(line.split(",")[1]) for line in lines], 0
     for count in counts:
         size = round(count * most / max(counts))
-        if not found or found[-1] != size:
-            found.append(size)
-    return found if found[0] else found[1:]
+        if size != last:
+            yield size, seconds
+        last = size
+
+
+def deaths(most: int, mtbf: float, chance: random.Random) -> Trace:
+    """All nodes but one that has just died, for ever."""
+    while True:
+        yield most, chance.expovariate(1 / mtbf)
+        yield most - 1, AWAY_SECONDS
 
 
 @dataclass
@@ -73,27 +98,51 @@ class Played:
 
 
 class Player:
-    """One job, to which the trace happens."""
+    """One job, to which a trace happens."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        kept = {"path": str(folder / "kept"), "every_seconds": args.every}
-        block = {"buddies": {"mode": "copy"}, "fallback": kept, "resume": {"path": str(folder / "kept")}}
-        self.job = training(folder, args.stage, block, f"1:{args.most}", STEP_SECONDS)
+    def __init__(self, folder: Path, stage: int, args: argparse.Namespace) -> None:
+        self.job = self.new_job(folder, stage, args)
         self.args, self.chance, self.played = args, random.Random(args.seed), Played()
+        self.silent_falls = args.silent_falls if args.mtbf is None else 1
         self.agents: list[str] = []
         self.falls = 0
         self.faults: list[str] = []
 
-    def run(self, sizes: list[int]) -> None:
-        """Play it, for as long as there is time; then let the scripts end."""
+    def new_job(self, folder: Path, stage: int, args: argparse.Namespace) -> Job:
+        """With buddies and a fallback checkpoint."""
+        kept = {"path": str(folder / "kept"), "every_seconds": args.every}
+        block = {"buddies": {"mode": "copy"}, "fallback": kept, "resume": {"path": str(folder / "kept")}}
+        return training(folder, stage, block, f"1:{args.most}", STEP_SECONDS)
+
+    def begin(self) -> None:
+        """What has to be there before the first node."""
         self.job.coordinator("coordinator")
+
+    def node(self, name: str) -> None:
+        """Start one."""
+        self.job.node(name, is_host=0)
+
+    def ended(self, name: str) -> None:
+        """An agent has ended by itself: that is not to be."""
+        raise RuntimeError(f"agent {name} has ended by itself: {self.job.folder / name}.log")
+
+    def judge(self) -> None:
+        """After the end: exit codes, and all that the scripts wrote."""
+        for name in (*self.agents, "coordinator"):
+            if code := self.job.processes[name].wait(self.args.rest):
+                self.faults.append(f"{name} ended with code {code}")
+        self.faults += mistakes(self.job.rows(), None)[:20]
+
+    def run(self, trace: Trace) -> None:
+        """Play it, for as long as there is time; then let the scripts end."""
+        self.begin()
         until = time.monotonic() + 60 * self.args.minutes
-        for size in sizes:
+        for size, seconds in trace:
             if time.monotonic() > until:
                 break
             self._go_to(size)
-            end = time.monotonic() + self.args.seconds
-            while time.monotonic() < end:
+            end = time.monotonic() + seconds
+            while time.monotonic() < min(end, until):
                 self._look()
                 time.sleep(0.1)
         if not self.agents:
@@ -102,28 +151,60 @@ class Player:
         self.job.wait(lambda: len(self.job.rows("step")) > made + 3 * self.args.most, "more steps", self.args.rest)
         self.played.note(len(self.agents), "end")
         self.job.end()
-        for name in (*self.agents, "coordinator"):
-            if code := self.job.processes[name].wait(self.args.rest):
-                self.faults.append(f"{name} ended with code {code}")
+        self.judge()
 
     def _go_to(self, size: int) -> None:
         if size > len(self.agents):
             self.played.note(size, "join")
         while len(self.agents) < size:
-            name = f"n{len(self.job.processes)}"
-            self.job.node(name, is_host=0)
-            self.agents.append(name)
+            self._start()
         while len(self.agents) > size:
             self.falls += 1
-            is_silent = self.args.silent_falls > 0 and self.falls % self.args.silent_falls == 0
+            is_silent = self.silent_falls > 0 and self.falls % self.silent_falls == 0
             name = self.agents.pop(self.chance.randrange(len(self.agents)))
             self.played.note(len(self.agents), "death" if is_silent else "leave")
             self.job.kill(name, signal.SIGKILL if is_silent else signal.SIGTERM)
 
+    def _start(self) -> None:
+        name = f"n{len(self.job.processes)}"
+        self.node(name)
+        self.agents.append(name)
+
     def _look(self) -> None:
-        for name in self.agents:
+        for name in [*self.agents]:
             if self.job.processes[name].poll() is not None:
-                raise RuntimeError(f"agent {name} has ended by itself: {self.job.folder / name}.log")
+                self.ended(name)
+
+
+class StockPlayer(Player):
+    """The same for stock torchrun; of an agent that ends by itself another is started in the place."""
+
+    def new_job(self, folder: Path, stage: int, args: argparse.Namespace) -> Job:
+        """DeepSpeed's own checkpoints, as often."""
+        wanted = {"stage": stage, "every": args.every, "step_seconds": STEP_SECONDS}
+        variables = {**BEST_VARIABLES, "WANTED": json.dumps(wanted), "DS_ACCELERATOR": "cpu"}
+        script = SCRIPT.with_name("stock_training.py")
+        job = Job(folder, f"1:{args.most}", backend="c10d", variables=variables, script=script)
+        job.times = {}
+        return job
+
+    def begin(self) -> None:
+        """The store, which no node has to host."""
+        self._store = TCPStore(self.job.address.host, self.job.address.port, is_master=True, wait_for_workers=False)
+
+    def node(self, name: str) -> None:
+        """Start one."""
+        conf: dict[str, Any] = {**BEST, "is_host": 0}
+        self.job.node(name, RESTARTS, **conf)
+
+    def ended(self, name: str) -> None:
+        """It is told, and the job goes on."""
+        self.agents.remove(name)
+        self.played.counts["agent that ended by itself"] += 1
+        self._start()
+
+    def judge(self) -> None:
+        """Nothing: who is alone when the others are through ends with an error."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +218,8 @@ class Judged:
     lost: dict[str, float]
 
 
-def judged(job: Job, played: Played) -> Judged:
-    """From what the scripts wrote."""
+def judged(job: Job, played: Played, counts_start: bool) -> Judged:
+    """From what the scripts wrote. counts_start: whether what comes before the first step counts."""
     rows = job.rows("step")
     newest = {step: 0 for step in {row["step"] for row in rows}}
     for row in rows:
@@ -147,14 +228,17 @@ def judged(job: Job, played: Played) -> Judged:
     for step in sorted(newest):
         mine = [row for row in rows if (row["step"], row["generation"]) == (step, newest[step])]
         made[step] = max(row["time"] for row in mine), newest[step], mine[0]["size"]
-    ends, begin = list(made.values()), played.times[0][0]
+    ends = list(made.values())
+    begin = played.times[0][0] if counts_start else ends[0][0]
     by_size: defaultdict[int, list[float]] = defaultdict(list)
     for (before, generation, _), (after, later, size) in itertools.pairwise(ends):
         if generation == later:
             by_size[size].append(after - before)
     usual = {size: median(each) for size, each in by_size.items()}
     lost = dict.fromkeys(CAUSES, 0.0)
-    for (before, generation, size), (after, later, now) in itertools.pairwise([(begin, 0, 0), *ends]):
+    for (before, generation, size), (after, later, now) in itertools.pairwise(
+        [(begin, 0, 0), *ends] if counts_start else ends
+    ):
         empty = played.empty_seconds(before, after)
         if generation == later:
             cause = OTHER
@@ -164,45 +248,84 @@ def judged(job: Job, played: Played) -> Judged:
             cause = "join" if now > size else played.last_fall(after)
         lost[cause] += after - before - empty - usual.get(now, 0.0)
     seconds = ends[-1][0] - begin - played.empty_seconds(begin, ends[-1][0])
-    all_made = [(row["pid"], row["step"]) for row in rows]
-    again = len(all_made) - len(set(all_made))
-    return Judged(len(made), again, seconds, sum(usual.get(size, 0.0) for _, _, size in ends), lost)
+    again = len({(row["step"], row["generation"]) for row in rows}) - len(made)
+    counted = ends if counts_start else ends[1:]
+    return Judged(len(made), again, seconds, sum(usual.get(size, 0.0) for _, _, size in counted), lost)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job, and what came of it."""
+
+    name: str
+    found: Judged
+    counts: Counter[str]
+    faults: list[str]
+
+
+def run(name: str, folder: Path, stage: int, args: argparse.Namespace) -> Run:
+    """Play the trace to one job."""
+    folder.mkdir()
+    player = (StockPlayer if name.startswith("stock") else Player)(folder, stage, args)
+    trace = (
+        changes(args.trace, args.most, args.seconds)
+        if args.mtbf is None
+        else deaths(args.most, args.mtbf, random.Random(args.seed))
+    )
+    try:
+        player.run(trace)
+    except (TimeoutError, RuntimeError) as error:
+        player.faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    finally:
+        player.job.clean_up()
+    found = judged(player.job, player.played, counts_start=args.mtbf is None)
+    return Run(name, found, player.played.counts, player.faults)
+
+
+def told(runs: list[Run], args: argparse.Namespace) -> str:
+    """The text and the table."""
+    what = f"a death each {args.mtbf:g} s" if args.mtbf else f"{args.trace.name}, {args.seconds:g} s a change"
+    text = f"Measured on: {machine()}. {what}, 0 to {args.most} nodes, {args.minutes:g} minutes each.\n\n"
+    rows: list[list[object]] = [
+        ["changes", *(", ".join(f"{count} × {cause}" for cause, count in each.counts.items()) for each in runs)],
+        ["steps that count", *(each.found.steps for each in runs)],
+        ["steps that were made again", *(each.found.again for each in runs)],
+        ["seconds with a node there", *(f"{each.found.seconds:.1f}" for each in runs)],
+        ["of them steps that count: ETTR", *(f"{each.found.usual / each.found.seconds:.3f}" for each in runs)],
+        ["seconds lost", *(f"{each.found.seconds - each.found.usual:.1f}" for each in runs)],
+    ]
+    for cause in CAUSES:
+        if any(each.found.lost[cause] for each in runs):
+            rows.append([f"lost: {cause}", *(f"{each.found.lost[cause]:.1f}" for each in runs)])
+    rows.append(["faults", *("; ".join(each.faults) or "none" for each in runs)])
+    return text + table(["", *(each.name for each in runs)], rows)
 
 
 def main() -> None:
     """Play it and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="a file with lines `seconds,nodes`")
+    parser.add_argument("trace", type=Path, nargs="?", help="a file with lines `seconds,nodes`")
+    parser.add_argument("--mtbf", type=float, help="seconds between deaths, instead of a trace")
     parser.add_argument("--most", type=int, default=4, help="nodes at most (default 4)")
     parser.add_argument("--seconds", type=float, default=20.0, help="from one change to the next (default 20)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of the trace (default 10)")
-    parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the trace, for each job (default 10)")
+    parser.add_argument("--stages", type=int, nargs="*", default=[1], help="of ZeRO, a job for each (default 1)")
+    parser.add_argument("--stock-stages", type=int, nargs="*", default=[], help="the same with stock torchrun")
     parser.add_argument("--seed", type=int, default=0, help="for who falls")
     parser.add_argument("--silent-falls", type=int, default=5, help="every k-th fall comes without notice; 0: none")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between fallback checkpoints (default 10)")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints (default 10)")
     parser.add_argument("--rest", type=float, default=120.0, help="seconds until everything has to be in order")
     parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
     args = parser.parse_args()
+    if (args.trace is None) == (args.mtbf is None):
+        parser.error("give a trace, or --mtbf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-goodput-"))
-    player = Player(folder, args)
-    try:
-        player.run(changes(args.trace, args.most))
-    except (TimeoutError, RuntimeError) as error:
-        player.faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    finally:
-        player.job.clean_up()
-    faults = player.faults + mistakes(player.job.rows(), None)[:20]
-    found, counts = judged(player.job, player.played), player.played.counts
-    told = ", ".join(f"{counts[cause]} × {cause}" for cause in ("join", "leave", "death"))
-    text = f"Measured on: {machine()}. {args.trace.name}, 0 to {args.most} nodes, {args.seconds:g} s a change, ZeRO "
-    text += f"stage {args.stage}: {told}. {found.steps} steps that count; {found.again} were made "
-    text += f"again, by a member. {'; '.join(faults) or 'Nothing was wrong'}.\n\n"
-    head = ("", "s", "share")
-    lost = [(cause, found.lost[cause]) for cause in CAUSES if found.lost[cause]]
-    rows = [("with a node there", found.seconds), ("steps that count: ETTR", found.usual), *lost]
-    text += table(head, [(name, f"{value:.1f}", f"{value / found.seconds:.3f}") for name, value in rows])
-    conclude("goodput", text, folder, faults, args.write)
+    jobs = [(f"stage {stage}", stage) for stage in args.stages]
+    jobs += [(f"stock torchrun, stage {stage}", stage) for stage in args.stock_stages]
+    runs = [run(name, folder / name.replace(" ", "-"), stage, args) for name, stage in jobs]
+    faults = [f"{each.name}: {fault}" for each in runs for fault in each.faults]
+    conclude("goodput" if args.mtbf is None else "mtbf", told(runs, args), folder, faults, args.write)
 
 
 if __name__ == "__main__":
