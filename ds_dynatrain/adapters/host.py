@@ -144,9 +144,9 @@ class Host:
         """DeepSpeed's configuration at present, as a dictionary and parsed."""
         return self.engine.config, self.engine._config
 
-    def changed_buffers(self) -> dict[str, torch.Tensor]:
-        """The module's buffers that are not as at the start, where layers go from member to member; by name."""
-        return {}
+    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """The layers of each pipeline stage, by the names of their modules; none where nothing goes by layers."""
+        return ()
 
     @property
     def compiled_modules(self) -> list[str]:
@@ -243,7 +243,7 @@ class Host:
         try:
             self.shaper.reshape(self.module, layout, made)
             self._mark_for_autocast()
-            before.children.pass_on(self.module)
+            before.children.pass_on(self.module, shape.resizes(before.shape))
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))
         except BaseException:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -130,9 +129,11 @@ class PipelineTemplate:
         parts = self.boundaries(layout)
         return {key: self._holders(parts, key) for key in sorted(self.tied)}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of all layers as they were at the start, by name."""
-        return dict(self.whole.named_buffers(remove_duplicate=False))
+    def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """The names of the modules that each stage has, without functions; a tied one stands once."""
+        names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
+        pairs = itertools.pairwise(self.boundaries(layout))
+        return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
 
     @property
     def whole(self) -> nn.Module:

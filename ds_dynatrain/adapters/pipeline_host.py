@@ -69,11 +69,9 @@ class StageHost(Host):
         self.engine.batch_timer.batch_size = self.engine.train_batch_size()
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
-    def changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Running statistics, say, but no table that a constructor has computed."""
-        first = self.shaper.template.buffers()
-        held = dict(self.module.named_buffers())
-        return {name: value for name, value in held.items() if name not in first or not torch.equal(value, first[name])}
+    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """Without those that are functions; a tied one is on each of its stages."""
+        return self.shaper.template.layers_by_stage(layout)
 
     @property
     def forward_passes(self) -> int | None:

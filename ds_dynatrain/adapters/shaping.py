@@ -15,6 +15,7 @@ from torch import nn
 from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.children import pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
+from ds_dynatrain.adapters.module_state import pass_on
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.stage_module import PipelineShaper
@@ -109,6 +110,10 @@ class Shape:
         place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
 
+    def resizes(self, other: Shape) -> bool:
+        """Whether modules of the other shape have other parts of their tensors."""
+        return (self.expert, self.tensor) != (other.expert, other.tensor)
+
 
 WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
 
@@ -127,17 +132,14 @@ class Children:
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
 
-    def pass_on(self, root: nn.Module) -> None:
-        """Give new children what is no parameter: buffers of equal shape, the mode, and the user's hooks."""
+    def pass_on(self, root: nn.Module, is_resized: bool) -> None:
+        """Give new children what is no parameter, and the user's hooks. is_resized: see `module_state.ModuleState`."""
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
         for name, child in new.items():
-            before = old.get(name)
-            child.training = root.training if before is None else before.training
-            for key, held in child.named_buffers(recurse=False):
-                value = None if before is None else before._buffers.get(key)
-                if value is not None and value.shape == held.shape:
-                    child._buffers[key] = value
+            child.training = root.training
+            if name in old:
+                pass_on(old[name], child, is_resized)
         pass_hooks_on(old, new)
 
     def _named(self) -> list[tuple[str, nn.Module]]:

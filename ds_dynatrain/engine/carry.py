@@ -1,8 +1,9 @@
 """The carry: everything of a training that is not a tensor element, and how a member takes it over.
 
 *Shared* carry is equal on all working members and is compared before a commit: counters, hyper-parameters of all
-parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (module buffers,
-the user's own objects, the last gradient norm) may differ between members; one that starts to work takes rank 0's.
+parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (what modules
+keep besides parameters, the user's own objects, the last gradient norm) may differ between members; one that starts to
+work takes rank 0's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.module_state import EMPTY, state_of, take_state
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.engine.encoding import decode, encode, fingerprint
@@ -74,42 +76,15 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
     }
 
 
-def rest_carry(engine: EngineCore) -> dict[str, Any]:
-    """What a member that starts to work takes from rank 0 besides."""
+def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
+    """What a member that starts to work takes from rank 0 besides. has_module: with what the module keeps."""
     norm = engine.deepspeed.get_global_grad_norm()
     return {
         "grad_norm": float(norm) if norm is not None else None,
         "training": bool(engine.host.module.training),
-        "buffers": {name: held.detach() for name, held in engine.host.module.named_buffers()},
+        **(state_of(engine.host.module) if has_module else EMPTY),
         "objects": {name: held.state_dict() for name, held in engine.carried.items()},
     }
-
-
-def pack(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Small tensors as values that `encoding.encode` takes, without any that travels apart."""
-    return {
-        name: (str(held.dtype).partition(".")[2], tuple(held.shape), _bytes(held)) for name, held in tensors.items()
-    }
-
-
-def unpack(packed: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack`."""
-    return {
-        name: torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
-        for name, (dtype, shape, raw) in packed.items()
-    }
-
-
-def _bytes(held: torch.Tensor) -> bytes:
-    return held.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def take_buffers(engine: EngineCore, values: dict[str, torch.Tensor], but: set[str]) -> None:
-    """Values for the module's buffers of these names, other than those `but`."""
-    with torch.no_grad():
-        for name, held in engine.host.module.named_buffers():
-            if name in values and name not in but:
-                held.copy_(values[name])
 
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
@@ -140,8 +115,8 @@ def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
         engine.host.lr_scheduler.load_state_dict(shared["scheduler"])
 
 
-def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Everything, on a member that starts to work; its optimizer is attached already."""
+def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], casts: bool = False) -> None:
+    """Everything, on a member that starts to work; its optimizer is attached already. casts: see `take_state`."""
     put_back(engine, shared)
     engine.job_epoch, scheduler = shared["epoch"], engine.host.lr_scheduler
     if hasattr(scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
@@ -153,7 +128,7 @@ def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) 
         engine.deepspeed.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
     engine.host.take_grad_norm(rest["grad_norm"])
     engine.host.module.train(rest["training"])
-    take_buffers(engine, rest["buffers"], set())
+    take_state(engine.host.module, rest, casts=casts)
     for name, state in rest["objects"].items():
         engine.carried[name].load_state_dict(state)
 

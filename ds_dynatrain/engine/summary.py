@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.transaction.meeting import SUMS
 from ds_dynatrain.engine.transaction.meeting import Outcome as Measured
 from ds_dynatrain.report import CertificateSummary, Outcome, Side, SwitchEvent
 from ds_dynatrain.space import Layout
@@ -18,7 +19,7 @@ def event_of(
 ) -> SwitchEvent:
     """The event as this member reports it: bytes are sums over all members, phases its own."""
     proposal = preparation.proposal
-    everyone = measured.over_all or {**measured.measured(), "kept": 0, "local": 0, "sent": 0, "late_bytes": 0}
+    everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
     figures = preparation.figures(kinds) if measured.stats is not None else None
     outcome: Outcome = "committed" if measured.committed else "rolled_back"
@@ -34,7 +35,7 @@ def event_of(
         bytes_kept=everyone["kept"],
         bytes_local=everyone["local"],
         bytes_sent=everyone["sent"],
-        bytes_minimum=figures.bytes_sent if figures is not None else 0,
+        bytes_minimum=figures.bytes_sent + everyone["layers"] if figures is not None else 0,
         phases_ms=measured.phases_ms,
         pause_ms=pause_ms,
         late_bytes=everyone["late_bytes"],

@@ -72,6 +72,39 @@ class RoutedBlock(nn.Module):
         return hidden + fed
 
 
+class Pruned(nn.Module):
+    """A layer that changes while it trains: a mask, the rows that are left, a buffer that comes later, a capacity.
+
+    Its threshold is a plain attribute, of which torch knows nothing.
+    """
+
+    def __init__(self, width: int = WIDTH, hidden: int = 24) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.register_buffer("mask", torch.ones(width))
+        self.register_buffer("rows", torch.arange(hidden))
+        self.capacity, self.threshold = width, 0.0
+
+    def prune(self, step: int) -> None:
+        """To what it is after so many steps."""
+        self.mask = (torch.arange(len(self.mask)) % (step + 2) > 0).to(self.mask)
+        self.rows = torch.arange(len(self.down.weight.t()))[step + 1 :]
+        self.register_buffer("scale", torch.tensor(1.0 + 0.5 * step), persistent=False)
+        self.capacity, self.threshold = len(self.mask) - step, 0.1 * step
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"capacity": self.capacity}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.capacity = state["capacity"]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scale = self.scale if "scale" in self._buffers else 1.0
+        inner = torch.tanh(F.linear(hidden, self.up.weight[self.rows], self.up.bias[self.rows]))
+        added = F.linear(inner, self.down.weight[:, self.rows], self.down.bias) * self.mask * scale
+        return torch.cat((hidden[..., : self.capacity] + added[..., : self.capacity], hidden[..., self.capacity :]), -1)
+
+
 def logits(words: Words, hidden: torch.Tensor) -> torch.Tensor:
     """The tied embedding as the last layer."""
     return hidden @ words.weight.t()
@@ -135,11 +168,20 @@ def routed(size: int = 1) -> list[Any]:
     ]
 
 
+def _pruned() -> list[Any]:
+    return [
+        LayerSpec(Words, WIDTH),
+        *(LayerSpec(Pruned) for _ in range(4)),
+        nn.Linear(WIDTH, WORDS),
+    ]
+
+
 LAYERS: Mapping[str, Callable[[], list[Any]]] = {
     "tied": _tied,
     "uneven": _uneven,
     "inner tie": _inner_tie,
     "routed": routed,
+    "pruned": _pruned,
 }
 
 

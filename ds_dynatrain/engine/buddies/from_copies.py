@@ -115,7 +115,8 @@ class FromCopies:
         return found
 
     def rest(self, rank: int) -> dict[str, Any]:
-        return merged_rest([self._rests[each] for each in rest_ranks(self._layout, self._goal.layout, rank)])
+        source, layout = self._layout, self._goal.layout
+        return merged_rest([self._rests[each] for each in rest_ranks(source, layout, rank)], source, layout)
 
     def streams(self, rank: int) -> streams.Streams:
         def of_rank(each: int) -> streams.Streams:

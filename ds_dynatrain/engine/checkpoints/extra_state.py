@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.adapters.module_state import merged
 from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.engine import streams
@@ -52,8 +53,10 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
     """The rest of a rank of any layout."""
-    rests = saved.record.rests
-    return merged_rest([_unpacked(saved, reader, rests[each]) for each in rest_ranks(saved.record.world, layout, rank)])
+    rests, world = saved.record.rests, saved.record.world
+    return merged_rest(
+        [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
+    )
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
@@ -62,12 +65,10 @@ def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
     return [streams.origin(source, layout, rank) or 0, *stages]
 
 
-def merged_rest(rests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first one, with the buffers of layers that it does not have."""
-    buffers: dict[str, Any] = {}
-    for rest in reversed(rests):
-        buffers |= rest["buffers"]
-    return {**rests[0], "buffers": buffers}
+def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
+    """The first one, with what modules that it does not have keep in the others. source: the layout of all of them."""
+    resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
+    return {**rests[0], **merged(rests), "resized": resized}
 
 
 def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
@@ -76,8 +77,8 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         wanted = announced(encoded)
         tensors = {number: _tensor(reader, rank, number, *each) for number, each in wanted.items()}
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
-        if not isinstance(rest["buffers"], dict) or not isinstance(rest["objects"], dict):
-            raise TypeError("buffers and objects are no tables")
+        if not all(isinstance(rest.get(part, {}), dict) for part in ("buffers", "objects", "extra")):
+            raise TypeError("buffers, objects or extra states are no tables")
         if not all(isinstance(name, str) and isinstance(held, torch.Tensor) for name, held in rest["buffers"].items()):
             raise TypeError("a buffer is no tensor")
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError, TransferError) as error:

@@ -245,7 +245,7 @@ class Restoration:
         engine = self.engine
         engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
         objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
-        take_over(engine, shared, {**rest, "objects": objects})
+        take_over(engine, shared, {**rest, "objects": objects}, casts=True)
         streams.restore(own)
 
     def _commit(self) -> None:

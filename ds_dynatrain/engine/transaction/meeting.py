@@ -22,7 +22,7 @@ from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
 from ds_dynatrain.transfer import TransferStats
 
-SUMS = frozenset({"kept", "local", "sent", "late_bytes"})
+SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
 """What is added up over all members; of all else that is measured the event has the largest."""
 
 
@@ -32,7 +32,7 @@ class Outcome:
 
     certificate_ms: digests and census of both sides, without waiting for others. stats, late_stats: of the moves in the
     pause, and of those after it. late_ms: how long the latter took, digests included; late_wait_ms: how long the step
-    waited in the end. pause_ms: of a late switch.
+    waited in the end. pause_ms: of a late switch. layer_bytes: sent of what layers keep besides parameters.
     is_rebuilt: whether the optimizer was taken off, be it put back on. connections: to the next world's members.
     """
 
@@ -45,6 +45,7 @@ class Outcome:
     kinds: tuple[str, ...] = ()
     stats: TransferStats | None = None
     late_stats: TransferStats | None = None
+    layer_bytes: int = 0
     late_ms: float = 0.0
     late_wait_ms: float = 0.0
     pause_ms: float | None = None
@@ -62,7 +63,8 @@ class Outcome:
         return {
             "kept": sum(stats.bytes_in_place for stats in moved),
             "local": sum(stats.bytes_local for stats in moved),
-            "sent": sum(stats.bytes_sent for stats in moved),
+            "sent": sum(stats.bytes_sent for stats in moved) + self.layer_bytes,
+            "layers": self.layer_bytes,
             "late_bytes": self.late_stats.bytes_sent if self.late_stats else 0,
             "late_ms": self.late_ms,
             "certificate_ms": self.certificate_ms,

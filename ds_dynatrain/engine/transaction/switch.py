@@ -23,15 +23,12 @@ from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import (
     Carried,
     fingerprints,
-    pack,
     put_back,
     rest_carry,
     scalars_of,
     settle_counters,
     shared_carry,
-    take_buffers,
     take_over,
-    unpack,
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
@@ -42,6 +39,7 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
 from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
+from ds_dynatrain.engine.transaction.layers import LayerStates
 from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
@@ -74,7 +72,7 @@ class Transaction(Meeting):
         self.kept_share: dict[str, Digests] = {}
         self.old_config = engine.host.present_config
         self.settlement = Settlement()
-        self.own_buffers: set[str] = set()
+        self.layers = LayerStates(engine, self.control, self.proposal)
         self.swap = Swap(engine)
         self.swap.on_undo(streams.restore, self.own_streams)
         self.is_part, generation, layout = is_part, self.proposal.generation, self.proposal.layout
@@ -156,34 +154,13 @@ class Transaction(Meeting):
         self.before = shared_carry(engine, self.scalars)
         streams_of_rank = {"states": self.own_streams, "print": fingerprint(self.own_streams)}
         self.control.post(f"stream/{generation}/{rank}", streams_of_rank)
-        self._offer_buffers(rank)
+        self.layers.offer()
         if rank == 0:
-            self.rest = rest_carry(engine)
+            self.rest = rest_carry(engine, has_module=not self.layers.go_by_layers)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
             self.control.post(
                 f"carry/{generation}", Carried.record(self.before, self.rest, kinds, bool(self.newcomers))
             )
-
-    @property
-    def _layers_move(self) -> bool:
-        """Whether layers, with their buffers, may go from one pipeline stage to another."""
-        return self.proposal.source_layout.pipe > 1 or self.proposal.layout.pipe > 1
-
-    def _offer_buffers(self, rank: int) -> None:
-        """Post the buffers that training has changed, once for each stage."""
-        place = self.proposal.source_layout.coordinate(rank)
-        self.own_buffers = {name for name, _ in self.engine.host.module.named_buffers()}
-        if self._layers_move and place == {**dict.fromkeys(place, 0), "pipe": place["pipe"]}:
-            changed = encode(pack(self.engine.host.changed_buffers()), [])
-            self.control.post(f"buffers/{self.proposal.generation}/{place['pipe']}", changed)
-
-    def _take_buffers(self) -> None:
-        """What other stages had changed in the buffers of layers that are new here."""
-        if not self._layers_move:
-            return
-        for stage in range(self.proposal.source_layout.pipe):
-            record = self.control.value(f"buffers/{self.proposal.generation}/{stage}")
-            take_buffers(self.engine, unpack(decode(record, [])), self.own_buffers)
 
     def _receive_carry(self) -> None:
         """Rank 0's, which all others must have, too; it was posted before rank 0 came to the meeting."""
@@ -290,6 +267,7 @@ class Transaction(Meeting):
         transport = self.preparation.transport()
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport)
         self._send_rest(transport)
+        self.outcome.layer_bytes = self.layers.exchange(transport, self.control.timeout_seconds)
 
     def _execute(self, plan: MemberPlan | ReadyPlan, transport: Transport) -> TransferStats:
         engine = self.engine
@@ -321,10 +299,10 @@ class Transaction(Meeting):
         if self.target_rank is None:
             return
         if self.source_rank is None:
-            take_over(self.engine, self.carried.shared, self.rest)
+            take_over(self.engine, self.carried.shared, {**self.rest, "resized": self.layers.is_resized})
         else:
             settle_counters(self.engine, self.carried.shared)
-        self._take_buffers()
+        self.layers.put()
         self.new_streams = self._streams_of(self.target_rank)
         streams.restore(self.new_streams)
 

@@ -1,0 +1,118 @@
+"""What modules keep besides parameters: buffers, and what they give as extra state (`nn.Module.get_extra_state`).
+
+Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since. Of a
+module's other attributes torch knows nothing, and neither does this file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.device import compute_device
+
+ModuleState = dict[str, Any]
+"""buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
+
+resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
+shape only the module itself knows what is to be in it.
+"""
+
+EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}}
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """That of a module and all below it, not copied."""
+    parts = dict(module.named_modules())
+    return {
+        "buffers": {name: held.detach() for name, held in module.named_buffers()},
+        "transient": sorted(
+            f"{name}.{key}".lstrip(".") for name, part in parts.items() for key in part._non_persistent_buffers_set
+        ),
+        "extra": {name: part.get_extra_state() for name, part in parts.items() if has_extra_state(part)},
+    }
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether it gives some, and takes it."""
+    kind, stock = type(module), nn.Module
+    gives = kind.get_extra_state is not stock.get_extra_state
+    return gives and kind.set_extra_state is not stock.set_extra_state
+
+
+def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
+    """Give a module, and those below it, what others of their names had.
+
+    casts: whether floating-point buffers stay of the type that they have here. What the state says of modules that are
+    not there is passed over; one from a checkpoint of before may lack all but buffers.
+    """
+    transient = set(state.get("transient", ()))
+    with torch.no_grad():
+        for name, value in state["buffers"].items():
+            path, _, key = name.rpartition(".")
+            part = _part(module, path)
+            held = None if part is None else part._buffers.get(key)
+            if held is not None and held.shape == value.shape and _fits(held, value, casts):
+                held.copy_(value)
+            elif part is not None and not state.get("resized", False):
+                _replace(module, part, key, value, held, is_persistent=name not in transient)
+    for name, value in state.get("extra", {}).items():
+        part = _part(module, name)
+        if part is not None and has_extra_state(part):
+            part.set_extra_state(value)
+
+
+def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
+    """Of each module and buffer what the first one says that knows it."""
+    found = copy.deepcopy(dict(EMPTY))
+    for state in reversed([*states]):
+        found["buffers"] |= state["buffers"]
+        found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
+        found["extra"] |= state.get("extra", {})
+    return found
+
+
+def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
+    """Let a module, not those below it, have the mode, the buffers and the extra state of its predecessor.
+
+    Buffers are shared. is_resized: see `ModuleState`.
+    """
+    new.training = old.training
+    for key, value in old._buffers.items():
+        held = new._buffers.get(key)
+        is_alike = value is not None and held is not None and value.shape == held.shape
+        if is_alike or not is_resized:
+            new._buffers[key] = value
+            new._non_persistent_buffers_set |= {key} & old._non_persistent_buffers_set
+    if has_extra_state(new) and has_extra_state(old):
+        new.set_extra_state(old.get_extra_state())
+
+
+def _fits(held: torch.Tensor, value: torch.Tensor, casts: bool) -> bool:
+    return held.dtype == value.dtype or (casts and held.is_floating_point() and value.is_floating_point())
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _replace(
+    root: nn.Module, part: nn.Module, key: str, value: torch.Tensor, held: torch.Tensor | None, is_persistent: bool
+) -> None:
+    """Put a buffer in the place of another one, wherever modules share that."""
+    device = compute_device() if held is None else held.device
+    made = value.detach().to(device, copy=True)
+    if held is None:
+        part.register_buffer(key, made, persistent=is_persistent)
+        return
+    for each in root.modules():
+        for name, other in each._buffers.items():
+            if other is held:
+                each._buffers[name] = made
