@@ -175,6 +175,8 @@ class Attempts:
         transaction, self._entered = entered.transaction, entered
         with without_collection():
             goes_on = transaction.enter(self._discard_window)
+        if transaction.has_entered:
+            PROCESS.membership.entered(self.engine)
         if not goes_on:
             self.settle()
             return

@@ -182,7 +182,11 @@ class EngineCore:
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """A load: steps may come again, in the same world."""
+        """A load: steps may come again, in the same world and from another state."""
+        self.repeat_places()
+
+    def repeat_places(self) -> None:
+        """Places in training come again, in the same world."""
         self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
 
     @property

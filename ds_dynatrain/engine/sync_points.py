@@ -50,7 +50,7 @@ class SyncPoints:
         engine = self._first()
         if engine is None or engine.idle or engine.generation == 1:  # nobody can have come late to the first world
             return
-        mark = engine.context, engine.segment
+        mark = engine.control, engine.segment
         if mark == self._mark:
             return
         self._mark, self._begun = mark, None

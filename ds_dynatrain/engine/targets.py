@@ -54,8 +54,6 @@ class Targets:
     def check_late(self, target: Layout) -> None:
         """SwitchRefused if masters and moments cannot follow after the pause."""
         engine = self.engine
-        if not PROCESS.membership.switches_late:
-            raise usage("late switches where members come and go").refused()
         if is_accelerated():
             raise usage("late switches on an accelerator").refused()
         if engine.is_lean:

@@ -186,11 +186,10 @@ USAGE = (
         "masters and moments move during the first global batch; see [switching](switching.md)",
         f"{_LATE}::test_changes_train_as_without_it",
     ),
-    _start(
+    _works(
         "late switches where members come and go",
-        "a death between the pause and the record is not handled yet",
-        "leave dynatrain.late out there",
-        f"{_LATE}::test_refused_where_members_come_and_go",
+        "where one cannot be late, members come and go without it; see [elastic membership](elastic.md#late)",
+        "tests/elastic/test_late_switches.py::test_members_come_and_go",
     ),
     _switch(
         "late switches on an accelerator",

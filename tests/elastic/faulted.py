@@ -1,7 +1,8 @@
 """What befalls a member in the middle of a switch or of a step, put there from outside by `$FAULT`.
 
 "ROLE PHASE ACT", or "ROLE PHASE ACT ENGINE": a member with a role does something in a phase of the switch in which a
-third one comes, of the first engine or of the one with that number. "step FILE
+third one comes, of the first engine or of the one with that number. "ROLE window CALL ACT": at the begin of that call
+of the engine, or of the transaction, in the window of a late switch; whatever its role, if that is "any". "step FILE
 ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
 ACT": when it comes to a checkpoint from which all state is restored. "INSTANT FILE ACT": at one of INSTANTS of that
 step.
@@ -30,10 +31,11 @@ from ds_dynatrain.engine.buddies.replica import Replica
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.members import executor, restoring
+from ds_dynatrain.engine.members import held, restoring
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.space import MASTER
 from tests.engine.models import Sequences
@@ -49,8 +51,8 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 """At the begin of which method a phase begins; that of the commit: after the record was written."""
 LINGER_SECONDS = 6.0
-ROLES = ("first", "other", "joiner")
-"""Rank 0 of those that hold the state, another one of them, one that comes."""
+ROLES = ("first", "other", "joiner", "leaver")
+"""Rank 0 of those that hold the state, another one of them, one that comes, one of them that goes."""
 
 
 def kill() -> None:
@@ -136,7 +138,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
-    "survived": (executor, "_copies", False),
+    "survived": (held, "_copies", False),
     "starting": (construction, "build_world", False),
     "loader": (Sequences, "__getitem__", False),
     "save": (saving._Saving, "_write", False),
@@ -157,7 +159,9 @@ def install(fault: str) -> None:
         _at_instant(*INSTANTS[instant], Path(os.environ["OUT"], told[0]), ACTS[told[1]])
         return
     who, where, act, *engine = fault.split()
-    if where == "restore":
+    if where == "window":
+        _in_window(who, act, ACTS[engine[0]])
+    elif where == "restore":
         _in_restoring(ACTS[act])
     elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)
@@ -169,6 +173,8 @@ def role(proposal: Proposal, member: int) -> str:
     """One of ROLES."""
     if member not in proposal.source_members:
         return "joiner"
+    if member not in proposal.members:
+        return "leaver"
     return "other" if proposal.source_members.index(member) else "first"
 
 
@@ -192,6 +198,22 @@ def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> No
         return own(self, *arguments)
 
     setattr(owner, method, wrapped)
+
+
+def _in_window(who: str, call: str, act: Callable[[], None]) -> None:
+    """Where three or more have a part in the switch. A leaver makes no call: it serves, from the first vote on."""
+    owner: Any = LateTransaction if hasattr(LateTransaction, call) else DynatrainEngine
+    own, left = getattr(owner, call), [act]
+
+    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+        parts = PROCESS.engines[0]
+        proposal = None if parts.preparation is None else parts.preparation.proposal
+        is_it = proposal is not None and (parts.awaits_late or owner is LateTransaction) and len(proposal.union) > 2
+        if left and is_it and proposal is not None and who in ("any", role(proposal, parts.control.member)):
+            left.pop()()
+        return own(self, *arguments, **named)
+
+    setattr(owner, call, wrapped)
 
 
 def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable[[], None]) -> None:

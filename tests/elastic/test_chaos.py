@@ -33,6 +33,16 @@ def test_random_events_with_two_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_random_events_with_late_switches(tmp_path: Path) -> None:
+    """Masters and moments of every change of members follow in the step after it, if that comes."""
+    given = json.dumps(settings(1, late=True, fallback={"path": str(tmp_path / "fallback"), "every_steps": 5}))
+    variables = [f"SETTINGS={given}", "STEP_SECONDS=0.2", "DS_ACCELERATOR=cpu", f"PYTHONPATH={ROOT}"]
+    command = [sys.executable, "tools/chaos.py", "--events=15", "--busy=0", "--script=tests/elastic/training.py"]
+    done = subprocess.run([*command, "--set", *variables], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.full
 def test_random_deaths_with_buddies() -> None:
     """One at a time, from which all goes on by copies: losses are those, bit for bit, of a run in which nobody dies."""
     command = [sys.executable, "tools/deaths.py", "--stages=2", "--deaths=3", "--seeds=5"]

@@ -223,7 +223,8 @@ class Script:
         """A switch was committed."""
         if LIMIT:
             limited(0)  # what training takes is another matter than what joining takes
-        self.say(event="switch", pause_ms=event.pause_ms, step=event.step, layout=event.target.layout)
+        what = {name: getattr(event, name) for name in ("pause_ms", "step", "bytes_sent", "late_bytes")}
+        self.say(event="switch", layout=event.target.layout, **what)
 
     def say(self, **what: Any) -> None:
         line = {"pid": os.getpid(), "time": time.monotonic(), "generation": self.generation, **what}

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 import ds_dynatrain
-from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.transaction.late import LateTransaction
-from ds_dynatrain.errors import CheckpointError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.report.event import megabytes
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport
@@ -329,13 +327,6 @@ def test_muon_is_refused(pool: RankPool) -> None:
     muon = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}}
     said = pool.run(refused_case, config=jobs.config("fp32", (4, 1), optimizer=muon))
     assert all("late switches with Muon" in each for each in said)
-
-
-def test_refused_where_members_come_and_go() -> None:
-    membership = object.__new__(ElasticMembership)
-    with pytest.raises(UnsupportedError, match="late switches where members come and go"):
-        membership.refuse(DynatrainConfig(late=True), torch.nn.Linear(1, 1))
-    assert not membership.switches_late
 
 
 def axes_case() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -29,6 +30,8 @@ from ds_dynatrain.engine.members.actions import (
     Prepare,
     Restore,
     Serve,
+    Spend,
+    Transact,
 )
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
@@ -302,6 +305,58 @@ class TestLeading:
         found = steps(machine, own(attempt=8), newest, board)
         assert board.values[0, "change/1"] is said
         assert found[-1] == Prepare((Proposal.from_json(said[0]),))
+
+
+def wider(asked: Question) -> list[Destination]:
+    """With all three."""
+    return [(PRESENT.replace(data=3), (0, 1, 2))]
+
+
+class TestWindow:
+    """A third member joins a/0 and b/0, by a late switch."""
+
+    newest = world(*MEMBERS, survivors=2)
+
+    def entered(self, known: Own, board: Board) -> tuple[ChangeMachine, list[Action]]:
+        """A leader, and what it does at the meeting."""
+        machine = ChangeMachine(wider)
+        board.values[0, "built/2"] = True
+        found = steps(machine, known, self.newest, board)
+        board.values[0, "prepared/8/all"] = ""
+        found += steps(machine, known, self.newest, board)
+        later = replace(known, engines=(replace(known.engines[0], step=21),))
+        return machine, [*found, *machine.advance(later, self.newest, [board])]
+
+    def test_nothing_is_done_before_the_record(self) -> None:
+        known = own(goes_late=lambda layout: True)
+        machine, found = self.entered(known, Board({}))
+        prepared = next(one for one in found if isinstance(one, Prepare))
+        assert prepared.proposals[0].late and found[-1] == Transact()
+        after = failure("a/0", "c/0", survivors=1).model_copy(update={"generation": 7})
+        for newest in (self.newest, after):
+            assert machine.advance(known, newest, [Board({})]) == []
+        assert machine.transacted(known, True, "") == [Enter(self.newest, ANY, prepared.proposals)]
+
+    def test_after_a_roll_back_the_next_attempt_is_not_late(self) -> None:
+        board, known = Board({}), own(goes_late=lambda layout: True)
+        machine, found = self.entered(known, board)
+        assert isinstance(machine.transacted(known, False, "a bit flipped")[0], Spend)
+        board.decide("record/8", {"commit": False, "reason": "a bit flipped"})
+        again = replace(known, engines=(replace(known.engines[0], attempt=8),))
+        found = steps(machine, again, self.newest, board)
+        assert isinstance(found[-1], Prepare) and not found[-1].proposals[0].late
+
+    @pytest.mark.parametrize("is_paused", [False, True])
+    def test_where_no_step_is_made_nothing_is_late(self, is_paused: bool) -> None:
+        """After a failure, or below MIN."""
+        known = own(goes_late=lambda layout: True)
+        before = replace(known, world=NOW.model_copy(update={"paused": is_paused}), is_aborted=not is_paused)
+        machine = ChangeMachine(wider)
+        newest = world(*MEMBERS, survivors=2, change="planned" if is_paused else "failure")
+        board = Board({(0, "built/2"): True, (0, "survivor/b/0"): {"holds": [], "released": []}})
+        held = replace(before, engines=(replace(before.engines[0], layout=PRESENT.replace(data=1), members=(0,)),))
+        found = steps(machine, before if is_paused else held, newest, board)
+        assert isinstance(found[-1], Prepare) and not found[-1].proposals[0].late
 
 
 def test_who_is_waited_for_is_named() -> None:

@@ -104,3 +104,36 @@ def test_who_is_told_to_go_still_holds_state(elastic: Elastic) -> None:
 def test_a_planned_change_that_does_not_know_this_member_aborts_its_world(elastic: Elastic) -> None:
     hear(elastic, world(3, "b/0", "d/0", survivors=1))
     assert elastic.is_aborted
+
+
+def test_in_the_window_of_a_late_switch_the_death_of_a_newcomer_aborts_both_worlds(elastic: Elastic) -> None:
+    hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
+    elastic.enter_window(3)
+    assert not elastic.is_aborted
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
+    assert elastic.is_aborted
+
+
+def test_a_death_before_the_window_is_seen_on_entering_it(elastic: Elastic) -> None:
+    hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
+    assert not elastic.is_aborted
+    elastic.enter_window(3)
+    assert elastic.is_aborted
+
+
+def test_after_the_window_such_a_death_is_harmless_again(elastic: Elastic) -> None:
+    hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
+    elastic.enter_window(3)
+    elastic.let_go()
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",)))
+    assert not elastic.is_aborted
+
+
+def test_who_gets_state_is_judged_by_what_was_heard_before(elastic: Elastic) -> None:
+    """By a switch in the same generation: who dies just then is one of those that train now."""
+    elastic.retrain(frozenset(["a/0", "b/0"]))
+    hear(elastic, world(3, "a/0", "b/0", change="failure", survivors=2, lost=("c/0",)))
+    assert not elastic.is_aborted
+    elastic.retrain(frozenset(MEMBERS))
+    assert elastic.is_aborted

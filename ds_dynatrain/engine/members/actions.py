@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ class Held:
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
     fallback checkpoints. copies: which ones this process has. damaged: of those that it is to give, the ranks whose
-    copy is not what it was made of; it takes reading them. frozen: as in `Survivor`.
+    copy is not what it was made of; it takes reading them. frozen: as in `Survivor`. goes_late: whether masters and
+    moments are to follow after the pause of a switch to a layout.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Held:
     copies: Callable[[], tuple[Had, ...]] = tuple
     damaged: Callable[[WholeCopies], tuple[int, ...]] = lambda copies: ()
     frozen: tuple[dict[str, Any], int] | None = None
+    goes_late: Callable[[Layout], bool] = lambda layout: False
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,18 @@ class Own:
     def is_switching(self) -> bool:
         """Whether something is being prepared for an engine."""
         return any(engine.is_switching for engine in self.engines)
+
+    @property
+    def makes_steps(self) -> bool:
+        """Whether those that train do."""
+        return not self.is_aborted and self.world is not None and not self.world.paused
+
+    def goes_late(self, world: World, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
+        """Whether masters and moments are to follow in the first step of a generation. targets: of each engine."""
+        if not self.makes_steps or world.paused or not world.members:
+            return False
+        moving = [(one, to) for one, to in zip(self.engines, targets, strict=True) if to != (one.layout, one.members)]
+        return bool(moving) and all(one.goes_late(layout) for one, (layout, _) in moving)
 
 
 @dataclass(frozen=True)
@@ -151,7 +165,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Transact:
-    """Take part in what was prepared; then `ChangeMachine.transacted`."""
+    """Take part in what was prepared; then, of a late switch when its record is written, `ChangeMachine.transacted`."""
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ class Boundaries:
             waits = self._all_leave and time.monotonic() - begin < MEET_SECONDS
             self._advance(has_waited=not waits)
             self._form_anew_if_aborted()
+            if self.first.awaits_late:  # its record comes with the next step
+                return
             if self.first.buddies is not None and not self.first.idle:
                 self.first.buddies.at_boundary()
             meets_at = self.executor.machine.meets_at
@@ -184,6 +186,8 @@ class Boundaries:
         executor.advance(self._place, has_waited)
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
+            if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
+                return  # nobody makes the step in which the late kinds would follow
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.settle_buddies()
                 self.first.attempts.transact(self._place)
@@ -220,6 +224,9 @@ class Boundaries:
 
         ElasticError if state was lost that nobody has any more.
         """
+        for engine in self.engines:
+            with engine.turn():  # what all hold then is that of one world, the old one or the new one
+                engine.attempts.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
                 with engine.turn():

@@ -11,11 +11,13 @@ them and what this process holds goes in, what is to be done comes out (`actions
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
 | | all leave: the step at which all stand, or the one after it if somebody has waited | `stands/<step>/<m>`, `meet` |
+| window | a late switch between its votes: the new world makes its first step, or goes back | `entered`, `record` |
 | over | a later generation, since this one could not be restored | |
 
 Where nothing moves (somebody comes for whom there is no place, an idle member goes) all step over at the meeting. An
 attempt that is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes
-all this at any point.
+all this at any point but the window, which is ended first, by its record (`transacted`). Of a change's attempts only
+the first is late.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Stage(Enum):
     LEARN = "learn"
     FOLLOW = "follow"
     MEET = "meet"
+    WINDOW = "window"
     OVER = "over"
 
 
@@ -103,6 +106,8 @@ class ChangeMachine:
         newest: the last generation that was published. boards: those of `world`, one for each engine
         of the process, none while they are not open.
         """
+        if self.stage is Stage.WINDOW:
+            return []
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
         if newest is not None and newest.generation == self._passed_over and own.is_leaving:
@@ -112,6 +117,10 @@ class ChangeMachine:
             if actions or self.stage is stage:
                 return actions
         return []
+
+    def tries_now(self, proposal: Proposal) -> bool:
+        """Whether a proposal is one of those that are tried just now, and none of the user's."""
+        return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: Own, is_committed: bool, reason: str) -> list[Action]:
         """`Transact` has ended, on all members alike."""
@@ -365,6 +374,7 @@ class ChangeMachine:
         targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores, has_copies))
         if targets is None:
             return []
+        is_late = not self.tries and not self.restores and own.goes_late(world, targets)
         proposals = [
             Proposal(
                 engine.attempt + 1,
@@ -373,6 +383,7 @@ class ChangeMachine:
                 *target,
                 None,
                 forms_anew=own.is_aborted,
+                late=is_late,
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
@@ -387,17 +398,16 @@ class ChangeMachine:
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
         meet = boards[0].read(f"meet/{first.generation}")
-        makes_steps = not own.is_aborted and own.world is not None and not own.world.paused
-        if meet is None and makes_steps and not world.members:
+        if meet is None and own.makes_steps and not world.members:
             return self._meet_to_end(own, boards)
         if meet is None:
             is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
-            return [Decide(f"meet/{first.generation}", step + int(makes_steps))] if is_next else []
+            return [Decide(f"meet/{first.generation}", step + int(own.makes_steps))] if is_next else []
         self.meets_at = int(meet)
         if step < meet:
             return []
         if not all(proposal.moves_nothing for proposal in self.proposals):
-            return [Transact()]
+            return self._transact()
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: Own, boards: Sequence[Board]) -> list[Action]:
@@ -431,11 +441,16 @@ class ChangeMachine:
                 self._said.add("restored")
                 return [Serve(self.proposals, copies)]
         if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
-            return [Transact()]
+            return self._transact()
         record = boards[0].read(f"record/{first.generation}")
         if record is None:
             return []
         return self._enter(own, world) if record["commit"] else self._failed(self.proposals, record["reason"])
+
+    def _transact(self) -> list[Action]:
+        if self.proposals[0].late:
+            self.stage = Stage.WINDOW
+        return [Transact()]
 
     # ---- how it ends -------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class Elastic:
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self._training: frozenset[str] = frozenset()
+        self._is_in_window = False
         self._aborted_at = 0
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
@@ -75,8 +76,11 @@ class Elastic:
     def is_harmless(self, world: World) -> bool:
         """Whether all who train at present are there in a later generation, and their collectives can be trusted.
 
-        A planned one has all of them, but for a member that it does not know: of a job that was begun by mistake.
+        A planned one has all of them, but for a member that it does not know: of a job that was begun by mistake. In
+        the window of a late switch all of both worlds are needed, and no failure is harmless.
         """
+        if self._is_in_window and world.change == "failure":
+            return False
         there = {*world.members, *world.leaving}
         if 0 < self.generation <= world.broken:
             return False
@@ -102,11 +106,8 @@ class Elastic:
         """Be in a generation. training: the ids of those that hold the state now."""
         with self._lock:
             self.world, self.registry, self._training = world, registry.only(world.members), training
-            newest = self.member.newest
             self.is_aborted = False
-            if newest is not None and newest.generation > world.generation and not self.is_harmless(newest):
-                self.is_aborted, self._aborted_at = True, newest.generation
-                _abort(self._present, self.member.descriptors())
+            self._see_newest(world.generation)
         if self.member.id in world.members:
             self.member.enter(world)
 
@@ -114,6 +115,20 @@ class Elastic:
         """Others hold the state now, in the same generation."""
         with self._lock:
             self._training = training
+            self._see_newest(self.generation)
+
+    def enter_window(self, generation: int) -> None:
+        """A late switch has begun, which a failure after that generation ends; see `settle` and `let_go`."""
+        with self._lock:
+            self._is_in_window = True
+            self._see_newest(generation)
+
+    def _see_newest(self, generation: int) -> None:
+        """What was published after that generation may have been harmless to those who trained until now alone."""
+        newest = self.member.newest
+        if newest is not None and newest.generation > generation and not self.is_harmless(newest):
+            self.is_aborted, self._aborted_at = True, newest.generation
+            _abort(self._present, self.member.descriptors())
 
     def abort(self) -> None:
         """What the others hold is not known any more: all have to say it, in a new generation."""
@@ -157,11 +172,14 @@ class Elastic:
     def settle(self, engine: int = 1) -> None:
         """The world that was built last for an engine is the one that trains now."""
         with self._lock:
+            self._is_in_window = False
             if engine in self._coming:
                 self._present[engine] = self._coming.pop(engine)
 
     def let_go(self, engine: int = 1) -> None:
         """The world that was built last for an engine is gone again."""
+        with self._lock:
+            self._is_in_window = False
         if engine in self._coming:
             self._coming[engine].forget()
 

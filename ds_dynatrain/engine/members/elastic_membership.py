@@ -37,7 +37,6 @@ class ElasticMembership:
     """See `membership.Membership`. elastic: this process as a member."""
 
     takes_sigterm = saves_jointly = True
-    switches_late = False
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -71,8 +70,6 @@ class ElasticMembership:
         refuse_cut(model)
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
-        if settings.late:
-            raise usage("late switches where members come and go").error()
         if settings.buddies.are_on and settings.buddies.copies > 1:
             raise usage("several buddies for a member").error()
 
@@ -185,23 +182,36 @@ class ElasticMembership:
 
     def guard(self, preparation: Preparation) -> None:
         """Let a failure break it off: it must not wait for the dead."""
-        machine, elastic = self._boundaries.executor.machine, self.elastic
-        world = elastic.world if machine.world is None else machine.world
-        generation = 0 if world is None else world.generation
+        elastic, generation = self.elastic, self._generation_ahead
         preparation.building = lambda: elastic.building(generation, preparation.number)
         preparation.stop = lambda: elastic.stop_if_over(generation)
         preparation.status = GroupStatus()
         preparation.committed = lambda: self._say_committed(preparation)
 
+    @property
+    def _generation_ahead(self) -> int:
+        """That which this member is on its way to, or is in."""
+        machine, elastic = self._boundaries.executor.machine, self.elastic
+        world = elastic.world if machine.world is None else machine.world
+        return 0 if world is None else world.generation
+
     def _say_committed(self, preparation: Preparation) -> None:
         """Let the coordinator know at once who holds the state now: others may die before all is in place."""
         machine, member = self._boundaries.executor.machine, self.elastic.member
-        is_its = any(one is preparation.proposal for one in machine.proposals)
-        if is_its and machine.world is not None and member.id in machine.world.members:
+        if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)
+
+    def entered(self, engine: EngineCore) -> None:
+        """Until it has ended nobody may be lost, in neither world."""
+        self.elastic.enter_window(self._generation_ahead)
+        self._boundaries.executor.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """If this member cannot know how, all have to say what they hold."""
+        executor = self._boundaries.executor
+        if executor.machine.tries_now(proposal):
+            executor.ended([parts_of(engine)], outcome)
+            return
         if outcome.is_uncertain:
             self.elastic.abort()
         if outcome.committed:

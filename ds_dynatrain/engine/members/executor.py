@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -11,14 +11,13 @@ import torch.distributed as td
 
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import agreement, registration
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
+from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,
     Enter,
     Fail,
     GiveUp,
-    Held,
     Hold,
     Know,
     Learn,
@@ -39,12 +38,14 @@ from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
 from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.held import held_by
 from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.members.policy import Choice, choose
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.restoring import kept_by, let_go, restore, serve
+from ds_dynatrain.engine.members.restoring import let_go, restore, serve
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
+from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.errors import ElasticError
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
@@ -64,6 +65,8 @@ class Executor:
         self._place, self._has_waited = "", True
         self._said = ""
         self._own_error: BaseException | None = None
+        self._before: Context | None = None
+        """In the window of a late change, what was around the engine before it."""
 
     @property
     def engines(self) -> list[EngineParts]:
@@ -111,7 +114,7 @@ class Executor:
 
     def _own(self) -> Own:
         elastic = self.elastic
-        held = tuple(_held(engine) for engine in self.engines)
+        held = tuple(held_by(engine, self.say_once) for engine in self.engines)
         is_leaving = elastic.member.is_leaving
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
         return Own(*known, held, is_leaving, self._has_waited)
@@ -252,19 +255,44 @@ class Executor:
                     engine.attempts.prepare(proposal, its, memory.check, nodes)
 
     def _transact(self) -> None:
-        record = self._open_boards.of()[0], f"record/{self.machine.proposals[0].generation}"
+        first = self.machine.proposals[0]
         for engine in self.engines:
             engine.settle_buddies()
+        if first.late:
+            self._transact_late(self.engines[0])
+            return
+        record = self._open_boards.of()[0], f"record/{first.generation}"
         with without_collection():
             joint = JointSwitch(self.engines, self._place, record)
             outcome = joint.run()
+        self._own_error = joint.own_error or self._own_error
+        self.ended(joint.engines, outcome)
+        joint.end()
+
+    def _transact_late(self, engine: EngineParts) -> None:
+        """The first vote, and `entered` where it is a yes; the record, and `ended`, may come later."""
+        if engine.preparation is not None:
+            self._own_error = engine.preparation.own_error or self._own_error
+        with engine.turn():
+            engine.attempts.transact(self._place)
+
+    def entered(self, engine: EngineParts) -> None:
+        """All train in the new world of a late switch: if it is one of a change of members, on its board."""
+        machine = self.machine
+        if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
+            self._before, boards = engine.context, self._open_boards
+            boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
+
+    def ended(self, engines: Sequence[EngineParts], outcome: Outcome) -> None:
+        """A change of members has its record, or was rolled back."""
         if outcome.is_uncertain:
             self.elastic.abort()
-        self._own_error = joint.own_error or self._own_error
-        for engine in joint.engines:
+        for engine in engines:
             (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
+            if self._before is not None and not outcome.committed:
+                engine.context = self._before
+        self._before = None
         self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
-        joint.end()
 
     def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
         for engine, proposal in zip(self.engines, proposals, strict=True):
@@ -297,55 +325,6 @@ class Executor:
             boards.adopt(engine, place, candidates)
         self._boards = None
         self.elastic.enter(entered.world, entered.registry, entered.registry.ids_of(entered.proposals[0].members))
-
-
-def _held(engine: EngineParts) -> Held:
-    number = engine.control.member
-    return Held(
-        number=number,
-        layout=engine.layout,
-        members=engine.members,
-        rank=None if engine.idle else engine.members.index(number),
-        attempt=engine.attempt,
-        generation=engine.generation,
-        step=engine.global_steps,
-        is_clean=not engine.is_stepping,
-        is_switching=engine.is_switching,
-        can_restore=engine.settings.fallback is not None,
-        copies=partial(_copies, engine),
-        damaged=partial(_damaged, engine),
-        frozen=_frozen(engine),
-    )
-
-
-def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
-    """See `Survivor`."""
-    kept = kept_by(engine)
-    if kept is None or not kept.frozen or kept.frozen_of is None:
-        return None
-    layout, rank = kept.frozen_of
-    return layout.to_dict(), rank
-
-
-def _copies(engine: EngineParts) -> tuple[Had, ...]:
-    """What is there; nothing of it is read."""
-    kept, mine = kept_by(engine), engine.control.member
-    rank = engine.members.index(mine) if mine in engine.members else None
-    return tuple(
-        Had(copy.mark, copy.rank, is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation))
-        for copy in (() if kept is None else kept.copies())
-    )
-
-
-def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Of which ranks the copy that this member is to give is damaged."""
-    kept, mine, found = kept_by(engine), engine.control.member, list[int]()
-    for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
-        copy = None if kept is None else kept.find(whole.mark, rank)
-        if copy is None or not copy.is_sound(engine.vps):
-            logger.error("the copy of rank %d of step %d is damaged, and passed over", rank, whole.mark.step)
-            found.append(rank)
-    return tuple(found)
 
 
 def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:

@@ -33,7 +33,6 @@ T = TypeVar("T")
 class FixedLaunch:
     """See `membership.Membership`."""
 
-    switches_late = True
     is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
 
     @property
@@ -166,6 +165,9 @@ class FixedLaunch:
 
     def guard(self, preparation: Preparation) -> None:
         """It has the preparation's own time-outs."""
+
+    def entered(self, engine: EngineCore) -> None:
+        """A lost peer is the end of the job."""
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """Nothing follows."""

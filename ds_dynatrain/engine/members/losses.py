@@ -47,13 +47,13 @@ class Losses:
         ElasticError if this step has failed for the third time among the same members.
         """
         elastic = self._elastic
-        if elastic.world is None or not PROCESS.engines or PROCESS.engines[0].idle:
+        if not PROCESS.engines or PROCESS.engines[0].idle:
             return False
         if not elastic.is_aborted:
             if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
                 return False
             self._await_failure()
-        self._count(elastic.world.members, error)
+        self._count(() if elastic.world is None else elastic.world.members, error)
         logger.warning("the world is aborted (%s)", str(error).partition("\n")[0])
         return True
 

@@ -62,10 +62,6 @@ class Membership(Protocol):
         """Whether SIGTERM asks this member to leave the job."""
 
     @property
-    def switches_late(self) -> bool:
-        """Whether masters and moments may follow after the pause of a switch."""
-
-    @property
     def saves_jointly(self) -> bool:
         """Whether all engines of the process save their fallback checkpoints when one does."""
 
@@ -144,8 +140,11 @@ class Membership(Protocol):
     def guard(self, preparation: Preparation) -> None:
         """A switch is about to be prepared."""
 
+    def entered(self, engine: EngineCore) -> None:
+        """All train in the new world of a late switch; `ended` tells whether they stay there."""
+
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """A switch that the user asked for has ended, in which this member took part."""
+        """A switch has ended, in which this member took part: one that the user asked for, or a late one."""
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Others hold the state from here on, by a switch without this member."""

@@ -69,6 +69,11 @@ class LateTransaction(Transaction):
         self.swap.on_undo(discard)
         return True
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether the first vote was a yes: the new world trains, on this member or on others."""
+        return self._entered is not None and self._entered.commit
+
     def settle(self) -> Outcome:
         """The second vote, and what comes of it; of a switch that nobody has entered, its end."""
         decision = self._entered
@@ -155,7 +160,7 @@ class LateTransaction(Transaction):
             return
         self._thread.join(ABANDON_SECONDS)
         if self.source_rank is not None:
-            self.engine.begin_segment()  # places in training come again
+            self.engine.repeat_places()
 
 
 def _together(one: SideDigests, other: SideDigests) -> SideDigests:
