@@ -46,7 +46,7 @@ NAMES: Names = {
         initialize_optimizer_states refresh_fp32_params _update_scale
     """,
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
-        _allocate_or_extend_buffers _take_model_step compile reset_activation_shape
+        _aggregate_total_loss _allocate_or_extend_buffers _take_model_step compile reset_activation_shape
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner

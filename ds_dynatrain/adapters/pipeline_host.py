@@ -94,6 +94,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     _HOST = StageHost
     _host: StageHost
     grid: StageGrid
+    _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
         """groups: of the world to start in, which may be a stand-in; it is installed."""
@@ -150,6 +151,16 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             held[idx] = torch.empty(0, dtype=dtype, device=self.device)
         made: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
         return made
+
+    @torch.no_grad()
+    def share_loss(self) -> None:
+        """Let all know the loss of a batch before its step is made: who dies later takes it from nobody."""
+        self._known_loss = super()._aggregate_total_loss()
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """DeepSpeed's, which was shared before the step."""
+        known, self._known_loss = self._known_loss, None
+        return super()._aggregate_total_loss() if known is None else known
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

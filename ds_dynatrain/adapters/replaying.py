@@ -163,6 +163,8 @@ class Twin:
             parameter.grad = gradient
         unscale(self.parameters)
         for parameter, number in zip(self.parameters, self._groups, strict=True):
+            if not len(parameter):  # of other stages
+                continue
             self._own.param_groups = [{**self._basic.param_groups[number], "params": [parameter]}]
             self._own.step()
             parameter.grad = None

@@ -22,8 +22,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     _feed: Feed | None = None
     """What `train_batch()` goes on with."""
-    _read: Feed | None = None
-    """What the open global batch is read from, once its members stand at it."""
+    _read: tuple[Feed, int] | None = None
+    """What the open global batch is read from, once its members stand at it, and the number of its step."""
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -38,7 +38,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     def _train_batch(self) -> torch.Tensor:
         samples = self._reach_boundary()
-        self._read = self._feed
+        self._read = cast("Feed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
         super().set_dataiterator(samples)
         loss: torch.Tensor = super().train_batch()
@@ -46,12 +46,25 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             samples.skip()
         self.micro_steps += self._parts.accumulation
         self._end_window(before)
+        self._parts.finish_step()
         return loss
 
+    def _take_model_step(self, *arguments: Any) -> None:
+        """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""
+        self.share_loss()
+        super()._take_model_step(*arguments)
+
     def _train_again(self) -> torch.Tensor:
-        """The world was aborted, and has been formed anew; a function of `on_switch` may have given another feed."""
-        if self._read is not None and self._read is self._feed:
-            self._read.refuse_again()
+        """The world was aborted, and has been formed anew; a function of `on_switch` may have given another feed.
+
+        The step may be made all the same, where buddies replay steps: then its loss is there, too.
+        """
+        if self._read is not None:
+            feed, step = self._read
+            if self.global_steps > step:
+                return cast("torch.Tensor", self.agg_train_loss)
+            if feed is self._feed:
+                feed.refuse_again()
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:

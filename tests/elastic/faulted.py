@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.buddies import Buddies
@@ -131,6 +133,10 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "gather": (stage_1_and_2, "all_gather_dp_groups", False),
     "ship": (Round, "_header", False),
     "before replay ships": (Replay, "reduced", False),
+    "layer": (torch.nn.functional, "layer_norm", True),
+    "backward of a stage": (torch.autograd, "backward", True),
+    "reduction": (DeepSpeedEngine, "allreduce_gradients", False),
+    "loss": (PipelineHostEngine, "share_loss", False),
     "replay ships": (Replay, "_words", True),
     "decision": (Replay, "decided", False),
     "replica": (Replica, "step", True),

@@ -9,6 +9,7 @@ there. `$FAULT`: see `faulted.py`. The main thread of process PID stands still f
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -46,6 +47,8 @@ GATE = os.environ.get("GATE", "")
 LATE = os.environ.get("LATE", "0")
 LIMIT = int(os.environ.get("LIMIT", "0"))
 """Megabytes, see `limited`."""
+DISK = os.environ.get("DISK", "")
+"""Anything: once there is an engine no file can be opened to be written, but under `$OUT` and `/dev`."""
 
 
 class Numbered(Sequences):
@@ -114,6 +117,15 @@ def limited(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit if megabytes else most, most))
 
 
+def refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: OSError for what a read-only disk does not allow."""
+    if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+        return
+    path, changes = os.path.abspath(os.fsdecode(arguments[0])), os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    if arguments[2] & changes and not path.startswith((str(OUT), "/dev/")):
+        raise OSError(errno.EROFS, "a read-only disk", path)
+
+
 class Script:
     def __init__(self) -> None:
         self.log = (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -134,6 +146,8 @@ class Script:
             self.engine.on_switch(self.give)
             self.give()
         self.say(event="ready")
+        if DISK:
+            sys.addaudithook(refuse_to_write)
         if LATE.isdecimal():
             time.sleep(int(LATE))
         else:
@@ -175,7 +189,7 @@ class Script:
             except StopIteration:
                 return False
             step = int(self.engine.global_steps) - 1
-            self.say(event="step", step=step, parts=[(loss, [step])] if self.engine.rank == 0 else [])
+            self.say(event="step", step=step, loss=loss, parts=[(loss, [step])] if self.engine.rank == 0 else [])
             self.train_others()
             time.sleep(STEP_SECONDS)
         return True

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from ds_dynatrain.space import EXP_AVG
-from tests.engine import jobs, replaying
+from tests.engine import jobs, pipeline_walks, replaying
 from tests.engine.models import small_gpt
+from tests.engine.pipelines import pipeline
 from tests.engine.pool import RankPool
 
 FULL = pytest.mark.full
-STEPS, OVERFLOWS_AT = 50, (7, 31)
+STEPS, OVERFLOWS_AT, PIPELINE_STEPS = 50, (7, 31), 12
 
 
 def three_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -96,6 +97,60 @@ def test_replicas_are_bit_equal(pool: RankPool, dtype: str, data: int, stage: in
         assert differences == []
         assert skipped == (len(OVERFLOWS_AT) if dtype == "fp16" else 0)
         assert is_equal and not finds_none
+
+
+def pipeline_case(dtype: str, pipe: int, data: int, of_groups: bool = False, offload: bool = False, **more: Any) -> Any:
+    """As `case`, for pipelines. of_groups: of two optimizer groups each stage has one alone, but for the last."""
+    model = pipeline("tied")
+    if offload:
+        more = {
+            **more,
+            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+    given, arguments = pipeline_walks.settings(pipeline_walks.layout(pipe, data), dtype, **more), dict[str, Any]()
+    if of_groups:
+        trained = [held for held in model.parameters() if held.requires_grad]
+        half = len(trained) // 2
+        arguments["model_parameters"] = [{"params": trained[:half]}, {"params": trained[half:], "lr": 1e-3}]
+    with jobs.job(given, model, **arguments) as made:
+        engine = made.engine
+        engine.boundary()
+        for _ in range(2):
+            engine.train_batch()
+        replay, losses = replaying.begin(engine), []
+        for _ in range(PIPELINE_STEPS):
+            replay.note()
+            losses.append(engine.train_batch().item())
+        assert replay.is_sound and replay.mark.step == PIPELINE_STEPS + 2
+        stages = (
+            engine.layout.coordinate(engine.rank)["pipe"],
+            engine.layout.coordinate(replay.replicas[0].rank)["pipe"],
+        )
+        return replaying.differences(engine, replay), replay.verify(), losses, stages
+    return None
+
+
+IN_PIPELINES = [
+    ("fp32", 2, 2, {}),
+    pytest.param("fp32", 2, 2, {"gradient_clipping": 0.0}, marks=FULL),
+    pytest.param("fp32", 2, 1, {"of_groups": True}, marks=FULL),
+    pytest.param("fp32", 4, 1, {"of_groups": True}, marks=FULL),
+    pytest.param("bf16", 2, 2, {"of_groups": True}, marks=FULL),
+    pytest.param("fp16", 2, 2, {"of_groups": True}, marks=FULL),
+    pytest.param("bf16", 2, 2, OFFLOAD, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("dtype", "pipe", "data", "more"), IN_PIPELINES)
+def test_replicas_in_pipelines(pool: RankPool, dtype: str, pipe: int, data: int, more: dict[str, Any]) -> None:
+    """Of wards in other stages, which have other parameters, and maybe other groups of them."""
+    ranks = pool.run(pipeline_case, dtype=dtype, pipe=pipe, data=data, **more, seconds=100)
+    found = [one for one in ranks if one is not None]
+    assert len(found) == pipe * data and any(stage != other for *_, (stage, other) in found)
+    for differences, is_equal, losses, _ in found:
+        assert differences == [] and is_equal
+        assert losses == found[0][2]
 
 
 def failing_case() -> list[bool] | None:

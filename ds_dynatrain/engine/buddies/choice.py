@@ -29,6 +29,8 @@ MOST_OF_A_STEP = 0.02
 """In mode "auto": what a step may wait for copies, as a share of it."""
 TRIAL_STEPS = 8
 """So many replayed steps tell what one costs."""
+REPLAYED = ("data", "pipe")
+"""Axes of layouts in which steps are replayed: the norm of gradients is one number on all ranks."""
 MOST_DIFFERENCES = 3
 """So often a replica may differ from its ward; from then on copies are taken."""
 
@@ -161,7 +163,7 @@ class Choice:
 def why_not_replayed(engine: EngineCore) -> str:
     """Why buddies cannot make each other's steps in the present world; nothing if they can."""
     layout = engine.layout
-    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in REPLAYED and size > 1]
     if layout.zero_stage == 0:
         return "at ZeRO stage 0 nobody has a part of the state that others could step"
     if wide:

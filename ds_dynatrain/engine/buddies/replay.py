@@ -29,17 +29,18 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.replaying import Unscale, masters_of, reduced_gradients, watched_step
+from ds_dynatrain.adapters.replaying import Unscale, reduced_gradients, watched_step
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
 from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, described, digests_of
 from ds_dynatrain.engine.buddies.message import bytes_of_said, said_in
-from ds_dynatrain.engine.buddies.replica import Replica, Said
+from ds_dynatrain.engine.buddies.replica import Replica, Said, buffers_of
 from ds_dynatrain.engine.buddies.shipping import LONGEST_HEADER, NOTHING, SECONDS
 from ds_dynatrain.engine.buddies.taking import own_part, said_by
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import DynatrainError, TransferError, WorldChanged
 from ds_dynatrain.report import logger
+from ds_dynatrain.space import MASTER
 from ds_dynatrain.transfer import Handle, Transport
 
 GRADIENT, WORDS, DIGESTS = 3, 4, 5
@@ -91,6 +92,9 @@ class Replay:
         self._aside: list[_State] | None = None
         self._copies: list[Copy] | None = None
         self._outgoing: list[torch.Tensor] = []
+        held = engine.host.state_buffers()[0]
+        self._lengths = [len(held[MASTER, name]) for name in buffers_of(engine)]
+        """Of own masters; nothing of a group that other pipeline stages have."""
         self.note()
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -168,11 +172,11 @@ class Replay:
         for replica in self.replicas:
             length, member = torch.zeros(1, dtype=torch.int64), replica.member
             asked.append((replica, length, self._transport.receive(length, member, WORDS)))
-            under_way += [self._transport.receive(each, member, GRADIENT) for each in replica.room(dtypes)]
+            under_way += [self._transport.receive(each, member, GRADIENT) for each in replica.room(dtypes) if len(each)]
         length = torch.tensor([NOTHING if words is None else len(words)])
         for each in (length,) if words is None else (length, words):
             under_way.append(self._transport.send(each, self._buddy, WORDS))
-        under_way += [self._transport.send(each, self._buddy, GRADIENT) for each in mine]
+        under_way += [self._transport.send(each, self._buddy, GRADIENT) for each in mine if len(each)]
         heard = []
         for replica, length, handle in asked:
             handle.wait(deadline)
@@ -185,14 +189,13 @@ class Replay:
 
     def _gradients(self) -> list[torch.Tensor]:
         """The own ones, flat, as long as the masters."""
-        zero = self._engine.host.optimizer
-        parts, masters = reduced_gradients(zero), masters_of(zero)
-        if [(len(each), each.dtype) for each in self._outgoing] != [
-            (len(master), part[0].dtype) for master, part in zip(masters, parts, strict=True)
-        ]:
-            pairs = zip(masters, parts, strict=True)
-            self._outgoing = [torch.zeros(len(master), dtype=part[0].dtype) for master, part in pairs]
-        return [_joined(part, there) for part, there in zip(parts, self._outgoing, strict=True)]
+        parts = reduced_gradients(self._engine.host.optimizer)
+        dtypes = [part[0].dtype for part in parts]
+        if [each.dtype for each in self._outgoing] != dtypes:
+            made = zip(self._lengths, dtypes, strict=True)
+            self._outgoing = [torch.zeros(length, dtype=dtype) for length, dtype in made]
+        pairs = zip(parts, self._outgoing, strict=True)
+        return [_joined(part, there) if len(there) else there for part, there in pairs]
 
     def _words(self) -> torch.Tensor | None:
         """What the copy of this rank would say after the step, as far as it is this rank's own."""

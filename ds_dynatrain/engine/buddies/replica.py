@@ -28,13 +28,12 @@ class Replica:
     def __init__(self, engine: EngineCore, copy: Copy, member: int) -> None:
         zero, basic = engine.host.optimizer, engine.host.basic_optimizer
         groups, masters = groups_of(zero), masters_of(zero)
-        place = "subgroup" if engine.layout.zero_stage == 3 else "group"
         self.rank, self.member, self.error = copy.rank, member, ""
         self.said: Said | None = ({key: copy.said[key] for key in ("rest", "streams")}, copy.tensors)
         self.said_next: Said | None = None
-        self._kept = next((kind for kind in (STALE_GRAD, HOST_GRAD) if (kind, BufferId(place, 0)) in copy.buffers), "")
+        self._names = buffers_of(engine)
+        self._kept = next((kind for kind in (STALE_GRAD, HOST_GRAD) if (kind, self._names[0]) in copy.buffers), "")
         """The state kind that a step's gradients become: as they were reduced, or as they were applied."""
-        self._names = [BufferId(place, number) for number in range(len(groups))]
         self._others = dict(copy.buffers)
         """What no step changes, and last gradients."""
         held = [{kind: self._others.pop((kind, name)) for kind in _stepped(copy, name)} for name in self._names]
@@ -60,7 +59,7 @@ class Replica:
         """With the gradients that are in their room; None: it is skipped, as the ward's is."""
         if unscale is not None:
             pairs = zip(self._gradients, self._scratch, strict=True)
-            self._twin.step([there.copy_(here) if len(there) else here for here, there in pairs], unscale)
+            self._twin.step([there.copy_(here) if len(there) == len(here) else here for here, there in pairs], unscale)
         if self._kept:
             for number, name in enumerate(self._names):
                 old = self._others[self._kept, name]
@@ -82,6 +81,12 @@ class Replica:
         """Host memory that it takes."""
         held = (*self.buffers().values(), *self._gradients, *self._scratch)
         return sum(each.numel() * each.element_size() for each in held)
+
+
+def buffers_of(engine: EngineCore) -> list[BufferId]:
+    """What each master of the present world is called in a copy."""
+    place = "subgroup" if engine.layout.zero_stage == 3 else "group"
+    return [BufferId(place, number) for number in range(len(masters_of(engine.host.optimizer)))]
 
 
 def _stepped(copy: Copy, name: BufferId) -> list[str]:

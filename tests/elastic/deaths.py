@@ -1,0 +1,128 @@
+"""Jobs in which members with buddies die, and spares take their places: every world is as large as the first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.elastic.messages import Status
+from tests.elastic.runs import (
+    SCRIPT,
+    Losses,
+    Samples,
+    Static,
+    finish,
+    gated,
+    history,
+    open_gate,
+    steps_on,
+    training,
+    worker,
+)
+
+STEPS = 80
+NODES = ("a", "b", "c")
+
+
+class Undisturbed:
+    """Runs in which nobody dies, one for each layout that is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs = folder, dict[str, Static]()
+
+    def of(self, **layout: int) -> tuple[Losses, Samples]:
+        """Its losses and samples, by step."""
+        name = repr(layout)
+        if name not in self._runs:
+            self._runs[name] = Static(self._folder / str(len(self._runs)), [layout], STEPS=str(STEPS))
+        return self._runs[name].losses, self._runs[name].samples
+
+
+class Deaths:
+    """A job of some nodes, and spares that are warm. faults: node -> `$FAULT`; block, own: see `settings`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        faults: dict[str, str],
+        nodes: tuple[str, ...] = NODES,
+        spares: int = 1,
+        block: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
+        script: Path = SCRIPT,
+        **given: str,
+    ) -> None:
+        self.stage, self.size = stage, len(nodes)
+        variables = {"STEP_SECONDS": "0.3", **given}
+        block = {"buddies": {"mode": "copy"}, **(block or {})}
+        count = f"{len(nodes)}:{len(nodes)}"
+        self.job = training(folder, stage, block, own, variables=variables, nodes=count, script=script)
+        self.spares = [f"spare{number}" for number in range(spares)]
+        try:
+            self._start(nodes, faults)
+        except BaseException:
+            self.job.clean_up()
+            raise
+
+    def _start(self, nodes: tuple[str, ...], faults: dict[str, str]) -> None:
+        self.job.coordinator("coordinator")
+        for node in nodes:
+            gated(self.job, node, "gate-all", **({"FAULT": faults[node]} if node in faults else {}))
+        for spare in self.spares:
+            gated(self.job, spare)
+        for name in (*nodes, *self.spares):
+            worker(self.job, name)
+        open_gate(self.job, "gate-all")
+        self.first = self.job.settled(self.size)
+        for spare in self.spares:
+            open_gate(self.job, spare)
+        every = self.size + len(self.spares)
+        self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
+
+    def tell(self, file: str = "dies", ahead: int = 3, more: str = "", every: int = 1, past: int = 0) -> int:
+        """The step at which it happens: a few from now on; of every so many the one that is so many past it.
+
+        more: what stands behind it in the file.
+        """
+        step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
+        step += (past - step) % every
+        (self.job.folder / "telling").write_text(f"{step} {more}".strip())
+        (self.job.folder / "telling").rename(self.job.folder / file)
+        return step
+
+    def check(self, undisturbed: Undisturbed, most_again: int = 1, half_told: Collection[int] = ()) -> None:
+        """The losses are those of the undisturbed run; nobody makes more than so many steps again in all.
+
+        half_told: of these steps one may have been made by all, and written down by those alone who lived to do it.
+        """
+        steps_on(self.job)
+        finish(self.job)
+        self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again, half_told)
+
+    def compare(
+        self, wanted: Losses, wanted_samples: Samples, most_again: int, half_told: Collection[int] = ()
+    ) -> None:
+        """The history, once the scripts have ended."""
+        losses, samples = history(self.job.rows("step"))
+        told = [step for step, numbers in samples.items() if set(numbers) < set(wanted_samples[step])]
+        assert len(told) <= 1 and set(told) <= {*half_told}, told
+        for step in told:
+            del losses[step], samples[step]
+        assert sorted([*losses, *told]) == list(range(len(losses) + len(told))) and len(losses) <= STEPS
+        assert samples == {step: wanted_samples[step] for step in losses}
+        assert losses == {step: wanted[step] for step in losses}
+        for pid in {row["pid"] for row in self.job.rows("step")}:
+            made = [row["step"] for row in self.job.rows("step") if row["pid"] == pid]
+            assert len(made) - len(set(made)) <= most_again, made
+
+    def log(self, *nodes: str) -> str:
+        """What these nodes have written."""
+        return "".join((self.job.folder / f"{node}.log").read_text() for node in nodes)
+
+
+def protected(status: Status | None) -> Status | None:
+    """The status, if all that work are protected."""
+    working = [] if status is None else [one for one in status.members if one.rank is not None]
+    return status if working and all(one.protected == "yes" for one in working) else None
