@@ -21,6 +21,10 @@ class LayoutError(DynatrainError):
     """A layout is impossible in itself or for this world; the message carries the arithmetic."""
 
 
+class ProfileError(DynatrainError):
+    """A profile cannot be used: of another model or version, cut off, or with a number that nobody can measure."""
+
+
 class DataError(DynatrainError):
     """A data set, sampler or batch size cannot be dealt exactly over the layouts asked for."""
 

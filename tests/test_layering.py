@@ -20,6 +20,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"errors"},
     "space": {"errors"},
     "plan": {"space"},
+    "balance": {"plan"},
     "transfer": {"plan"},
     "support": {"space"},
     "data": {"errors"},
@@ -29,7 +30,7 @@ BELOW: dict[str, set[str]] = {
     "engine": {"adapters", "checkpoint", "config", "data", "elastic", "report"},
     "": {"engine"},
     "comparison": {""},
-    "cli": {"comparison"},
+    "cli": {"balance", "comparison"},
 }
 """Package -> those right below it: it may import these, and what is below them. "" is the package itself."""
 

@@ -1,0 +1,194 @@
+"""What was measured of each layer, and of the members: the one source of all seconds and bytes here, kept as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynatrain.errors import ProfileError
+from ds_dynatrain.space.kind import WEIGHT
+
+VERSION = 1
+"""Of the file; another one is refused."""
+
+SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
+ERRORS = ("forward_error", "backward_error", "optimizer_error")
+BYTES = ("activation_bytes", "output_bytes")
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer on a member of speed 1; ProfileError for a number that no measurement can give.
+
+    forward_seconds, backward_seconds: of one micro-batch of `Profile.micro_batch_size` samples. optimizer_seconds: of
+    one optimizer step over all of the layer's elements. The `_error`s are their standard errors, in seconds.
+    kind_bytes: of each state kind of the whole layer; of `weight` at least, and of a frozen layer of nothing else.
+    activation_bytes: kept of one micro-batch from its forward pass to its backward pass. output_bytes: sent to the next
+    layer for one micro-batch, and as a gradient back. trained: whether the optimizer steps any of it.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    kind_bytes: Mapping[str, int]
+    optimizer_seconds: float = 0.0
+    forward_error: float = 0.0
+    backward_error: float = 0.0
+    optimizer_error: float = 0.0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    trained: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every number."""
+        where = f"layer {self.name!r}"
+        _check(isinstance(self.name, str), f"layer {self.name!r}: its name is no string")
+        for name in (*SECONDS, *ERRORS):
+            _check_seconds(where, name, getattr(self, name))
+        _check(isinstance(self.kind_bytes, Mapping), f"{where}: kind_bytes is no object of bytes by state kind")
+        _check(
+            WEIGHT in self.kind_bytes, f"{where}: kind_bytes has no {WEIGHT!r}; give 0 if the layer has no parameters"
+        )
+        _check(isinstance(self.trained, bool), f"{where}: trained is {self.trained!r}; give true or false")
+        counts = {f"kind_bytes[{kind!r}]": value for kind, value in self.kind_bytes.items()}
+        for name, value in {**counts, **{name: getattr(self, name) for name in BYTES}}.items():
+            _check_whole(where, name, value, 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all its state kinds: what moves with the layer at the most."""
+        return sum(self.kind_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The layers of a model in order, the members, and the batch; ProfileError for numbers that cannot be.
+
+    speeds: of each member, relative: a layer takes its seconds divided by this. train_batch_size: samples of one
+    optimizer step in all members. micro_batch_size: samples of the micro-batches that were timed. source: where the
+    numbers come from, for people.
+    """
+
+    layers: tuple[LayerCost, ...]
+    train_batch_size: int
+    micro_batch_size: int
+    speeds: tuple[float, ...] = (1.0,)
+    source: str = ""
+    version: int = field(default=VERSION)
+
+    def __post_init__(self) -> None:
+        """Check what holds over all layers."""
+        _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}; profile again")
+        _check(len(self.layers) > 0, "there is no layer")
+        _check(len(self.speeds) > 0, "speeds: there is no member")
+        for member, speed in enumerate(self.speeds):
+            _check_seconds(f"member {member}", "speed", speed)
+            _check(speed > 0, f"member {member}: speed is 0; leave out a member that does nothing")
+        for name in ("train_batch_size", "micro_batch_size"):
+            _check_whole("the batch", name, getattr(self, name), 1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers, in order."""
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """Of each layer, whether anything in it is trained."""
+        return np.array([layer.trained for layer in self.layers])
+
+    def seconds(self, name: str) -> Floats:
+        """One of the numbers of seconds (or their errors) of each layer, by the field's name."""
+        return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
+
+    def counts(self, name: str) -> Ints:
+        """One of the numbers of bytes of each layer, by the name of the field or of the property."""
+        return np.array([getattr(layer, name) for layer in self.layers], dtype=np.int64)
+
+    def kind_bytes(self, kind: str) -> Ints:
+        """Bytes of one state kind of each layer, 0 where there are none."""
+        return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
+
+    def check_model(self, names: Iterable[str]) -> None:
+        """ProfileError unless these are the names of its layers, in order: a profile is of one model."""
+        model = tuple(names)
+        if len(model) != len(self.layers):
+            raise ProfileError(
+                f"the profile is of another model: it has {len(self.layers)} layers, the model {len(model)}"
+            )
+        for place, (ours, theirs) in enumerate(zip(self.names, model, strict=True)):
+            if ours != theirs:
+                raise ProfileError(
+                    f"the profile is of another model: layer {place} is {ours!r} in it, and {theirs!r} in the model"
+                )
+
+    def to_json(self) -> str:
+        """The text of a file; `from_json` gives the same profile back, every digit of it."""
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The inverse of `to_json`; ProfileError for text that is cut off, of another version, or has wrong names."""
+        try:
+            said = json.loads(text)
+        except ValueError as error:
+            raise ProfileError(f"no JSON, or the end is missing: {error}") from None
+        _check(isinstance(said, dict), "no JSON object")
+        version = said.get("version")
+        _check(version == VERSION, f"version {version!r}: this is made for version {VERSION}; profile again")
+        given = _fields(cls, said, "the profile")
+        for name in ("layers", "speeds"):
+            _check(isinstance(given.get(name, []), list), f"{name} is no list")
+        layers = [LayerCost(**_fields(LayerCost, each, f"layer {place}")) for place, each in enumerate(given["layers"])]
+        lists = {"layers": tuple(layers), **({"speeds": tuple(given["speeds"])} if "speeds" in given else {})}
+        return cls(**{**given, **lists})
+
+    def save(self, file: Path) -> None:
+        """Write it as JSON; OSError where it cannot be written."""
+        file.write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> Profile:
+        """Read what `save` wrote; ProfileError with its name if it is no profile, OSError if it cannot be read."""
+        try:
+            return cls.from_json(file.read_text(encoding="utf-8"))
+        except (ProfileError, UnicodeDecodeError) as error:
+            raise ProfileError(f"{file}: {error}") from None
+
+
+def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
+    """An object of JSON as arguments of a dataclass; ProfileError for names that are missing or unknown."""
+    _check(isinstance(said, dict), f"{where} is no object")
+    known = dataclasses.fields(kind)
+    unknown = sorted(set(said) - {each.name for each in known})
+    _check(not unknown, f"{where}: no field {', '.join(map(repr, unknown))}")
+    missing = [each.name for each in known if each.default is dataclasses.MISSING and each.name not in said]
+    _check(not missing, f"{where}: {', '.join(missing)} missing")
+    return dict(said)
+
+
+def _check_seconds(where: str, name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _check(number and math.isfinite(value), f"{where}: {name} is {value!r}; give a finite number")
+    _check(value >= 0, f"{where}: {name} is {value!r}, below 0")
+
+
+def _check_whole(where: str, name: str, value: Any, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _check(whole and least <= value < 2**53, f"{where}: {name} is {value!r}; give a whole number from {least} on")
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProfileError(what)

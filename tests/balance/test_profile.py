@@ -1,0 +1,131 @@
+"""Profiles: every digit comes back, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_dynatrain.balance.profile import LayerCost, Profile
+from ds_dynatrain.errors import ProfileError
+from tests.balance.profiles import layer, profile
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+counts = st.integers(0, 2**53 - 1)
+layers = st.builds(
+    LayerCost,
+    name=st.text(max_size=8),
+    forward_seconds=seconds,
+    backward_seconds=seconds,
+    optimizer_seconds=seconds,
+    forward_error=seconds,
+    kind_bytes=st.dictionaries(st.sampled_from(["master", "exp_avg"]), counts).map(
+        lambda kinds: {"weight": 8, **kinds}
+    ),
+    activation_bytes=counts,
+    output_bytes=counts,
+    trained=st.booleans(),
+)
+
+
+@given(
+    st.lists(layers, min_size=1, max_size=4),
+    st.integers(1, 99),
+    st.integers(1, 9),
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=4),
+)
+def test_every_digit_comes_back(found: list[LayerCost], batch: int, micro: int, speeds: list[float]) -> None:
+    one = Profile(layers=tuple(found), train_batch_size=batch, micro_batch_size=micro, speeds=tuple(speeds))
+    assert Profile.from_json(one.to_json()) == one
+
+
+def test_a_file(tmp_path: Path) -> None:
+    one = profile((1.0, 2.0), speeds=(1.0, 0.5), source="by hand")
+    one.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == one
+    assert one.seconds("backward_seconds").tolist() == [2.0, 4.0]
+    assert one.kind_bytes("master").tolist() == [400, 400] and one.kind_bytes("none").tolist() == [0, 0]
+    assert one.counts("total_bytes").tolist() == [1400, 1400]
+
+
+@pytest.mark.parametrize("cut", (0, 1, 10, 200, -2))
+def test_a_file_that_is_cut_off(tmp_path: Path, cut: int) -> None:
+    (tmp_path / "profile.json").write_text(profile().to_json()[:cut])
+    with pytest.raises(ProfileError, match=r"profile\.json: no JSON, or the end is missing"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ProfileError, match=r"profile\.json"):
+        Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("value", (math.nan, -1.0, math.inf, -math.inf, "1", None, True))
+@pytest.mark.parametrize("name", ("forward_seconds", "backward_seconds", "optimizer_seconds", "forward_error"))
+def test_seconds_that_nobody_can_measure(name: str, value: Any) -> None:
+    with pytest.raises(ProfileError, match=f"layer 'block.0': {name} is"):
+        layer("block.0", **{name: value})
+    said = json.loads(profile().to_json())
+    said["layers"][3][name] = value
+    with pytest.raises(ProfileError, match=f"layer 'block.3': {name} is"):
+        Profile.from_json(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    (
+        ({"version": 2}, "version 2: this is made for version 1"),
+        ({"version": None}, "version None"),
+        ({"layers": []}, "there is no layer"),
+        ({"layers": 3}, "layers is no list"),
+        ({"layers": [3]}, "layer 0 is no object"),
+        ({"layers": [{"name": "a", "forward_seconds": 1}]}, "layer 0: backward_seconds, kind_bytes missing"),
+        ({"speeds": []}, "there is no member"),
+        ({"speeds": [1, 0]}, "member 1: speed is 0"),
+        ({"speeds": [1, math.nan]}, "member 1: speed is nan"),
+        ({"train_batch_size": 0}, "train_batch_size is 0; give a whole number from 1 on"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size is 1.5"),
+        ({"other": 1}, "no field 'other'"),
+    ),
+)
+def test_files_that_cannot_be(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        Profile.from_json(json.dumps({**json.loads(profile().to_json()), **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    (
+        ({"kind_bytes": {"master": 4}}, "kind_bytes has no 'weight'"),
+        ({"kind_bytes": {"weight": -1}}, r"kind_bytes\['weight'\] is -1"),
+        ({"kind_bytes": 4}, "kind_bytes is no object"),
+        ({"activation_bytes": 1.5}, "activation_bytes is 1.5"),
+        ({"output_bytes": 2**53}, "output_bytes is"),
+        ({"trained": 1}, "trained is 1"),
+    ),
+)
+def test_layers_that_cannot_be(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        layer("block.0", **change)
+
+
+def test_a_name_that_is_missing() -> None:
+    said = json.loads(profile().to_json())
+    del said["train_batch_size"]
+    with pytest.raises(ProfileError, match="the profile: train_batch_size missing"):
+        Profile.from_json(json.dumps(said))
+
+
+def test_another_model() -> None:
+    one = profile((1.0, 1.0))
+    one.check_model(["block.0", "block.1"])
+    with pytest.raises(ProfileError, match="it has 2 layers, the model 3"):
+        one.check_model(["block.0", "block.1", "head"])
+    with pytest.raises(ProfileError, match=r"layer 1 is 'block.1' in it, and 'head' in the model"):
+        one.check_model(["block.0", "head"])
