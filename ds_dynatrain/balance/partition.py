@@ -1,0 +1,226 @@
+"""Layers to stages: the exact optimum of the slowest stage, and near it the cut that moves the fewest bytes.
+
+A stage holds consecutive layers, at least one. Stages may differ in speed, in room, and in whether they must train
+something, so that bisection of the bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and
+DynMo's) is not exact: a stage that reaches as far as it can may leave its successor a layer that does not fit there.
+Dynamic programming over (stage, number of layers so far) is exact with all of these.
+
+Everything is a function of its arguments, ties included, so all members get the same answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynatrain.balance.profile import Floats, Ints
+from ds_dynatrain.errors import LayoutError
+
+PLENTY = 2**62
+"""Bytes that no stage needs."""
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be cut; LayoutError for shapes that do not agree, and for more stages than layers.
+
+    seconds: [stages, layers], of a layer on a stage, not negative. taken: [stages, layers], bytes that a layer takes
+    there. room: [stages], bytes that a stage has. trained: [layers]. must_train: [stages], whether a stage must hold a
+    trained layer. moved: [layers], bytes that travel if a layer comes to a stage that did not hold it.
+    """
+
+    names: tuple[str, ...]
+    seconds: Floats
+    taken: Ints
+    room: Ints
+    trained: Bools
+    must_train: Bools
+    moved: Ints
+
+    def __post_init__(self) -> None:
+        """Check the shapes."""
+        stages, layers = self.seconds.shape
+        if layers != len(self.names) or stages < 1 or layers < stages:
+            raise LayoutError(f"{len(self.names)} layers cannot be cut into {stages} stages with a layer each")
+        wanted = (self.taken.shape, self.room.shape, self.trained.shape, self.must_train.shape, self.moved.shape)
+        if wanted != ((stages, layers), (stages,), (layers,), (stages,), (layers,)):
+            raise LayoutError(f"{stages} stages and {layers} layers do not go with arrays of the shapes {wanted}")
+
+    @classmethod
+    def of(
+        cls,
+        seconds: npt.ArrayLike,
+        stages: int,
+        *,
+        speeds: npt.ArrayLike = 1.0,
+        taken: npt.ArrayLike = 0,
+        room: npt.ArrayLike = PLENTY,
+        trained: npt.ArrayLike = True,
+        must_train: npt.ArrayLike = False,
+        moved: npt.ArrayLike = 1,
+        names: Sequence[str] = (),
+    ) -> Problem:
+        """From what broadcasts to its arrays: speeds, room and must_train by stage, all others by layer.
+
+        speeds: of each stage; a layer takes its seconds divided by this.
+        """
+        layers = len(np.asarray(seconds))
+        pace = np.broadcast_to(np.asarray(speeds, dtype=np.float64), stages)
+        return cls(
+            tuple(names) or tuple(f"layer {place}" for place in range(layers)),
+            np.asarray(seconds, dtype=np.float64) / pace[:, None],
+            np.broadcast_to(np.asarray(taken, dtype=np.int64), (stages, layers)),
+            np.broadcast_to(np.asarray(room, dtype=np.int64), stages),
+            np.broadcast_to(np.asarray(trained, dtype=np.bool_), layers),
+            np.broadcast_to(np.asarray(must_train, dtype=np.bool_), stages),
+            np.broadcast_to(np.asarray(moved, dtype=np.int64), layers),
+        )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.room)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.names)
+
+    def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
+        """[stages]: what each stage takes with these boundaries, as the solver adds it up."""
+        sums = [_sums(each) for each in self.seconds]
+        cuts = itertools.pairwise(boundaries)
+        return np.array([line[stop] - line[start] for line, (start, stop) in zip(sums, cuts, strict=True)])
+
+    def moved_bytes(self, boundaries: Sequence[int], present: Sequence[int]) -> int:
+        """Bytes of the layers that are on another stage with `boundaries` than with `present`."""
+        where = [np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in (boundaries, present)]
+        return int(self.moved[where[0] != where[1]].sum())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Layers dealt out to stages.
+
+    boundaries: as in a `Layout`. seconds: of the slowest stage. optimum: the least that this could be. moved_bytes:
+    against the present boundaries; 0 if none were given.
+    """
+
+    boundaries: tuple[int, ...]
+    seconds: float
+    optimum: float
+    moved_bytes: int
+
+
+def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
+    """The cut whose slowest stage takes at most (1 + slack) x the least seconds there can be.
+
+    Of all those it is one that moves the fewest bytes from the present boundaries (of any number of stages), then one
+    with the least sum of squared seconds, so that stages are even, then the one whose last stage begins
+    earliest, and so on forward. LayoutError if no cut fits, with the layer, the stage and the bytes.
+    """
+    if present is not None and (present[0] != 0 or present[-1] != problem.layers):
+        raise LayoutError(f"the present boundaries {tuple(present)} are not of {problem.layers} layers")
+    optimum = _optimum(problem)
+    best = _cheapest(problem, optimum * (1 + slack), present)
+    moved = 0 if present is None else problem.moved_bytes(best, present)
+    return Cut(best, float(problem.stage_seconds(best).max()), optimum, moved)
+
+
+def _optimum(problem: Problem) -> float:
+    """Least seconds of the slowest stage: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k to l)."""
+    least = np.zeros(1)
+    for stage in range(problem.stages):
+        seconds, _ = _intervals(problem, stage)
+        reached = np.maximum(least[:, None], seconds).min(axis=0)
+        if not np.isfinite(reached).any():
+            raise _infeasible(problem, stage, least)
+        least = reached
+    if not np.isfinite(least[-1]):
+        raise _infeasible(problem, problem.stages, least)
+    return float(least[-1])
+
+
+def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> tuple[int, ...]:
+    """Boundaries of the cut of least (bytes moved, sum of squares) with no stage above `limit` seconds.
+
+    The same programming over pairs, of which each is a sum over stages.
+    """
+    held = np.repeat(np.arange(len(present) - 1), np.diff(present)) if present is not None else None
+    bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
+    chosen = []
+    for stage in range(problem.stages):
+        seconds, first = _intervals(problem, stage)
+        came = _sums(problem.moved * (held != stage)) if held is not None else np.zeros(problem.layers + 1, np.int64)
+        stops = came[first + 1 : first + 1 + seconds.shape[1]]
+        total = bytes_to[:, None] + (stops[None, :] - came[first : first + len(seconds), None])
+        total = np.where(seconds <= limit, np.minimum(total, PLENTY), PLENTY)
+        least = total.min(axis=0)
+        squares = np.where((total == least) & (total < PLENTY), squares_to[:, None] + seconds**2, np.inf)
+        start = squares.argmin(axis=0)
+        chosen.append(start + first)
+        bytes_to, squares_to = least, squares[start, np.arange(len(start))]
+    stop, boundaries = problem.layers, [problem.layers]
+    for stage in reversed(range(problem.stages)):
+        stop = int(chosen[stage][stop - stage - 1])
+        boundaries.append(stop)
+    return tuple(reversed(boundaries))
+
+
+def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
+    """Seconds of a stage that begins with layer k (row) and ends before layer l (column), and the k of the first row.
+
+    Infinite where it may not hold these. Every stage has a layer, so l begins with stage + 1, and k with stage; the
+    first stage begins with layer 0.
+    """
+    rows = problem.layers - problem.stages + 1 if stage else 1
+    starts = np.arange(stage, stage + rows)
+    stops = np.arange(stage + 1, stage + 2 + problem.layers - problem.stages)
+    sums, taken = _sums(problem.seconds[stage]), _sums(problem.taken[stage])
+    found = sums[stops][None, :] - sums[starts][:, None]
+    fits = (taken[stops][None, :] - taken[starts][:, None]) <= problem.room[stage]
+    fits &= stops[None, :] > starts[:, None]
+    if problem.must_train[stage]:
+        trained = _sums(problem.trained.astype(np.int64))
+        fits &= trained[stops][None, :] > trained[starts][:, None]
+    found[~fits] = np.inf
+    return found, stage
+
+
+def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Sums of the first 0, 1, ... values."""
+    return np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
+
+
+def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
+    """Why no cut fits, where the stages before `stage` can, and this one cannot (`stage` = all: layers are left)."""
+    small = problem.taken.min(axis=0)
+    worst = int((small - problem.room.max()).argmax())
+    if not (problem.taken[:, worst] <= problem.room).any():
+        return LayoutError(
+            f"{problem.names[worst]!r} (layer {worst}) takes {small[worst]} bytes at the least, and no stage has more "
+            f"than {problem.room.max()}: give more memory, more data ranks or a smaller micro-batch"
+        )
+    trained, wanted = int(problem.trained.sum()), int(problem.must_train.sum())
+    if trained < wanted:
+        return LayoutError(f"{wanted} stages must train something and {trained} layers are trained: use fewer stages")
+    layer = min(int(np.flatnonzero(np.isfinite(least))[-1]) + stage, problem.layers - 1)
+    name, last = f"{problem.names[layer]!r} (layer {layer})", min(stage, problem.stages - 1)
+    where = (
+        f"all stages together end before {name} at the latest"
+        if stage == problem.stages
+        else f"stages before {stage} end before {name} at the latest, and of what they may leave "
+        f"stage {stage} can hold nothing{' that is trained' if problem.must_train[stage] else ''}"
+    )
+    return LayoutError(
+        f"no boundaries fit: {where}; that layer takes {problem.taken[last, layer]} bytes there, all layers "
+        f"{small.sum()}, and the stages have {problem.room.tolist()}: give more memory, stages or data ranks, or a "
+        "smaller micro-batch"
+    )
