@@ -121,7 +121,7 @@ class World:
         return self._held[kind]
 
     def hands_on(self, kind: str, members: tuple[int, ...]) -> HeldGroup | None:
-        """The group of a kind, for the next world, if it has these members in this order: all of them see that alike."""
+        """The group of a kind for the next world, if it has these members, in order: all of them see that alike."""
         is_there = kind in self._held and self.between(kind)[1] == members
         return self._held[kind] if is_there else None
 
