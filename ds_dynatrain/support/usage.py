@@ -240,8 +240,8 @@ USAGE = (
     ),
     _start(
         "buddies that replay steps",
-        "a buddy has to come to the same bits: with ZeRO alone, masters in host memory, and an optimizer that is "
-        "known to give them",
+        "a buddy has to come to the same bits: with ZeRO, in pipelines or without, masters in host memory, and an "
+        "optimizer that is known to give them",
         'take "copy" or "auto" as dynatrain.buddies.mode',
         f"{_BUDDIES}::test_what_cannot_be_replayed",
     ),
