@@ -75,7 +75,8 @@ ADAM = torch.optim.AdamW(PARAMETERS)
 NOT_REPLAYED = {
     "stage 0": (Layout(data=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has a part of the state"),
     "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
-    "pipe": (Layout(data=2, pipe=2, zero_stage=1), zero_of(), ADAM, "in a layout with pipe=2 steps are not replayed"),
+    "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "with tensor=2 steps are not replayed"),
+    "a pipeline at stage 0": (Layout(data=2, pipe=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has"),
     "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
     "offload at stage 3": (
         Layout(data=2, zero_stage=3),
@@ -112,10 +113,9 @@ def test_what_cannot_be_replayed(name: str) -> None:
     assert buddies.protection.mode == "copy"
 
 
-def test_what_can_be_replayed() -> None:
-    engine: Any = SimpleNamespace(
-        settings=settings(mode="replay"), world=None, layout=Layout(data=2, zero_stage=2), rank=1
-    )
+@pytest.mark.parametrize("layout", [Layout(data=2, zero_stage=2), Layout(data=2, pipe=2, zero_stage=1)], ids=str)
+def test_what_can_be_replayed(layout: Layout) -> None:
+    engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
     for basic in (ADAM, torch.optim.SGD(PARAMETERS), Known(PARAMETERS)):
         engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=basic)
         buddies = Buddies(engine)
