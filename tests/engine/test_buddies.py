@@ -75,7 +75,6 @@ ADAM = torch.optim.AdamW(PARAMETERS)
 NOT_REPLAYED = {
     "stage 0": (Layout(data=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has a part of the state"),
     "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
-    "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "with tensor=2 steps are not replayed"),
     "a pipeline at stage 0": (Layout(data=2, pipe=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has"),
     "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
     "offload at stage 3": (
