@@ -184,7 +184,7 @@ def in_place() -> None:
     module.eval()
     draws = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     reshape(module, template, layout(4), 1, torch.bfloat16)
-    before.pass_on(module)
+    before.pass_on(module, is_resized=False)
     assert torch.equal(torch.get_rng_state(), draws[0]) and random.getstate() == draws[2]
     assert np.random.get_state()[1].tolist() == draws[1]
     assert module.seed_layers and not any(part.training for part in module.modules())
