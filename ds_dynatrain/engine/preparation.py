@@ -79,8 +79,7 @@ class Preparation:
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
     member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
     `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
-    groups; present: the world that this member trains in, whose groups stay where their members do, in a job of fixed
-    size; stop: called in every wait, raises if the switch will not come about; committed: called as soon as it has.
+    groups; stop: called in every wait, raises if the switch will not come about; committed: called as soon as it has.
     is_lean: nothing of the target is made, for it has to wait until the source is gone. connect_at: the step at which
     the next world's members are connected, once that is decided (see `agreement.connecting_step`); connections: what
     came of it.
@@ -101,7 +100,6 @@ class Preparation:
     stop: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
     status: GroupStatus | None = None
-    present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
     made: Made | None = None
@@ -235,7 +233,7 @@ class Preparation:
         if self.world is not None:
             self.control.track_teardown(drop(self.world, is_broken=True))
             self.world = None
-        self.buffers, self.mine, self.made, self.present = {}, {}, None, None
+        self.buffers, self.mine, self.made = {}, {}, None
 
     def _run(self) -> None:
         begin = time.monotonic()
@@ -292,7 +290,6 @@ class Preparation:
             self.number,
             self.has_sequence,
             moves_apart=self.proposal.late,
-            present=self.present if self.status is None else None,
         )
 
     def _wait_for_all(self) -> None:

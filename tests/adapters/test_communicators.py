@@ -456,8 +456,7 @@ def test_a_group_is_a_pair(accelerator: None, default: None, is_watched: bool) -
     job = Job(status=(lambda: GroupStatus()) if is_watched else lambda: None)
     worlds = job.build(Layout(data=2, zero_stage=1), (0, 1))
     each(2, lambda place: worlds[place].connect(SECONDS))
-    held = worlds[0].held("default")
-    group, store = held.group, held.store
+    group, store = worlds[0].made("default")
     assert group.bound_device_id == DEVICE and group._get_backend(DEVICE) is not group._get_backend(CPU)
     register(group, store, (0, 1))
     assert [str(worlds[0].group(kind).group_name) for kind in ("default", "data")] == [
