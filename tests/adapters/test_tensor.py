@@ -99,7 +99,7 @@ def reshape(root: nn.Module, shaper: TensorShaper, size: int) -> Children:
     """What an engine does with its module; returns what it goes back to if the switch fails."""
     before = Children.of(root)
     shaper.reshape(root, layout(size))
-    before.pass_on(root, is_resized=False)
+    before.pass_on(root, is_resized=True)
     return before
 
 
