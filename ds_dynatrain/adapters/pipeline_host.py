@@ -153,7 +153,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return made
 
     @torch.no_grad()
-    def share_loss(self) -> None:
+    def _share_loss(self) -> None:
         """Let all know the loss of a batch before its step is made: who dies later takes it from nobody."""
         self._known_loss = super()._aggregate_total_loss()
 

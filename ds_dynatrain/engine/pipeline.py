@@ -51,7 +51,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""
-        self.share_loss()
+        self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:

@@ -136,7 +136,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "layer": (torch.nn.functional, "layer_norm", True),
     "backward of a stage": (torch.autograd, "backward", True),
     "reduction": (DeepSpeedEngine, "allreduce_gradients", False),
-    "loss": (PipelineHostEngine, "share_loss", False),
+    "loss": (PipelineHostEngine, "_share_loss", False),
     "replay ships": (Replay, "_words", True),
     "decision": (Replay, "decided", False),
     "replica": (Replica, "step", True),

@@ -77,8 +77,12 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         wanted = announced(encoded)
         tensors = {number: _tensor(reader, rank, number, *each) for number, each in wanted.items()}
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
+        if not isinstance(rest, dict):
+            raise TypeError("it is no table")
         if not all(isinstance(rest.get(part, {}), dict) for part in ("buffers", "objects", "extra")):
             raise TypeError("buffers, objects or extra states are no tables")
+        if not all(isinstance(name, str) for name in rest.get("transient", [])):
+            raise TypeError("the name of a buffer is none")
         if not all(isinstance(name, str) and isinstance(held, torch.Tensor) for name, held in rest["buffers"].items()):
             raise TypeError("a buffer is no tensor")
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError, TransferError) as error:
