@@ -162,6 +162,12 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         known, self._known_loss = self._known_loss, None
         return super()._aggregate_total_loss() if known is None else known
 
+    def _loss_of_step(self) -> torch.Tensor:
+        """That of the step which was made last, also by others for this rank, whose own call was broken off in it."""
+        known, self._known_loss = self._known_loss, None
+        self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
+        return self.agg_train_loss
+
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:
             count_empty_experts(self.optimizer, self._host.model_map)

@@ -62,7 +62,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         if self._read is not None:
             feed, step = self._read
             if self.global_steps > step:
-                return cast("torch.Tensor", self.agg_train_loss)
+                return self._loss_of_step()
             if feed is self._feed:
                 feed.refuse_again()
         return self.train_batch()
