@@ -111,14 +111,19 @@ def check_history(job: HasRows, static: Static, kills: int = 0, event: str = "st
     assert far[worst] <= 2 * static.distance, f"step {worst}: {far[worst]:.1e} from the static run's"
 
 
-def second_joins_first_leaves(job: Job) -> None:
-    """1 -> 2 -> 1: the node of rank 0 hands over what it has, and goes; the other one makes the end of the job."""
+def second_joins(job: Job) -> Status:
+    """1 -> 2: the status then."""
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(1)
     job.node("b", is_host=0)
     joined = job.settled(2, first.generation)
     assert processes(joined)[0] == processes(first)[0], "the same process"
+    return joined
+
+
+def first_leaves(job: Job, joined: Status) -> None:
+    """2 -> 1: the node of rank 0 hands over what it has, and goes; the other one makes the end of the job."""
     job.kill("a", signal.SIGTERM)
     left = job.settled(1, joined.generation)
     assert processes(left) == processes(joined)[1:]

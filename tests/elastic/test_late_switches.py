@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.agents import Job, processes
-from tests.elastic.runs import SCRIPT, Static, check_history, finish, gated, open_gate, steps_on, worker
-from tests.elastic.test_buddy_deaths import Deaths
+from tests.elastic.deaths import Deaths
+from tests.elastic.runs import (
+    SCRIPT,
+    Static,
+    check_history,
+    finish,
+    first_leaves,
+    gated,
+    open_gate,
+    second_joins,
+    steps_on,
+    worker,
+)
 from tests.elastic.test_switch_faults import go_through
 
 LATE = {"late": True}
@@ -23,26 +34,15 @@ LATE = {"late": True}
 def test_members_come_and_go(train: Callable[..., Job], static: Static) -> None:
     """A node joins, the script asks for another stage, and the first node leaves."""
     job = train(nodes="1:4", block=LATE, script=SCRIPT.with_name("doing.py"))
-    job.coordinator("coordinator")
-    job.node("a", is_host=0)
-    first = job.settled(1)
-    job.node("b", is_host=0)
-    joined = job.settled(2, first.generation)
-    assert processes(joined)[0] == processes(first)[0]
+    joined = second_joins(job)
     ask(job, {"zero_stage": 2})
     job.wait(lambda: [row for row in job.rows("switch") if row["layout"]["zero_stage"] == 2], "the other stage")
-    job.kill("a", signal.SIGTERM)
-    left = job.settled(1, joined.generation)
-    assert processes(left) == processes(joined)[1:]
-    assert all(change.change == "planned" for change in left.changes), left.changes
-    job.code("a")
-    finish(job, "b", "coordinator")
+    first_leaves(job, joined)
     check_history(job, static)
     came, _, went = (row for row in switches(job))
     assert 0 < in_pause(came) < came["late_bytes"], came
     assert 0 == in_pause(went) < went["late_bytes"], f"who stays has all weights: {went}"
-    made = [(row["pid"], row["step"]) for row in job.rows("step")]
-    assert len(made) == len(set(made)), "a step was made twice"
+    assert not made_twice(job)
 
 
 def ask(job: Job, sizes: dict[str, int], ahead: int = 3) -> None:

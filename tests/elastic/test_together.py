@@ -16,8 +16,9 @@ from tests.elastic.runs import (
     check_history,
     finish,
     finish_together,
+    first_leaves,
     node_of,
-    second_joins_first_leaves,
+    second_joins,
     steps_on,
     variables,
     worker,
@@ -54,7 +55,7 @@ def pair(train: Callable[..., Job]) -> Callable[..., Job]:
 def test_nodes_join_and_leave(pair: Callable[..., Job], static: Static, style: str) -> None:
     """Stages 1 and 3; the steps of both engines go on."""
     job = pair(style=style)
-    second_joins_first_leaves(job)
+    first_leaves(job, second_joins(job))
     for event in ("switch", "switch beside"):
         assert {row["layout"]["data"] for row in job.rows(event)} == {1, 2}
     check_both(job, static)

@@ -12,12 +12,12 @@ from torch.distributed import TCPStore
 from ds_dynatrain.elastic.connection import Connection
 from ds_dynatrain.engine.packing import pack
 from tests.elastic.agents import Job, processes
-from tests.elastic.runs import Static, check_history, finish, node_of, second_joins_first_leaves, steps_on, variables
+from tests.elastic.runs import Static, check_history, finish, first_leaves, node_of, second_joins, steps_on, variables
 
 
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
     job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": "a token of some length"})
-    second_joins_first_leaves(job)
+    first_leaves(job, second_joins(job))
     check_history(job, static)
 
 
