@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import signal
 import sys
@@ -32,6 +33,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -122,6 +124,14 @@ class Player:
         """Start one."""
         self.job.node(name, is_host=0)
 
+    def fall(self, name: str, number: int) -> None:
+        """A node goes, its workers with it."""
+        self.job.kill(name, number)
+
+    def clean_up(self) -> None:
+        """End whatever is left."""
+        self.job.clean_up()
+
     def ended(self, name: str) -> None:
         """An agent has ended by itself: that is not to be."""
         raise RuntimeError(f"agent {name} has ended by itself: {self.job.folder / name}.log")
@@ -163,7 +173,7 @@ class Player:
             is_silent = self.silent_falls > 0 and self.falls % self.silent_falls == 0
             name = self.agents.pop(self.chance.randrange(len(self.agents)))
             self.played.note(len(self.agents), "death" if is_silent else "leave")
-            self.job.kill(name, signal.SIGKILL if is_silent else signal.SIGTERM)
+            self.fall(name, signal.SIGKILL if is_silent else signal.SIGTERM)
 
     def _start(self) -> None:
         name = f"n{len(self.job.processes)}"
@@ -174,6 +184,13 @@ class Player:
         for name in [*self.agents]:
             if self.job.processes[name].poll() is not None:
                 self.ended(name)
+
+
+def kill(workers: list[int]) -> None:
+    """Those that are still there."""
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class StockPlayer(Player):
@@ -196,6 +213,19 @@ class StockPlayer(Player):
         """Start one."""
         conf: dict[str, Any] = {**BEST, "is_host": 0}
         self.job.node(name, RESTARTS, **conf)
+
+    def fall(self, name: str, number: int) -> None:
+        """Workers of stock torchrun outlive an agent that is killed."""
+        workers = self.job.workers_of(name)
+        super().fall(name, number)
+        if number == signal.SIGKILL:
+            kill(workers)
+
+    def clean_up(self) -> None:
+        """Workers, too."""
+        workers = [pid for name in self.job.processes for pid in self.job.workers_of(name)]
+        super().clean_up()
+        kill(workers)
 
     def ended(self, name: str) -> None:
         """It is told, and the job goes on."""
@@ -277,7 +307,7 @@ def run(name: str, folder: Path, stage: int, args: argparse.Namespace) -> Run:
     except (TimeoutError, RuntimeError) as error:
         player.faults.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
-        player.job.clean_up()
+        player.clean_up()
     found = judged(player.job, player.played, counts_start=args.mtbf is None)
     return Run(name, found, player.played.counts, player.faults)
 
