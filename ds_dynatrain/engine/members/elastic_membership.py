@@ -42,6 +42,8 @@ class ElasticMembership:
         self.elastic = elastic
         self._boundaries = Boundaries(elastic)
         self._jobs: list[Job] = []
+        self._is_in_call = False
+        """Whether one of DeepSpeed's calls is under way, which a pipeline reads its samples in."""
 
     @property
     def node(self) -> str:
@@ -150,19 +152,25 @@ class ElasticMembership:
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script's own has failed."""
-        self._boundaries.see_failure()
+        """Form a new world if a collective of the script's own has failed; in DeepSpeed's calls `surviving` does that."""
+        if self._is_in_call:
+            self._boundaries.losses.check()
+        else:
+            self._boundaries.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
         """The world is formed anew in between."""
-        boundaries, losses = self._boundaries, self._boundaries.losses
+        boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
         try:
+            self._is_in_call = True
             losses.check()
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
                 raise
-            boundaries.form_anew()
+        finally:
+            self._is_in_call = was
+        boundaries.form_anew()
         losses.close_worlds(True)
         return again()
 

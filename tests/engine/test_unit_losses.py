@@ -1,0 +1,65 @@
+"""A failure of the world that is noticed while one of DeepSpeed's calls reads its samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
+from ds_dynatrain.errors import WorldChanged
+
+
+class Boundaries:
+    """With a failure that comes in the call, and where a world is formed."""
+
+    def __init__(self) -> None:
+        self.has_failed, self.is_under_way, self.formed = False, False, list[str]()
+        self.losses = SimpleNamespace(
+            check=self.check,
+            explains=lambda error: isinstance(error, WorldChanged),
+            close_worlds=lambda is_closed: None,
+        )
+
+    def check(self) -> None:
+        if self.has_failed:
+            raise WorldChanged("a collective has failed before")
+
+    def see_failure(self) -> None:
+        if self.has_failed:
+            self.form_anew()
+
+    def form_anew(self) -> None:
+        self.formed.append("in the call" if self.is_under_way else "after it")
+        self.has_failed = False
+
+
+@pytest.fixture
+def membership() -> Any:
+    made: Any = ElasticMembership(SimpleNamespace())  # type: ignore[arg-type]
+    made._boundaries = Boundaries()
+    return made
+
+
+def test_no_world_is_formed_in_the_middle_of_a_call(membership: Any) -> None:
+    """DeepSpeed's pipeline holds activations then, which would be gone."""
+    boundaries = membership._boundaries
+
+    def call() -> str:
+        boundaries.is_under_way = boundaries.has_failed = True
+        try:
+            membership.before_micro_batch(None)
+        finally:
+            boundaries.is_under_way = False
+        return "trained on"
+
+    assert membership.surviving(None, call, lambda: "again") == "again"
+    assert boundaries.formed == ["after it"]
+
+
+def test_between_calls_the_loader_forms_it(membership: Any) -> None:
+    assert membership.surviving(None, lambda: "done", lambda: "again") == "done"
+    membership._boundaries.has_failed = True
+    membership.before_micro_batch(None)
+    assert membership._boundaries.formed == ["after it"]
