@@ -152,7 +152,7 @@ class ElasticMembership:
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script's own has failed; in DeepSpeed's calls `surviving` does that."""
+        """Form a new world if a collective of the script's own has failed; inside of a call `surviving` does."""
         if self._is_in_call:
             self._boundaries.losses.check()
         else:
