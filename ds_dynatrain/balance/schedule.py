@@ -1,0 +1,142 @@
+"""DeepSpeed's pipeline schedule as arithmetic, and what it takes: a simulation, event by event.
+
+Read off DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
+`runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
+step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. What it has computed it sends at the
+step after: to the next stage, after it has taken a gradient from there, or to the one before, before it takes
+activations from there.
+
+A send waits until it is taken, as it does in gloo and, for messages beyond its buffers, in NCCL: both stages go on at
+the same moment. So a stage that is late holds up its neighbours, also where they only hand something over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynatrain.balance.profile import Floats, Ints
+from ds_dynatrain.errors import LayoutError
+
+
+class Command(NamedTuple):
+    """One instruction by the name of DeepSpeed's class; micro_batch and buffer are None of those at the end."""
+
+    name: str
+    micro_batch: int | None = None
+    buffer: int | None = None
+
+
+def commands(stages: int, micro_batches: int, stage: int) -> Iterator[list[Command]]:
+    """What a stage does, step by step, as `TrainSchedule.steps` says it."""
+    first, last, buffers = stage == 0, stage == stages - 1, buffer_count(stages, micro_batches, stage)
+    total = step_count(stages, micro_batches)
+    for step in range(total):
+        (micro_batch, forward), (before, _) = _at(step, stage, stages), _at(step - 1, stage, stages)
+        now, was = 0 <= micro_batch < micro_batches, 0 <= before < micro_batches
+        present, past = (micro_batch, micro_batch % buffers), (before, before % buffers)
+        found = [
+            (forward and was and not first, "SendGrad", past),
+            (forward and now and not first, "RecvActivation", present),
+            (not forward and now and not last, "RecvGrad", present),
+            (not forward and was and not last, "SendActivation", past),
+            (forward and now and (first or last), "LoadMicroBatch", present),
+            (now, "ForwardPass" if forward else "BackwardPass", present),
+        ]
+        done = [Command(name, *about) for holds, name, about in found if holds]
+        ends = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep") if step == total - 1 else ()
+        yield [*done, *map(Command, ends)]
+
+
+def step_count(stages: int, micro_batches: int) -> int:
+    """Steps of a schedule: each micro-batch comes by twice, and the last stage is as far behind the first twice."""
+    return 2 * (micro_batches + stages - 1)
+
+
+def buffer_count(stages: int, micro_batches: int, stage: int) -> int:
+    """Pipeline buffers that DeepSpeed reserves: two at least."""
+    return max(2, in_flight(stages, micro_batches, stage))
+
+
+def in_flight(stages: int, micro_batches: int, stage: int) -> int:
+    """The most micro-batches that a stage has passed forward and not yet backward: their activations are held."""
+    return min(stages - stage, micro_batches)
+
+
+@dataclass(frozen=True, eq=False)
+class StageWork:
+    """What the stages of one pipeline do for one micro-batch; LayoutError for shapes that do not agree.
+
+    forward, backward: [stages], seconds of a pass. send, send_back: [stages - 1], seconds of the activations from stage
+    s to s + 1, and of the gradient from there. returns: [stages - 1], whether there is such a gradient; where all
+    before is frozen nobody waits for one.
+    """
+
+    forward: Floats
+    backward: Floats
+    send: Floats
+    send_back: Floats
+    returns: npt.NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        """Check the shapes."""
+        stages = len(self.forward)
+        lengths = [len(each) for each in (self.backward, self.send, self.send_back, self.returns)]
+        if not stages or lengths != [stages, *[stages - 1] * 3]:
+            raise LayoutError(f"{stages} stages with backward, send, send_back, returns of the lengths {lengths}")
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """How one batch goes through a pipeline, by simulation: all passes, without what follows them.
+
+    ends: [stages], seconds after which a stage has made its last pass and handed on what came of it. busy: [stages],
+    seconds that it computes. in_flight: [stages], micro-batches whose activations it holds at the most.
+    """
+
+    ends: Floats
+    busy: Floats
+    in_flight: Ints
+
+    @property
+    def seconds(self) -> float:
+        """Until the last stage is done."""
+        return float(self.ends.max())
+
+
+def simulate(work: StageWork, micro_batches: int) -> Simulated:
+    """Play the schedule through; LayoutError without a micro-batch.
+
+    At a step a stage meets one neighbour alone: the one before if it is forward, else the next. Both have the same
+    two messages for each other in the same order, so a step is one meeting and one pass.
+    """
+    if micro_batches < 1:
+        raise LayoutError(f"{micro_batches} micro-batches: a batch has one at least")
+    stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
+    step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
+    forward = (step - stage) % 2 == 0
+    micro_batch = np.where(forward, step - stage, step - 2 * stages + stage + 1) // 2
+    valid = (micro_batch >= 0) & (micro_batch < micro_batches)
+    passes = np.where(valid, np.where(forward, work.forward, work.backward), 0.0)[1:]
+    taken = (valid & forward)[1:, 1:]  # activations come to the later one of two stages
+    returned = valid[1:, :-1] & ~forward[1:, :-1] & work.returns  # a gradient comes to the earlier one
+    meetings, lasting = taken | returned, taken * work.send + returned * work.send_back
+    clock = np.zeros(stages)
+    for meets, lasts, takes in zip(meetings, lasting, passes, strict=True):
+        together = np.maximum(clock[:-1], clock[1:]) + lasts
+        clock[:-1] = np.where(meets, together, clock[:-1])
+        clock[1:] = np.where(meets, together, clock[1:])
+        clock += takes
+    flights = np.array([in_flight(stages, micro_batches, each) for each in range(stages)])
+    return Simulated(clock, passes.sum(axis=0), flights)
+
+
+def _at(step: int, stage: int, stages: int) -> tuple[int, bool]:
+    """(micro-batch, whether it goes forward) at a step; one that there is not where the stage has nothing to do."""
+    if (step - stage) % 2 == 0:
+        return (step - stage) // 2, True
+    return (step - 2 * stages + stage + 1) // 2, False
