@@ -1,6 +1,7 @@
-"""Which layer belongs to which stage: answers from a profile, by arithmetic alone.
+"""Which layer belongs to which stage, and what a layout costs: answers from a profile, by arithmetic alone.
 
 `profile` is what was measured of each layer. `partition` cuts layers into stages, exactly; `diffusion` by exchanges of
-neighbours, to compare with. `schedule` plays DeepSpeed's pipeline schedule through. Nothing here talks to anyone or acts: a profile is a file, so a laptop can answer for a
-cluster.
+neighbours, to compare with. `schedule` plays DeepSpeed's pipeline schedule through. `deal` says who gets how many
+samples, `links` what messages take, `memory` what a rank holds, and `cost` puts the seconds of a step together. Nothing
+here talks to anyone or acts: a profile is a file, so a laptop can answer for a cluster.
 """

@@ -1,0 +1,186 @@
+"""Seconds of one step of a layout, from a profile: the schedule, then what the data ranks tell each other.
+
+A model, not a measurement. Seconds of a layer go with the samples of a micro-batch, and with one over the speed of its
+rank; nothing runs beside anything else on a rank, so what DeepSpeed overlaps is counted in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.links import Link, Links
+from ds_dynatrain.balance.memory import cut_of
+from ds_dynatrain.balance.profile import Floats, Profile
+from ds_dynatrain.balance.schedule import StageWork, simulate
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.kind import WEIGHT
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.zero import group_size
+
+FREE = Links()
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of one step; the first five add up to it.
+
+    compute_seconds: the passes of the rank with the most. waiting_seconds: until the last stage has made its passes,
+    beyond that: messages between stages, and the bubble. reduce_seconds: of gradients. optimizer_seconds, and
+    gather_seconds, of weights. busy: by stage, seconds that its slowest rank computes, with the optimizer.
+    efficiency: the mean over all ranks of the share of the step that they compute.
+    """
+
+    compute_seconds: float
+    waiting_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    gather_seconds: float
+    busy: tuple[float, ...]
+    efficiency: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self._terms().values())
+
+    @property
+    def bottleneck(self) -> int:
+        """The stage that computes the longest, the first of several."""
+        return int(np.argmax(self.busy))
+
+    @property
+    def step_ms(self) -> dict[str, float]:
+        """The terms in milliseconds, and behind them their sum."""
+        return {name: 1e3 * seconds for name, seconds in [*self._terms().items(), ("total", self.seconds)]}
+
+    def _terms(self) -> dict[str, float]:
+        names = ("compute", "waiting", "reduce", "optimizer", "gather")
+        return {name: getattr(self, f"{name}_seconds") for name in names}
+
+
+def step_time(
+    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: Links = FREE
+) -> StepTime:
+    """What a step of the layout takes. speeds: by rank, of a member of speed 1 without them.
+
+    LayoutError for boundaries, shares or speeds that are not of this layout.
+    """
+    if len(deal.shares) != layout.data:
+        raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices")
+    return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """One prediction. pace: [stages, data], the slowest of the ranks that are there."""
+
+    profile: Profile
+    layout: Layout
+    deal: Deal
+    pace: Floats
+    links: Links
+
+    def predict(self) -> StepTime:
+        ends, busy = self._passes()
+        compute, passed = float(busy.max()), float(ends.max())
+        reduced = float((ends.max(axis=1) + self._reductions()).max())
+        stepped, gathers = self._optimizer(), self._gathers()
+        stepped_last = float(stepped.max())
+        after = float((stepped.max(axis=1) + gathers).max())
+        total = reduced + after
+        share = float((busy + stepped).mean()) / total if total else 1.0
+        terms = (compute, passed - compute, reduced - passed, stepped_last, after - stepped_last)
+        return StepTime(*terms, tuple((busy + stepped).max(axis=1).tolist()), share)
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        return cut_of(self.profile, self.layout)
+
+    def by_stage(self, values: Floats) -> Floats:
+        """[layers] summed up to [stages]."""
+        return np.add.reduceat(values, np.array(self.cut[:-1]))
+
+    def _passes(self) -> tuple[Floats, Floats]:
+        """(end, busy) of each [stage, data index]; data indices that are alike are played through once."""
+        ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
+        known: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        for column, (count, size) in enumerate(self._micro_batches()):
+            sends = tuple(self._between(column, stage) for stage in range(self.layout.pipe - 1))
+            key = (count, size, tuple(self.pace[:, column]), sends)
+            if key not in known:
+                played = simulate(self._work(column, size, sends), count)
+                known[key] = played.ends, played.busy
+            ends[:, column], busy[:, column] = known[key]
+        return ends, busy
+
+    def _micro_batches(self) -> list[tuple[int, float]]:
+        """(number, samples of each) by data index: of one size in a pipeline, else as many everywhere."""
+        if self.layout.pipe > 1:
+            return [(count, self.deal.size) for count in self.deal.pipeline_counts()]
+        return [(self.deal.micro_batches, share / self.deal.micro_batches) for share in self.deal.shares]
+
+    def _between(self, column: int, stage: int) -> Link:
+        return self.links.of([self.layout.rank(pipe=stage + each, data=column) for each in (0, 1)])
+
+    def _work(self, column: int, size: float, sends: tuple[Link, ...]) -> StageWork:
+        profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
+        forward, backward = (self.by_stage(profile.seconds(f"{way}_seconds")) for way in ("forward", "backward"))
+        handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
+        lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
+        needed = np.logical_or.accumulate(profile.trained | (profile.seconds("backward_seconds") > 0))
+        returns = needed[np.array(self.cut[1:-1], dtype=np.int64) - 1]
+        return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
+
+    def _rings(self, seconds: str, nbytes: Floats) -> Floats:
+        """[stages]: what the data ranks of each stage need for that many bytes."""
+        ranks = group_size(self.layout)
+        found = []
+        for stage, size in enumerate(nbytes):
+            first = stage * self.layout.ranks_per_stage
+            link = self.links.of(range(first, first + self.layout.ranks_per_stage))
+            found.append(getattr(link, seconds)(float(size), ranks))
+        return np.array(found)
+
+    def _reductions(self) -> Floats:
+        """[stages]: of gradients; once in stages 0 and 1, with every micro-batch in stages 2 and 3.
+
+        DeepSpeed reduces whole buckets in stages 1 and 2, of which each rank keeps its part.
+        """
+        weights = self.profile.kind_bytes(WEIGHT)
+        gradients = self.by_stage(np.where(self.profile.trained, weights, 0).astype(np.float64))
+        if self.layout.zero_stage < 2:
+            return self._rings("reduce", gradients)
+        way = "reduce" if self.layout.zero_stage == 2 else "gather"
+        return self.deal.micro_batches * self._rings(way, gradients)
+
+    def _gathers(self) -> Floats:
+        """[stages]: of weights; after the step in stages 1 and 2, for each pass of a micro-batch in stage 3."""
+        weights = self.profile.kind_bytes(WEIGHT).astype(np.float64)
+        if self.layout.zero_stage == 0:
+            return np.zeros(self.layout.pipe)
+        if self.layout.zero_stage < 3:
+            return self._rings("gather", self.by_stage(np.where(self.profile.trained, weights, 0)))
+        passed_back = np.where(self.profile.seconds("backward_seconds") > 0, weights, 0)
+        passes = self._rings("gather", self.by_stage(weights)) + self._rings("gather", self.by_stage(passed_back))
+        return self.deal.micro_batches * passes
+
+    def _optimizer(self) -> Floats:
+        """[stages, data]: of the trained elements that a rank steps."""
+        seconds = self.by_stage(np.where(self.profile.trained, self.profile.seconds("optimizer_seconds"), 0.0))
+        share = group_size(self.layout) if self.layout.zero_stage else 1
+        return np.asarray(seconds[:, None] / share / self.pace)
+
+
+def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
+    """[stages, data]: the slowest of the ranks at each place."""
+    if speeds is None:
+        return np.ones((layout.pipe, layout.data))
+    given = np.asarray(speeds, dtype=np.float64)
+    if given.shape != (layout.world_size,) or not (given > 0).all():
+        raise LayoutError(f"{layout} has {layout.world_size} ranks: give a speed above 0 for each, not {list(speeds)}")
+    return np.asarray(given.reshape(layout.pipe, layout.data, -1).min(axis=2))
