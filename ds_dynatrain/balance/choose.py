@@ -1,0 +1,241 @@
+"""Which layout: every one that fits the members and their memory, by predicted steps per second, best first.
+
+Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination, other axes stay as they are. For
+each of them `partition` finds the boundaries. A layout may leave members idle, and wins if it is faster so. No layout
+is looked at whose bound (work over all speeds, or the largest layer) says that it cannot be among the best.
+
+Everything is a function of its arguments, ties included, so all members get the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ds_dynatrain.balance.cost import FREE, StepTime, step_time
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.links import Links
+from ds_dynatrain.balance.memory import gathered_bytes, peak_bytes, taken_bytes
+from ds_dynatrain.balance.partition import PLENTY, Problem, partition
+from ds_dynatrain.balance.profile import Floats, Profile
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.layout import STAGES, Layout
+from ds_dynatrain.space.zero import group_size
+
+Refuses = Callable[[Layout, Deal], bool]
+"""Whether a layout with its boundaries cannot be switched to."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Those that there are. speeds: of each. memory_bytes: of each, for what `memory` counts."""
+
+    speeds: tuple[float, ...]
+    memory_bytes: int = PLENTY
+    links: Links = FREE
+
+    def __post_init__(self) -> None:
+        """LayoutError for no member, a speed that is not above 0, or no memory."""
+        if not self.speeds or not min(self.speeds) > 0:
+            raise LayoutError(f"members with the speeds {list(self.speeds)}: give one above 0 for each")
+        if self.memory_bytes < 1:
+            raise LayoutError(f"members of {self.memory_bytes} bytes of memory: give what they have")
+
+    def fastest(self, count: int) -> tuple[int, ...]:
+        """So many of them by rank, the fastest first, so that slow ones share a stage, which gets fewer layers."""
+        order = sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member))
+        return tuple(order[:count])
+
+    def pace(self, layout: Layout) -> Floats:
+        """[stages, data]: the slowest member at each place."""
+        speeds = np.array([self.speeds[member] for member in self.fastest(layout.world_size)])
+        return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried. pipes, zero_stages: None for all. micro_batches: of a data rank, if it is to be one number.
+
+    least_micro_batch: samples; None for those that were timed, which are the most in any case. Smaller ones count as
+    that much faster, which they are on no device once they are small. must_train: whether a stage must train something.
+    slack: by how much the slowest stage may exceed the optimum to move fewer bytes. horizon_steps: over which the cost
+    of a switch is spread; without it that counts for nothing. count: of answers.
+    """
+
+    pipes: tuple[int, ...] | None = None
+    zero_stages: tuple[int, ...] | None = None
+    micro_batches: int | None = None
+    least_micro_batch: int | None = None
+    must_train: bool = True
+    slack: float = 0.0
+    horizon_steps: float | None = None
+    count: int = 10
+
+    def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
+        """All numbers of micro-batches that a layout may have."""
+        share = -(-profile.train_batch_size // layout.data)
+        fewest = -(-share // profile.micro_batch_size)
+        most = max(fewest, share // (self.least_micro_batch or profile.micro_batch_size))
+        tried = range(fewest, most + 1) if self.micro_batches is None else (self.micro_batches,)
+        yield from (Deal.of(profile, layout, number) for number in tried if number <= share)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits. members: by rank; who is not there is idle. peak_bytes: of the rank with the most.
+
+    switch_seconds: what it takes to get there. seconds: of a step, with its part of the switch.
+    """
+
+    layout: Layout
+    deal: Deal
+    members: tuple[int, ...]
+    time: StepTime
+    peak_bytes: int
+    switch_seconds: float
+    seconds: float
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """What is better is smaller; of equals the one with fewer members, stages, and so on."""
+        layout = self.layout
+        rest = (layout.world_size, layout.pipe, layout.zero_stage, self.deal.micro_batches, layout.boundaries)
+        return (_rounded(self.seconds), *rest)
+
+
+def choose(
+    profile: Profile,
+    present: Layout,
+    members: Members,
+    search: Search | None = None,
+    refused: Refuses = lambda layout, deal: False,
+    switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+) -> tuple[Choice, ...]:
+    """The best layouts, best first; the axes but pipe and data, and what a move costs, are those of `present`.
+
+    refused: what a switch would refuse, besides what is known here (`is_possible`). switch_seconds: of a switch from
+    `present`; asked of no layout that is equal to it. LayoutError if nothing fits, with the reason for the largest.
+    """
+    return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
+
+
+def is_possible(layout: Layout, deal: Deal) -> bool:
+    """Whether DeepSpeed trains it: pipelines in stages 0 and 1, with micro-batches of one size."""
+    return layout.pipe == 1 or (layout.zero_stage < 2 and deal.is_even)
+
+
+def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members, must_train: bool = True) -> Problem:
+    """The layers to be cut: seconds of a step on each stage, bytes on each of its ranks."""
+    passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
+    stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
+    samples = deal.micro_batches * deal.size / profile.micro_batch_size
+    seconds = samples * passes + stepped / (group_size(layout) if layout.zero_stage else 1)
+    return Problem.of(
+        seconds,
+        layout.pipe,
+        speeds=members.pace(layout).min(axis=1),
+        taken=taken_bytes(profile, layout, deal),
+        room=members.memory_bytes - gathered_bytes(profile, layout),
+        trained=profile.trained,
+        must_train=must_train and layout.pipe > 1,
+        moved=profile.counts("total_bytes"),
+        names=profile.names,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Choosing:
+    """One search. reasons: why what does not fit does not, by number of members."""
+
+    profile: Profile
+    present: Layout
+    members: Members
+    search: Search
+    refused: Refuses
+    switch_seconds: Callable[[Layout], float]
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def passes(self) -> Floats:
+        return self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
+
+    def best(self) -> tuple[Choice, ...]:
+        found: list[Choice] = []
+        for bound, layout, deal in sorted(self._candidates(), key=lambda each: each[0]):
+            if len(found) == self.search.count and _rounded(bound) > _rounded(found[-1].seconds):
+                break
+            found = sorted([*found, *self._fitted(layout, deal)], key=lambda each: each.order)[: self.search.count]
+        if not found:
+            raise LayoutError(self._why_none())
+        return tuple(found)
+
+    def _candidates(self) -> Iterator[tuple[float, Layout, Deal]]:
+        """(seconds that it takes at the least, layout without boundaries, deal)."""
+        per_data = self.present.sequence * self.present.tensor
+        most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
+        for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
+            for data in range(1, min(most // pipe, self.profile.train_batch_size) + 1):
+                if (data * per_data) % self.present.expert:
+                    continue
+                for zero_stage in self.search.zero_stages or STAGES:
+                    layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
+                    for deal in self.search.deals(self.profile, layout):
+                        if is_possible(layout, deal):
+                            yield self._bound(layout, deal), layout, deal
+
+    def _bound(self, layout: Layout, deal: Deal) -> float:
+        """Each data index has its samples, and a pipeline is as fast as all of its stages together at most."""
+        pace, samples = self.members.pace(layout), np.array(deal.shares) / self.profile.micro_batch_size
+        slowest = np.maximum(self.passes.sum() / pace.sum(axis=0), self.passes.max() / pace.max(axis=0))
+        return float((samples * slowest).max())
+
+    def _fitted(self, layout: Layout, deal: Deal) -> Iterator[Choice]:
+        """With the best boundaries, and with the present ones, which were found for other costs and may not fit."""
+        found = {layout.replace(boundaries=cut): None for cut in self._boundaries(layout, deal)}
+        if self.present.replace(boundaries=None) == layout and (layout.pipe == 1 or self.present.boundaries):
+            found[self.present] = None
+        for each in found:
+            choice = self._choice(each, deal)
+            if choice.peak_bytes > self.members.memory_bytes:
+                continue
+            if self.refused(each, deal):
+                self.reasons.setdefault(layout.world_size, f"{each} would be refused")
+                continue
+            yield choice
+
+    def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
+        """The best ones, if any fit; a layout of one stage has those that it had."""
+        try:
+            problem = problem_of(self.profile, layout, deal, self.members, self.search.must_train)
+            cut = partition(problem, self.present.boundaries, self.search.slack).boundaries
+        except LayoutError as error:
+            self.reasons.setdefault(layout.world_size, f"{layout}: {error}")
+            return ()
+        return (cut if layout.pipe > 1 else self.present.boundaries if self.present.pipe == 1 else None,)
+
+    def _choice(self, layout: Layout, deal: Deal) -> Choice:
+        working = self.members.fastest(layout.world_size)
+        speeds = [self.members.speeds[member] for member in working]
+        time = step_time(self.profile, layout, deal, speeds, self.members.links)
+        peak = max(each.total for each in peak_bytes(self.profile, layout, deal))
+        switch = 0.0 if layout == self.present else self.switch_seconds(layout)
+        part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0
+        return Choice(layout, deal, working, time, peak, switch, time.seconds + part)
+
+    def _why_none(self) -> str:
+        count, axes = len(self.members.speeds), f"sequence {self.present.sequence} x tensor {self.present.tensor}"
+        if not self.reasons:
+            return (
+                f"no layout for {count} members: {axes} ranks for each data index, {self.profile.train_batch_size} "
+                f"samples, {len(self.profile.layers)} layers, and pipelines need micro-batches of one size"
+            )
+        most = max(self.reasons)
+        return f"no layout fits {count} members; of the largest that was tried: {self.reasons[most]}"
+
+
+def _rounded(seconds: float) -> float:
+    """So that what differs by the order of additions alone is equal."""
+    return float(f"{seconds:.12g}")

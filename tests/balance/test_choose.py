@@ -1,0 +1,239 @@
+"""The choice of a layout: against all layouts with all cuts, and what it says if nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
+from ds_dynatrain.balance.cost import step_time
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.links import Link, Links
+from ds_dynatrain.balance.memory import peak_bytes
+from ds_dynatrain.balance.partition import partition
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.layout import Layout
+from tests.balance.cuts import allowed, by_milp, every_cut
+from tests.balance.profiles import layer, profile
+
+CASES, MILP_CASES = 80, 100
+ALL = 10**6
+ONE = Layout(zero_stage=1)
+
+
+def random_case(random: np.random.Generator, most_layers: int = 6) -> tuple[Profile, Members, Layout]:
+    count = int(random.integers(1, most_layers + 1))
+    layers = tuple(
+        layer(
+            f"b{place}",
+            float(random.random() + 0.1),
+            int(random.integers(10, 100)),
+            trained=place == 0 or random.random() < 0.8,
+            optimizer_seconds=float(random.random()),
+            activation_bytes=int(random.integers(0, 2000)),
+        )
+        for place in range(count)
+    )
+    measured = Profile(layers=layers, train_batch_size=int(random.choice([4, 6, 8])), micro_batch_size=2)
+    members = int(random.integers(1, 6))
+    speeds = tuple(random.choice([0.5, 1.0, 2.0], members).tolist()) if random.random() < 0.5 else (1.0,) * members
+    state = sum(each.total_bytes for each in layers)
+    room = int(random.integers(state // 3, 3 * state) + 5000)
+    links = Links(Link(float(random.choice([1e3, 1e5])), 0.01), Link(500.0, 0.1), per_node=2)
+    cut = (0, int(random.integers(1, count)), count) if count > 1 and members > 1 else None
+    present = Layout(zero_stage=1, pipe=2 if cut else 1, boundaries=cut)
+    return measured, Members(speeds, room, links), present
+
+
+def by_brute_force(
+    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout
+) -> dict[Any, tuple[float, float]]:
+    """(pipe, data, stage, micro-batches) -> (least seconds of a stage, least seconds of a step over all cuts)."""
+    found: dict[Any, tuple[float, float]] = {}
+    count, batch = len(measured.layers), measured.train_batch_size
+    for pipe, data, zero_stage in itertools.product(range(1, count + 1), range(1, batch + 1), range(4)):
+        if pipe * data > len(members.speeds) or (pipe > 1 and zero_stage > 1):
+            continue
+        share = -(-batch // data)
+        fewest = -(-share // measured.micro_batch_size)
+        for number in range(fewest, max(fewest, share // least) + 1):
+            if pipe > 1 and batch % (data * number):
+                continue
+            layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
+            deal = Deal.of(measured, layout, number)
+            problem = problem_of(measured, layout, deal, members)
+            working = sorted(range(len(members.speeds)), key=lambda each: (-members.speeds[each], each))
+            speeds = [members.speeds[each] for each in working[: pipe * data]]
+            for cut in every_cut(count, pipe):
+                each = layout.replace(boundaries=cut if pipe > 1 else None)
+                fits = max(part.total for part in peak_bytes(measured, each, deal)) <= members.memory_bytes
+                assert fits == allowed(problem, cut) or problem.must_train.any()
+                if not allowed(problem, cut) and not (each == present and fits):
+                    continue  # to stay is possible also with a stage that trains nothing
+                seconds = step_time(measured, each, deal, speeds, members.links).seconds
+                seconds += 0 if each == present else cost / horizon
+                key, load = (pipe, data, zero_stage, number), float(problem.stage_seconds(cut).max())
+                load = load if allowed(problem, cut) else np.inf
+                before = found.get(key, (np.inf, np.inf))
+                found[key] = min(before[0], load), min(before[1], seconds)
+    return found
+
+
+def test_no_layout_is_left_out_and_none_is_better() -> None:
+    random = np.random.default_rng(11)
+    worse, solved = [], 0
+    for _ in range(CASES):
+        measured, members, present = random_case(random)
+        least, horizon, cost = int(random.choice([1, 2])), 20.0, float(random.choice([0, 5]))
+        search = Search(least_micro_batch=least, horizon_steps=horizon, count=ALL)
+        best = by_brute_force(measured, members, least, horizon, cost, present)
+        asked: dict[str, Any] = {"switch_seconds": lambda layout, cost=cost: cost}
+        if not best:
+            with pytest.raises(LayoutError):
+                choose(measured, present, members, search, **asked)
+            continue
+        found = choose(measured, present, members, search, **asked)
+        assert {_key(each) for each in found} == set(best)
+        for each in found:
+            problem = problem_of(measured, each.layout, each.deal, members)
+            cut = each.layout.boundaries or (0, len(measured.layers))
+            if each.layout != present:
+                assert problem.stage_seconds(cut).max() == pytest.approx(best[_key(each)][0], rel=1e-12)
+            assert each.peak_bytes <= members.memory_bytes
+            assert len(each.members) == each.layout.world_size
+        assert list(found) == sorted(found, key=lambda each: each.order)
+        few = choose(
+            measured, present, members, Search(None, None, None, least, horizon_steps=horizon, count=3), **asked
+        )
+        assert few == found[:3]
+        worse.append(found[0].seconds / min(seconds for _, seconds in best.values()))
+        solved += 1
+    assert solved > CASES / 2
+    assert min(worse) > 1 - 1e-9 and max(worse) < 1.1 and np.mean(worse) < 1.005
+
+
+def _key(choice: Any) -> tuple[int, int, int, int]:
+    return choice.layout.pipe, choice.layout.data, choice.layout.zero_stage, choice.deal.micro_batches
+
+
+def test_its_boundaries_are_those_of_an_integer_programme() -> None:
+    random = np.random.default_rng(12)
+    solved = 0
+    while solved < MILP_CASES:
+        measured, members, _ = random_case(random, 9)
+        pipe = int(random.integers(1, min(len(measured.layers), 4) + 1))
+        layout = Layout(zero_stage=1, pipe=pipe)
+        members = Members((*members.speeds, *(1.0,) * pipe), members.memory_bytes)
+        problem = problem_of(measured, layout, Deal.of(measured, layout), members)
+        solved += 1
+        best = by_milp(problem, (0, len(measured.layers)), 0.0)
+        if best is None:
+            with pytest.raises(LayoutError):
+                partition(problem)
+            continue
+        assert partition(problem).optimum == pytest.approx(best[0], abs=1e-6)
+
+
+def test_a_member_too_many_stays_idle() -> None:
+    """Two layers, one micro-batch size of two: a fifth member would only add a rank to each ring."""
+    measured = profile((1.0, 1.0), batch=8, micro=2)
+    slow = Links(Link(100.0, 1.0))
+    (best,) = choose(measured, ONE, Members((1.0,) * 5, links=slow), Search(count=1))
+    assert len(best.members) < 5
+    alone = choose(measured, ONE, Members((1.0,) * 5), Search(count=1))[0]
+    assert len(alone.members) == 4 and alone.layout.data == 4  # of 5, one would have no whole share
+
+
+def test_a_slow_member_is_left_out_or_gets_less() -> None:
+    measured = profile((1.0,) * 6, batch=8)
+    (best,) = choose(measured, ONE, Members((1.0, 0.01, 1.0)), Search(zero_stages=(1,), count=1))
+    assert set(best.members) == {0, 2}
+    pipes = Search(pipes=(2,), zero_stages=(1,), count=1)
+    (uneven,) = choose(measured, ONE, Members((0.5, 1.0)), pipes)
+    assert uneven.layout.boundaries == (0, 4, 6) and uneven.members == (1, 0)
+
+
+def test_the_cost_of_a_switch_is_spread_over_the_horizon() -> None:
+    measured = profile((1.0, 1.1, 1.0, 1.0), batch=8)
+    present = Layout(zero_stage=1, pipe=2, boundaries=(0, 1, 4))
+    search = Search(pipes=(2,), zero_stages=(1,), count=5)
+    members = Members((1.0, 1.0))
+    assert choose(measured, present, members, search)[0].layout.boundaries == (0, 2, 4)
+
+    def dear(layout: Layout) -> float:
+        return 1000.0
+
+    for horizon, best in ((10, (0, 1, 4)), (10**6, (0, 2, 4))):
+        spread = Search(pipes=(2,), zero_stages=(1,), horizon_steps=horizon)
+        first = choose(measured, present, members, spread, switch_seconds=dear)[0]
+        assert first.layout.boundaries == best
+        assert first.switch_seconds == (0 if best == (0, 1, 4) else 1000)
+
+
+def test_what_would_be_refused_is_not_proposed() -> None:
+    measured = profile((1.0,) * 4, batch=8)
+    asked = []
+
+    def refused(layout: Layout, deal: Deal) -> bool:
+        asked.append(layout)
+        return layout.pipe == 1
+
+    found = choose(measured, ONE, Members((1.0,) * 4), Search(count=ALL), refused)
+    assert found and all(each.layout.pipe > 1 for each in found)
+    assert all(each.boundaries for each in asked if each.pipe > 1)
+    with pytest.raises(LayoutError, match=r"of the largest that was tried: data=4 .* would be refused"):
+        choose(measured, ONE, Members((1.0,) * 4), refused=lambda layout, deal: True, search=Search(pipes=(1,)))
+
+
+def test_other_axes_stay() -> None:
+    measured = profile((1.0,) * 4, batch=8)
+    found = choose(measured, Layout(zero_stage=1, tensor=2, expert=4, data=2), Members((1.0,) * 9), Search(count=ALL))
+    assert {each.layout.tensor for each in found} == {2} and {each.layout.expert for each in found} == {4}
+    assert {each.layout.data for each in found} == {2, 4}
+    with pytest.raises(LayoutError, match="sequence 1 x tensor 8 ranks for each data index"):
+        choose(measured, Layout(zero_stage=1, tensor=8), Members((1.0,) * 4))
+
+
+def test_equal_ones_have_an_order() -> None:
+    measured = profile((1.0,) * 4, batch=8)
+    found = choose(measured, ONE, Members((1.0,) * 4), Search(count=ALL))
+    orders = [each.order for each in found]
+    assert orders == sorted(orders) and len(set(orders)) == len(orders)
+    code = (
+        "from tests.balance.test_choose import *; "
+        "print([str(each.layout) for each in choose(profile((1.0,) * 4, batch=8), ONE, Members((1.0,) * 4))])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == str([str(each.layout) for each in found[:10]])
+
+
+def test_a_layer_that_fits_nowhere() -> None:
+    measured = profile((1.0,) * 4, batch=8)
+    with pytest.raises(LayoutError, match=r"no layout fits 4 members.*'block.0' \(layer 0\) takes \d+ bytes"):
+        choose(measured, ONE, Members((1.0,) * 4, memory_bytes=500))
+    with pytest.raises(LayoutError, match="4 layers cannot be cut into 5 stages"):
+        choose(measured, ONE, Members((1.0,) * 5), Search(pipes=(5,)))
+
+
+def test_many_members() -> None:
+    """A thousand members: only layouts that may be among the best are played through."""
+    measured = profile((1.0,) * 48, batch=1024)
+    found = choose(measured, ONE, Members((1.0,) * 1024, links=Links(Link(1e4))), Search(zero_stages=(1,), count=3))
+    assert len(found) == 3 and found[0].layout.world_size <= 1024
+
+
+def test_bad_members() -> None:
+    for speeds in ((), (1.0, 0.0), (float("nan"),)):
+        with pytest.raises(LayoutError, match="give one above 0"):
+            Members(speeds)
+    with pytest.raises(LayoutError, match="0 bytes of memory"):
+        Members((1.0,), 0)
