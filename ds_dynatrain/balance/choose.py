@@ -226,11 +226,13 @@ class _Choosing:
         return Choice(layout, deal, working, time, peak, switch, time.seconds + part)
 
     def _why_none(self) -> str:
-        count, axes = len(self.members.speeds), f"sequence {self.present.sequence} x tensor {self.present.tensor}"
+        count, present, number = len(self.members.speeds), self.present, self.search.micro_batches
         if not self.reasons:
+            parts = "" if number is None else f" in {number} micro-batches of each data index"
             return (
-                f"no layout for {count} members: {axes} ranks for each data index, {self.profile.train_batch_size} "
-                f"samples, {len(self.profile.layers)} layers, and pipelines need micro-batches of one size"
+                f"no layout for {count} members deals out {self.profile.train_batch_size} samples{parts}: a stage has "
+                f"sequence {present.sequence} x tensor {present.tensor} ranks for each data index, and in a pipeline "
+                "all micro-batches have one size"
             )
         most = max(self.reasons)
         return f"no layout fits {count} members; of the largest that was tried: {self.reasons[most]}"

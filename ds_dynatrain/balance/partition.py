@@ -105,6 +105,12 @@ class Problem:
         return int(self.moved[where[0] != where[1]].sum())
 
 
+def uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """Boundaries of stages with as many layers each, the first ones with one more: DeepSpeed's "uniform"."""
+    small, larger = divmod(layers, stages)
+    return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
+
+
 @dataclass(frozen=True)
 class Cut:
     """Layers dealt out to stages.

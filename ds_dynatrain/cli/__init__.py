@@ -2,7 +2,8 @@
 
 | file | what it does |
 |---|---|
-| `main` | the commands and their options |
+| `main`, `balance`, `exits` | the commands and their options; how one ends that cannot do what it is asked |
+| `advice` | what a profile says of layouts |
 | `environment` | versions, names, accelerator, compiler, launch variables |
 | `configuration` | a configuration file against the support table and DeepSpeed's own reading |
 | `show` | both, as tables or JSON |

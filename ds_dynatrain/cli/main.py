@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ds_dynatrain.errors import DynatrainError
-
-REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
-"""Exit codes besides 0."""
+from ds_dynatrain.cli.balance import balance
+from ds_dynatrain.cli.exits import REFUSED, saying
 
 TokenFile = Annotated[
     Path | None,
@@ -25,18 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Live changes of world size, ZeRO stage and parallel sizes for DeepSpeed jobs.",
 )
-
-
-@contextmanager
-def saying(command: str) -> Iterator[None]:
-    """What the command cannot do is said in a line, and is its exit code."""
-    try:
-        yield
-    except (DynatrainError, OSError) as error:
-        typer.echo(f"ds-dynatrain {command}: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()
@@ -184,6 +168,8 @@ def compare(
     if any(each.way.startswith("live") and not each.is_done for each in found.measures):
         raise typer.Exit(REFUSED)
 
+
+app.command()(balance)
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints, prove them, convert them.")
 app.add_typer(checkpoint, name="checkpoint")
