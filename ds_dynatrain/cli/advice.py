@@ -27,6 +27,7 @@ class Question:
     """What was asked. stages: None for all numbers; members: None for as many as stages, or as the profile has.
 
     present: boundaries, None for uniform ones of so many stages. memory: bytes of a member.
+    must_train: whether every stage of several must train something.
     """
 
     stages: int | None
@@ -35,6 +36,7 @@ class Question:
     zero_stage: int
     memory: float | None
     present: str | None
+    must_train: bool
     link: Link
 
 
@@ -74,7 +76,7 @@ def advise(file: Path, question: Question) -> Advice:
         pipes=None if question.stages is None else (question.stages,),
         zero_stages=(question.zero_stage,),
         micro_batches=question.micro_batches,
-        must_train=False,
+        must_train=question.must_train,
     )
     choices = choose(profile, start, members, search)
     return Advice(profile, members.memory_bytes, _present(profile, start, members, question), choices)
@@ -96,7 +98,7 @@ def _members(profile: Profile, question: Question) -> Members:
 
 
 def _start(profile: Profile, question: Question) -> Layout:
-    """The present layout, without data; ConfigError for boundaries that are none, LayoutError for wrong ones."""
+    """The present layout but for data; ConfigError for boundaries that are none, LayoutError for wrong ones."""
     if question.present is not None:
         try:
             given = tuple(map(int, question.present.split(",")))
@@ -105,9 +107,7 @@ def _start(profile: Profile, question: Question) -> Layout:
         layout = Layout(zero_stage=question.zero_stage, pipe=max(1, len(given) - 1), boundaries=given)
         cut_of(profile, layout)
         return layout
-    stages = question.stages or 1
-    cut = uniform(len(profile.layers), stages) if 1 < stages <= len(profile.layers) else None
-    return Layout(zero_stage=question.zero_stage, pipe=stages, boundaries=cut)
+    return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
 
 
 def _present(profile: Profile, start: Layout, members: Members, question: Question) -> Predicted | None:
@@ -118,7 +118,7 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
     data = min(count // start.pipe, profile.train_batch_size)
     if data < 1 or (question.micro_batches or 1) > -(-profile.train_batch_size // data):
         return None
-    layout = start.replace(data=data)
+    layout = start.replace(data=data, boundaries=start.boundaries or uniform(len(profile.layers), start.pipe))
     deal = Deal.of(profile, layout, question.micro_batches)
     if not is_possible(layout, deal):
         return None

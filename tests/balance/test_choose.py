@@ -197,7 +197,7 @@ def test_other_axes_stay() -> None:
     found = choose(measured, Layout(zero_stage=1, tensor=2, expert=4, data=2), Members((1.0,) * 9), Search(count=ALL))
     assert {each.layout.tensor for each in found} == {2} and {each.layout.expert for each in found} == {4}
     assert {each.layout.data for each in found} == {2, 4}
-    with pytest.raises(LayoutError, match="4 members .* sequence 1 x tensor 8 ranks for each data index"):
+    with pytest.raises(LayoutError, match=r"4 members .* sequence 1 x tensor 8 ranks for each data index"):
         choose(measured, Layout(zero_stage=1, tensor=8), Members((1.0,) * 4))
 
 

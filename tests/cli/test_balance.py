@@ -137,3 +137,16 @@ def test_neither_torch_nor_deepspeed_is_imported(file: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert "Nothing has been changed." in ran.stdout
+
+
+def test_a_stage_without_anything_to_train(file: Path) -> None:
+    """Eight frozen layers: a stage of them alone is proposed only if it is let in, and uniform boundaries never are."""
+    said = json.loads(file.read_text())
+    for layer in said["layers"][:8]:
+        layer |= {"trained": False, "backward_seconds": 0.0, "kind_bytes": {"weight": 200}}
+    changed(file, layers=said["layers"])
+    strict, free = told(file, "--stages", 4), told(file, "--stages", 4, "--untrained-stages")
+    assert strict["proposed"]["layout"]["boundaries"] == [0, 9, 10, 11, 12]
+    assert free["proposed"]["layout"]["boundaries"][1] <= 8
+    assert free["proposed"]["step_ms"]["total"] < strict["proposed"]["step_ms"]["total"]
+    assert [0, 3, 6, 9, 12] not in [each["layout"]["boundaries"] for each in strict["choices"]]
