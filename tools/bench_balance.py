@@ -1,0 +1,199 @@
+"""Balance: how long the solver takes, measured, and what it gains on pipelines of 24 and 48 blocks, simulated.
+
+python tools/bench_balance.py
+python tools/bench_balance.py --write docs/figures.md
+
+No step is trained. A dense block takes what one of width 256 took on a CPU core with 2 x 256 tokens (11.7 ms forward,
+26.4 ms backward); each dynamism changes that by a formula below. There are 4 micro-batches for each stage, and messages
+take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from deepspeed.runtime.utils import partition_balanced
+from figures import keep, machine, table
+
+from ds_dynatrain.balance.choose import Members, Search, choose
+from ds_dynatrain.balance.cost import step_time
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.diffusion import diffuse
+from ds_dynatrain.balance.partition import Problem, partition
+from ds_dynatrain.balance.profile import Floats, LayerCost, Profile
+from ds_dynatrain.space import Layout
+
+FORWARD, BACKWARD, PARAMETERS = 0.0117, 0.0264, 12 * 256**2
+SOLVED = ((32, 4, None), (128, 16, 0.050), (512, 64, 2.0))
+"""(layers, stages, bar in seconds)."""
+PIPELINES = ((24, 4), (24, 8), (24, 16), (48, 4), (48, 8), (48, 16))
+PER_STAGE = 4
+"""Micro-batches."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Seconds and parameters of each layer."""
+
+    forward: Floats
+    backward: Floats
+    parameters: Floats
+
+    @classmethod
+    def dense(cls, count: int, share: Floats | float = 1.0) -> Blocks:
+        """So many blocks that take a share of the dense seconds."""
+        ones = np.ones(count)
+        return cls(FORWARD * share * ones, BACKWARD * share * ones, PARAMETERS * ones)
+
+    def profile(self, micro_batches: int) -> Profile:
+        """One sample in a micro-batch."""
+        rows = enumerate(zip(self.forward.tolist(), self.backward.tolist(), self.parameters.tolist(), strict=True))
+        layers = tuple(
+            LayerCost(
+                name=f"layer.{place}",
+                forward_seconds=forward,
+                backward_seconds=backward,
+                kind_bytes={"weight": 4 * int(parameters)},
+                trained=backward > 0,
+            )
+            for place, (forward, backward, parameters) in rows
+        )
+        return Profile(layers=layers, train_batch_size=micro_batches, micro_batch_size=1)
+
+
+def frozen(count: int) -> Blocks:
+    """The first half is frozen: no backward pass there."""
+    dense = Blocks.dense(count)
+    return Blocks(dense.forward, np.where(np.arange(count) < count // 2, 0.0, dense.backward), dense.parameters)
+
+
+def early_exit(count: int) -> Blocks:
+    """At each block 12 % of the tokens that are left go."""
+    return Blocks.dense(count, 0.88 ** np.arange(count, dtype=np.float64))
+
+
+def pruned(count: int) -> Blocks:
+    """A tenth of the weights stays, a log-normal share of each block (sigma 0.6); 12 % of a block cannot be pruned."""
+    kept = np.exp(np.random.default_rng(1).normal(0, 0.6, count))
+    return Blocks.dense(count, 0.12 + 0.88 * np.minimum(1, 0.1 * kept / kept.mean()))
+
+
+def sparse_attention(count: int) -> Blocks:
+    """A third of a block is attention, of which a log-normal share (sigma 0.8, mean 0.3) is computed."""
+    share = np.exp(np.random.default_rng(2).normal(0, 0.8, count))
+    return Blocks.dense(count, 2 / 3 + np.minimum(1, 0.3 * share / share.mean()) / 3)
+
+
+def mixture_of_depths(count: int) -> Blocks:
+    """Every other block sees an eighth of the tokens."""
+    return Blocks.dense(count, np.where(np.arange(count) % 2, 0.125, 1.0))
+
+
+def ends(count: int) -> Blocks:
+    """Dense, with an embedding of 3 blocks' parameters that takes no time, and a head of 3 blocks' in both."""
+    dense = Blocks.dense(count)
+    return Blocks(
+        np.array([0, *dense.forward, 3 * FORWARD]),
+        np.array([0, *dense.backward, 3 * BACKWARD]),
+        np.array([3 * PARAMETERS, *dense.parameters, 3 * PARAMETERS]),
+    )
+
+
+CASES: dict[str, Callable[[int], Blocks]] = {
+    "freezing, half": frozen,
+    "early exit": early_exit,
+    "pruning to 0.1": pruned,
+    "sparse attention": sparse_attention,
+    "mixture of depths": mixture_of_depths,
+    "embedding and head": ends,
+}
+
+
+def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
+    """Processor seconds of one cut with speeds, rooms, flags and present boundaries: the middle one of five."""
+    random, found = np.random.default_rng(layers), []
+    for _ in range(5):
+        problem = Problem.of(
+            random.random(layers) + 0.1,
+            stages,
+            speeds=random.choice([0.5, 1.0, 1.0], stages),
+            taken=random.integers(1, 10, layers),
+            room=40 * layers // stages,
+            trained=random.random(layers) < 0.9,
+            must_train=True,
+            moved=random.integers(1, 10, layers),
+        )
+        present = tuple(np.linspace(0, layers, stages + 1).astype(int).tolist())
+        begin = time.process_time()
+        partition(problem, present, 0.02)
+        found.append(time.process_time() - begin)
+    verdict = "" if bar is None else "pass" if median(found) <= bar else "missed"
+    return [f"{layers} × {stages}", f"{1e3 * median(found):.1f}", "" if bar is None else f"{1e3 * bar:.0f}", verdict]
+
+
+def choice_row(members: int, layers: int) -> list[object]:
+    """Processor seconds of the best three layouts of so many members."""
+    profile = Blocks.dense(layers).profile(members)
+    begin = time.process_time()
+    choose(profile, Layout(zero_stage=1), Members((1.0,) * members), Search(zero_stages=(1,), count=3))
+    return [f"choice: {members} members, {layers} layers", f"{1e3 * (time.process_time() - begin):.0f}", "", ""]
+
+
+def simulated_row(name: str, blocks: Callable[[int], Blocks], count: int, stages: int) -> list[object]:
+    """Static and balanced boundaries: the slowest stage and the step, in ms, by simulation."""
+    changed, dense = blocks(count), Blocks.dense(count)
+    seconds = changed.forward + changed.backward
+    uniform = tuple(map(int, partition_balanced(changed.parameters.tolist(), stages)))
+    cuts = (uniform, diffuse(seconds, uniform).boundaries, partition(Problem.of(seconds, stages), uniform).boundaries)
+    steps = [step(changed, stages, cut) for cut in cuts]
+    even = tuple(map(int, partition_balanced(dense.parameters.tolist(), stages)))
+    before = steps[0] if blocks is ends else step(dense, stages, even)
+    shown = [f"{1e3 * loads(seconds, cut).max():.1f}" for cut in cuts]
+    limit = loads(seconds, uniform).max() / max(seconds.max(), seconds.sum() / stages)
+    figures = [
+        f"{before / steps[0]:.2f}",
+        *(each for pair in zip(shown, (f"{1e3 * each:.0f}" for each in steps), strict=True) for each in pair),
+    ]
+    gains = [f"{gain:.2f}" for gain in (steps[0] / steps[2], limit, before / steps[2])]
+    return [f"{name}, {count} on {stages}", *figures, *gains]
+
+
+def loads(seconds: Floats, cut: Sequence[int]) -> Floats:
+    """Of each stage, of one micro-batch."""
+    return np.array([seconds[start:stop].sum() for start, stop in itertools.pairwise(cut)])
+
+
+def step(blocks: Blocks, stages: int, cut: tuple[int, ...]) -> float:
+    """Simulated seconds of a step."""
+    profile = blocks.profile(PER_STAGE * stages)
+    layout = Layout(zero_stage=1, pipe=stages, boundaries=cut)
+    return step_time(profile, layout, Deal.of(profile, layout)).seconds
+
+
+def main() -> None:
+    """Measure, simulate and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    asked = parser.parse_args()
+    solved = [solver_row(*row) for row in SOLVED] + [choice_row(64, 48), choice_row(1024, 48)]
+    rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
+    head = ["simulated, blocks on stages", "dense ÷ by parameters", "by parameters: slowest", "step"]
+    head += ["exchange: slowest", "step", "exact: slowest", "step", "by parameters ÷ exact", "at most", "product"]
+    text = (
+        f"Measured on: {machine()}. Processor time.\n\n{table(('layers × stages', 'ms', 'bar', ''), solved)}\n\n"
+        f"Simulated, nothing of this was trained; ms.\n\n{table(head, rows)}"
+    )
+    print(text)
+    if asked.write:
+        keep(asked.write, "bench_balance", text)
+
+
+if __name__ == "__main__":
+    main()
