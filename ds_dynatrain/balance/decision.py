@@ -1,0 +1,215 @@
+"""Whether to move: a table of rules over predicted gains, and the judgement of the window that follows a move.
+
+A move pays if its gain is worth having at all, is no noise, and over the steps for which costs stay as they are earns
+several times what the move costs. A move that made steps slower is taken back, and the next one has to wait twice as
+long. Nothing here measures, moves or waits: what comes in are numbers, what comes out is an answer with its arithmetic,
+the same on all members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ds_dynatrain.balance.profile import Floats
+from ds_dynatrain.errors import ConfigError
+
+ERRORS = 3.0
+"""Standard errors that a difference must exceed to count. Two would do for one look, but each window is one, at every
+stage: with 10 % of noise and moves that cost nothing, 1 of 225 simulated runs of 200 windows moved at two, none at three.
+"""
+CERTAIN = 4.0
+"""Standard errors by which a layer or member must differ to have changed: each of them is asked in every window."""
+REMEMBERED = 9
+"""Changes of costs; the intervals between them count."""
+LEAST_FACTOR = 0.1
+"""So that a large gain can still be had after a move that gained nothing."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """ConfigError for what is outside of its range.
+
+    least_gain: share of a step below which nothing moves, in [0, 1). horizon_steps: over so many a move must pay at the
+    most; None: as long as costs stayed as they were so far. safety: gain over the horizon ÷ cost of the move, at least.
+    cooldown_steps: after a move; doubled each time one is taken back.
+    """
+
+    least_gain: float = 0.03
+    horizon_steps: int | None = None
+    safety: float = 2.0
+    cooldown_steps: int = 20
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.least_gain < 1:
+            raise ConfigError(f"least_gain {self.least_gain}: give a share of a step, from 0 to below 1")
+        if self.horizon_steps is not None and self.horizon_steps < 1:
+            raise ConfigError(f"horizon_steps {self.horizon_steps}: give 1 or more steps, or null")
+        if not 0 <= self.safety < math.inf:
+            raise ConfigError(f"safety {self.safety}: give 0 or more")
+        if self.cooldown_steps < 0:
+            raise ConfigError(f"cooldown_steps {self.cooldown_steps}: give 0 or more")
+
+
+class Answer(Enum):
+    """What the table says of an offer; the first one that holds, in this order."""
+
+    COOLING = "the last move is too fresh"
+    OPEN = "the last move is not judged yet"
+    SMALL = "too little to gain"
+    NOISE = "the gain may be noise"
+    DEAR = "it would not pay in time"
+    ACT = "the move pays"
+
+
+class Verdict(Enum):
+    """What a window says of the move before it."""
+
+    KEPT = "it gained at least half of what was predicted"
+    LESS = "it gained less than half of that: predictions count for as much less"
+    BACK = "it made steps slower: move back"
+    UNKNOWN = "costs have changed since: nobody can say"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A move as predicted: seconds of a step before and after it, their difference's standard error, what it costs."""
+
+    present_seconds: float
+    target_seconds: float
+    error_seconds: float
+    cost_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the present step."""
+        return 1 - self.target_seconds / self.present_seconds if self.present_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move that was made. predicted_gain: the offer's. before_seconds: of a step, measured; before_error: of that."""
+
+    step: int
+    predicted_gain: float
+    before_seconds: float
+    before_error: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An answer, and the numbers behind it for people."""
+
+    answer: Answer
+    why: str
+
+    @property
+    def acts(self) -> bool:
+        """Whether to move."""
+        return self.answer is Answer.ACT
+
+
+@dataclass(frozen=True)
+class History:
+    """What decisions remember; every method gives the next one.
+
+    waits: steps after the next move. since: the steps at which costs became what they then were, the last few of them;
+    measuring began with the first. cool_from: the step from which moves are allowed. factor: measured ÷ predicted gain
+    of the last move, where that was below a half. open: the move that no window has judged yet.
+    """
+
+    waits: int
+    since: tuple[int, ...] = (0,)
+    cool_from: int = 0
+    factor: float = 1.0
+    open: Move | None = None
+
+    @classmethod
+    def new(cls, rules: Rules, step: int = 0) -> History:
+        """Before anything was measured."""
+        return cls(rules.cooldown_steps, (step,))
+
+    def changed(self, step: int) -> History:
+        """Costs were others in this window than before it."""
+        return dataclasses.replace(self, since=(*self.since, step)[-REMEMBERED:])
+
+    def moved(self, move: Move) -> History:
+        """A move was made, and waits for its judgement."""
+        return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
+
+    def horizon(self, rules: Rules, step: int) -> float:
+        """Steps for which costs may be expected to stay: as long as they did in the mean, or have by now.
+
+        That of the rules is a limit, which costs that change faster cannot use up.
+        """
+        intervals = [later - earlier for earlier, later in itertools.pairwise(self.since)]
+        mean = sum(intervals) / len(intervals) if intervals else 0.0
+        seen = max(mean, step - self.since[-1])
+        if rules.horizon_steps is None:
+            return seen
+        return min(rules.horizon_steps, seen) if intervals else float(rules.horizon_steps)
+
+
+def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
+    """Whether seconds of layers, or speeds of members, are others: those that certainly are make `least` of the whole.
+
+    error: standard error of each difference.
+    """
+    difference = np.abs(after - before)
+    return float(difference[difference > CERTAIN * error].sum()) > least * float(before.sum())
+
+
+def decide(rules: Rules, history: History, step: int, offer: Offer) -> Decision:
+    """Whether to make this move at this step."""
+    saved = (offer.present_seconds - offer.target_seconds) * history.factor
+    gain, steps = offer.gain * history.factor, history.horizon(rules, step)
+    asked = rules.safety * offer.cost_seconds
+    table = (
+        (Answer.COOLING, step < history.cool_from, f"step {step}, moves from {history.cool_from} on"),
+        (Answer.OPEN, history.open is not None, "its window has not been measured"),
+        (Answer.SMALL, not gain > 0 or gain < rules.least_gain, f"{gain:.3f} of a step, least_gain {rules.least_gain}"),
+        (
+            Answer.NOISE,
+            saved <= ERRORS * offer.error_seconds,
+            f"{saved:.4g} s a step, {ERRORS:g} standard errors are {ERRORS * offer.error_seconds:.4g} s",
+        ),
+        (
+            Answer.DEAR,
+            saved * steps < asked,
+            f"{saved:.4g} s × {steps:.0f} steps = {saved * steps:.4g} s, safety {rules.safety:g} × cost "
+            f"{offer.cost_seconds:.4g} s = {asked:.4g} s",
+        ),
+    )
+    for answer, holds, numbers in table:
+        if holds:
+            return Decision(answer, f"{answer.value}: {numbers}")
+    return Decision(Answer.ACT, f"{Answer.ACT.value}: {gain:.3f} of a step, {saved * steps:.4g} s in {steps:.0f} steps")
+
+
+def judge(
+    rules: Rules, history: History, step: int, seconds: float, error: float, changed: bool = False
+) -> tuple[Verdict, History]:
+    """What the first window after a move says of it, and the history after that; ConfigError if no move is open.
+
+    seconds, error: of a step, measured in that window. changed: whether costs of layers or members are others than
+    before the move, so that the two steps cannot be compared. After BACK the caller moves back; that move is judged by
+    no window, and the next one must wait for twice as long as the last.
+    """
+    if history.open is None:
+        raise ConfigError("there is no move to judge")
+    move, closed = history.open, dataclasses.replace(history, open=None)
+    if changed:
+        return Verdict.UNKNOWN, closed
+    if seconds - move.before_seconds > ERRORS * math.hypot(error, move.before_error):
+        waits = max(1, 2 * history.waits)
+        return Verdict.BACK, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
+    share = (1 - seconds / move.before_seconds) / move.predicted_gain
+    if share < 0.5:
+        return Verdict.LESS, dataclasses.replace(closed, factor=max(share, LEAST_FACTOR))
+    return Verdict.KEPT, dataclasses.replace(closed, factor=1.0)

@@ -1,0 +1,238 @@
+"""When to move: each rule by a table, the judgement of a move, and whole runs with noise and with costs that swing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_dynatrain.balance.decision import (
+    Answer,
+    History,
+    Move,
+    Offer,
+    Rules,
+    Verdict,
+    costs_differ,
+    decide,
+    judge,
+)
+from ds_dynatrain.balance.partition import Problem, partition, uniform
+from ds_dynatrain.balance.profile import Floats
+from ds_dynatrain.errors import ConfigError
+
+RULES = Rules(horizon_steps=100)
+FRESH = History.new(RULES)
+GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 × 20 s
+
+
+@pytest.mark.parametrize(
+    ("answer", "offer", "history", "rules"),
+    [
+        (Answer.ACT, GOOD, FRESH, RULES),
+        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=9.71), FRESH, RULES),
+        (Answer.ACT, Offer(10.0, 9.69, 0.1, 10.0), FRESH, RULES),
+        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=10.0), FRESH, Rules(least_gain=0)),
+        (Answer.SMALL, dataclasses.replace(GOOD, target_seconds=12.0), FRESH, Rules(least_gain=0)),
+        (Answer.SMALL, Offer(0.0, 0.0, 0.0, 0.0), FRESH, RULES),
+        (Answer.NOISE, dataclasses.replace(GOOD, error_seconds=0.67), FRESH, RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, error_seconds=0.66), FRESH, RULES),
+        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=101.0), FRESH, RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=100.0), FRESH, RULES),
+        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=150.0), FRESH, Rules(horizon_steps=100, safety=1)),
+        (Answer.DEAR, GOOD, FRESH, Rules(horizon_steps=19)),
+        (Answer.COOLING, GOOD, dataclasses.replace(FRESH, cool_from=51), RULES),
+        (Answer.ACT, GOOD, dataclasses.replace(FRESH, cool_from=50), RULES),
+        (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=Move(10, 0.1, 9.0, 0.1)), RULES),
+        (Answer.SMALL, GOOD, dataclasses.replace(FRESH, factor=0.1), RULES),
+        (Answer.ACT, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
+        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=41.0), FRESH.changed(5).changed(10), RULES),  # 40 steps
+        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=51.0), FRESH, Rules()),  # 50 steps so far
+        (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=50.0), FRESH, Rules()),
+    ],
+)
+def test_the_table(answer: Answer, offer: Offer, history: History, rules: Rules) -> None:
+    found = decide(rules, history, 50, offer)
+    assert found.answer is answer and found.acts is (answer is Answer.ACT)
+    assert found.why.startswith(f"{answer.value}: ")
+
+
+def test_why_says_the_arithmetic() -> None:
+    assert decide(RULES, FRESH, 50, dataclasses.replace(GOOD, cost_seconds=200)).why == (
+        "it would not pay in time: 2 s × 100 steps = 200 s, safety 2 × cost 200 s = 400 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "horizon"),
+    [
+        ((), 70, 70),  # as long as there has been measuring
+        ((100,), 120, 100),
+        ((100, 200, 300), 310, 100),
+        ((100, 200, 300), 900, 600),  # they have come to rest
+        (tuple(range(100, 2000, 100)), 1910, 100),
+    ],
+)
+def test_the_horizon_is_for_how_long_costs_stay(changes: tuple[int, ...], step: int, horizon: float) -> None:
+    history = FRESH
+    for each in changes:
+        history = history.changed(each)
+    assert history.horizon(Rules(), step) == horizon
+    assert history.horizon(Rules(horizon_steps=80), step) == 80
+    assert history.horizon(Rules(horizon_steps=500), step) == (min(500, horizon) if changes else 500)
+
+
+MOVE = Move(100, 0.2, 10.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changed", "verdict", "factor"),
+    [
+        (8.0, False, Verdict.KEPT, 1.0),
+        (8.9, False, Verdict.KEPT, 1.0),
+        (9.2, False, Verdict.LESS, 0.4),
+        (10.4, False, Verdict.LESS, 0.1),  # slower by less than three standard errors
+        (10.5, False, Verdict.BACK, 1.0),
+        (15.0, True, Verdict.UNKNOWN, 1.0),
+    ],
+)
+def test_the_next_window_judges(seconds: float, changed: bool, verdict: Verdict, factor: float) -> None:
+    found, after = judge(RULES, FRESH.moved(MOVE), 110, seconds, 0.1, changed)
+    assert found is verdict and after.factor == pytest.approx(factor) and after.open is None
+    back = verdict is Verdict.BACK
+    assert (after.waits, after.cool_from) == ((40, 150) if back else (20, 120))
+
+
+def test_each_move_back_doubles_the_wait() -> None:
+    history, waits = FRESH, []
+    for step in (100, 300, 600):
+        _, history = judge(RULES, history.moved(dataclasses.replace(MOVE, step=step)), step + 10, 12.0, 0.1)
+        waits.append((history.waits, history.cool_from))
+    assert waits == [(40, 150), (80, 390), (160, 770)]
+    assert history.moved(dataclasses.replace(MOVE, step=1000)).cool_from == 1160
+
+
+def test_bad_rules() -> None:
+    for values, words in (
+        ({"least_gain": 1.0}, "least_gain 1.0: give a share"),
+        ({"least_gain": float("nan")}, "least_gain nan"),
+        ({"horizon_steps": 0}, "horizon_steps 0"),
+        ({"safety": -1.0}, "safety -1.0"),
+        ({"cooldown_steps": -1}, "cooldown_steps -1"),
+    ):
+        given: dict[str, Any] = values
+        with pytest.raises(ConfigError, match=words):
+            Rules(**given)
+    with pytest.raises(ConfigError, match="no move to judge"):
+        judge(RULES, FRESH, 1, 1.0, 0.0)
+
+
+def test_costs_differ() -> None:
+    before, error = np.ones(10), np.full(10, 0.02)
+    assert not costs_differ(before, before * 1.05, error, 0.03)  # each may be noise
+    one = before.copy()
+    one[3] = 1.5
+    assert costs_differ(before, one, error, 0.03) and not costs_differ(before, one, error, 0.06)
+
+
+@dataclass
+class Run:
+    """A pipeline whose layers' seconds are known, measured with noise in every window, and moved as the table says.
+
+    What is known is the mean of all windows since costs changed.
+    """
+
+    costs: Callable[[int], Floats]
+    rules: Rules
+    noise: float = 0.0
+    member_noise: float = 0.0
+    cost_seconds: float = 1.0
+    stages: int = 4
+    every: int = 10
+    micro_batches: int = 8
+    seed: int = 0
+    moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def go(self, steps: int = 2000) -> Run:
+        random, cut = np.random.default_rng(self.seed), uniform(len(self.costs(0)), self.stages)
+        history, former, windows = History.new(self.rules), cut, list[tuple[Floats, Floats]]()
+        for step in range(self.every, steps, self.every):
+            true = self.costs(step)
+            paces = 1 + self.member_noise * random.standard_normal(self.stages).clip(-3, 3)
+            seconds = true * (1 + self.noise * random.standard_normal(len(true)).clip(-3, 3))
+            windows.append((seconds, paces))
+            mean = np.mean([each for each, _ in windows[:-1]] or [seconds], axis=0)
+            differ = costs_differ(mean, seconds, np.sqrt(2) * self.noise * mean + 1e-12, self.rules.least_gain)
+            if differ:
+                history, windows = history.changed(step), windows[-1:]
+            now = Problem.of(seconds, self.stages, speeds=1 / paces)
+            if history.open is not None:
+                verdict, history = judge(self.rules, history, step, *self.slowest(now, cut, 1), differ)
+                self.verdicts.append(verdict)
+                if verdict is Verdict.BACK:
+                    cut = former
+                    self.moves.append((step, cut))
+                    continue
+            known, pace = (np.mean(each, axis=0) for each in zip(*windows, strict=True))
+            problem = Problem.of(known, self.stages, speeds=1 / pace)
+            best = partition(problem, cut).boundaries
+            (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
+            offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds)
+            if decide(self.rules, history, step, offer).acts:
+                history = history.moved(Move(step, offer.gain, *self.slowest(now, cut, 1)))
+                former, cut = cut, best
+                self.moves.append((step, cut))
+        return self
+
+    def slowest(self, problem: Problem, cut: tuple[int, ...], windows: int) -> tuple[float, float]:
+        """Seconds of a step by the slowest stage alone, and their standard error from so many windows."""
+        loads = problem.stage_seconds(cut) * self.micro_batches
+        stage = int(loads.argmax())
+        layers = problem.seconds[stage, cut[stage] : cut[stage + 1]] * self.micro_batches
+        error = np.hypot(self.noise * np.sqrt((layers**2).sum()), self.member_noise * loads[stage])
+        return float(loads[stage]), float(error / np.sqrt(windows))
+
+
+@pytest.mark.parametrize("layers", [24, 48, 128])
+@pytest.mark.parametrize(("noise", "member_noise"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
+def test_noise_moves_nothing(layers: int, noise: float, member_noise: float) -> None:
+    """10 % on every layer or every member, 2,000 steps, a move that costs nothing at all."""
+    for seed in range(5):
+        run = Run(lambda step: np.full(layers, 0.01), Rules(), noise, member_noise, cost_seconds=0.0, seed=seed)
+        assert run.go().moves == []
+
+
+def swinging(period: int, layers: int = 24) -> Callable[[int], Floats]:
+    """The first half costs twice as much as the second one, then the second, and so on."""
+    first = np.repeat([0.02, 0.01], layers // 2)
+    return lambda step: first if step // period % 2 == 0 else first[::-1]
+
+
+@pytest.mark.parametrize("period", [15, 40, 100, 250])
+@pytest.mark.parametrize("horizon", [None, 1000])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_costs_that_swing_faster_than_a_move_pays(period: int, horizon: int | None, noise: float) -> None:
+    """A move saves 0.64 s a step at the most (1.44 → 0.8): twice its cost takes more steps than costs stay.
+
+    For how long they stay is seen to within a window, 10 steps.
+    """
+    cost = 0.64 * (period + 10) / 2 * 1.1
+    run = Run(swinging(period), Rules(horizon_steps=horizon), noise, cost_seconds=cost).go()
+    assert len(run.moves) <= 1
+
+
+def test_costs_that_swing_slowly_are_followed() -> None:
+    run = Run(swinging(500), Rules(), cost_seconds=2.0).go()
+    assert len(run.moves) == 4 and set(run.verdicts) == {Verdict.KEPT}
+
+
+def test_a_change_that_stays_is_answered_once() -> None:
+    before, after = np.full(24, 0.02), np.where(np.arange(24) < 12, 0.01, 0.02)
+    run = Run(lambda step: before if step < 300 else after, Rules(), noise=0.02, cost_seconds=2.0).go()
+    assert len(run.moves) == 1 and run.verdicts == [Verdict.KEPT]
+    assert 300 <= run.moves[0][0] <= 450
