@@ -21,8 +21,8 @@ from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0
 """Standard errors that a difference must exceed to count. Two would do for one look, but each window is one, at every
-stage: with 10 % of noise and moves that cost nothing, 1 of 225 simulated runs of 200 windows moved at two, none at three.
-"""
+stage: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved at two, none at
+three."""
 CERTAIN = 4.0
 """Standard errors by which a layer or member must differ to have changed: each of them is asked in every window."""
 REMEMBERED = 9
