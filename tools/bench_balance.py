@@ -1,11 +1,12 @@
-"""Balance: how long the solver takes, measured, and what it gains on pipelines of 24 and 48 blocks, simulated.
+"""Balance: how long the solver takes, what it gains on pipelines of 24 and 48 blocks by simulation, and is that right.
 
 python tools/bench_balance.py
-python tools/bench_balance.py --write docs/figures.md
+python tools/bench_balance.py --ranks 8 --write docs/figures.md
 
-No step is trained. A dense block takes what one of width 256 took on a CPU core with 2 x 256 tokens (11.7 ms forward,
-26.4 ms backward); each dynamism changes that by a formula below. There are 4 micro-batches for each stage, and messages
-take no time.
+With --ranks a pipeline of layers that sleep is trained in many layouts (two minutes), and its steps are timed beside
+what was predicted. Of the simulated pipelines no step is trained: a dense block takes what one of width 256 took on a
+CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each dynamism changes that by a formula below, there
+are 4 micro-batches for each stage, and messages take no time.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from statistics import median
 import numpy as np
 from deepspeed.runtime.utils import partition_balanced
 from figures import keep, machine, table
+from launch import launch
 
 from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.diffusion import diffuse
-from ds_dynatrain.balance.partition import Problem, partition
+from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats, LayerCost, Profile
 from ds_dynatrain.space import Layout
 
@@ -36,6 +38,8 @@ SOLVED = ((32, 4, None), (128, 16, 0.050), (512, 64, 2.0))
 PIPELINES = ((24, 4), (24, 8), (24, 16), (48, 4), (48, 8), (48, 16))
 PER_STAGE = 4
 """Micro-batches."""
+SLEEPERS, BATCH, MICRO_BATCH, STEPS, WITHIN = 12, 64, 4, 5, 0.15
+"""Layers that sleep, samples, those of a micro-batch, steps in a layout, and by how much a prediction may be wrong."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +181,73 @@ def step(blocks: Blocks, stages: int, cut: tuple[int, ...]) -> float:
     return step_time(profile, layout, Deal.of(profile, layout)).seconds
 
 
+def sleepers() -> Profile:
+    """The profile of layers that sleep: 12 ms and 24 ms for a micro-batch, a tenth less with each layer."""
+    share = 0.9 ** np.arange(SLEEPERS, dtype=np.float64)
+    layers = tuple(
+        LayerCost(
+            name=f"sleeper.{place}",
+            forward_seconds=0.012 * each,
+            backward_seconds=0.024 * each,
+            kind_bytes={"weight": 0},
+        )
+        for place, each in enumerate(share.tolist())
+    )
+    return Profile(layers=layers, train_batch_size=BATCH, micro_batch_size=MICRO_BATCH)
+
+
+def layouts_to_try(profile: Profile, ranks: int) -> list[Layout]:
+    """The best ones, and worse boundaries of each shape that uses most ranks; the last one uses all of them."""
+    best = choose(profile, Layout(zero_stage=1), Members((1.0,) * ranks), Search(zero_stages=(1,), count=10))
+    found = [each.layout for each in best]
+    random = np.random.default_rng(4)
+    for layout in [each for each in found if each.pipe > 1]:
+        inner = random.choice(np.arange(1, SLEEPERS), layout.pipe - 1, replace=False)
+        found.append(layout.replace(boundaries=uniform(SLEEPERS, layout.pipe)))
+        found.append(layout.replace(boundaries=(0, *sorted(map(int, inner)), SLEEPERS)))
+    return sorted(dict.fromkeys(found), key=lambda each: each.world_size == ranks)
+
+
+def measured(ranks: int) -> str:
+    """A table of predicted and measured steps, and how far they differ."""
+    profile = sleepers()
+    walk = layouts_to_try(profile, ranks)
+    notes = launch(
+        "balance_ranks.py",
+        ranks,
+        900,
+        forward=[each.forward_seconds / MICRO_BATCH for each in profile.layers],
+        backward=[each.backward_seconds / MICRO_BATCH for each in profile.layers],
+        walk=[each.to_dict() for each in walk],
+        steps=STEPS,
+        batch=BATCH,
+        micro_batch=MICRO_BATCH,
+    )
+    lines, rows = [line for member in notes.values() for line in member], list[tuple[Layout, float, float]]()
+    for place, layout in enumerate(walk):
+        mine = [line["seconds"] for line in lines if line["place"] == place]
+        rows.append((layout, step_time(profile, layout, Deal.of(profile, layout)).seconds, median(mine)))
+    ratios = [took / said for _, said, took in rows]
+    quickest, proposed = min(took for *_, took in rows), min(rows, key=lambda row: row[1])[2]
+    shown = [
+        [str(layout), f"{1e3 * said:.0f}", f"{1e3 * took:.0f}", f"{took / said:.2f}"]
+        for layout, said, took in sorted(rows, key=lambda row: row[1])
+    ]
+    off = max(abs(each - 1) for each in ratios)
+    return (
+        f"{table(('layout', 'predicted ms', 'measured ms', 'measured ÷ predicted'), shown)}\n\n{ranks} processes, "
+        f"{len(rows)} layouts; predictions are wrong by {100 * off:.0f} % at the most (bar {100 * WITHIN:.0f} %: "
+        f"{'pass' if off <= WITHIN else 'missed'}); the layout that is best by prediction takes "
+        f"{proposed / quickest:.3f} of the quickest measured (bar 1.05: "
+        f"{'pass' if proposed <= 1.05 * quickest else 'missed'})."
+    )
+
+
 def main() -> None:
     """Measure, simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    parser.add_argument("--ranks", type=int, help="train layers that sleep in so many processes, and time the steps")
     asked = parser.parse_args()
     solved = [solver_row(*row) for row in SOLVED] + [choice_row(64, 48), choice_row(1024, 48)]
     rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
@@ -190,6 +257,8 @@ def main() -> None:
         f"Measured on: {machine()}. Processor time.\n\n{table(('layers × stages', 'ms', 'bar', ''), solved)}\n\n"
         f"Simulated, nothing of this was trained; ms.\n\n{table(head, rows)}"
     )
+    if asked.ranks:
+        text += f"\n\nMeasured beside predicted, layers that sleep:\n\n{measured(asked.ranks)}"
     print(text)
     if asked.write:
         keep(asked.write, "bench_balance", text)

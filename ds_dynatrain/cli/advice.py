@@ -39,6 +39,11 @@ class Question:
     must_train: bool
     link: Link
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model must be a PipelineModule; one for which nobody wants stages need not be."""
+        return self.stages != 1
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -76,6 +81,7 @@ def advise(file: Path, question: Question) -> Advice:
         pipes=None if question.stages is None else (question.stages,),
         zero_stages=(question.zero_stage,),
         micro_batches=question.micro_batches,
+        even=question.is_pipeline,
         must_train=question.must_train,
     )
     choices = choose(profile, start, members, search)
@@ -120,7 +126,7 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
         return None
     layout = start.replace(data=data, boundaries=start.boundaries or uniform(len(profile.layers), start.pipe))
     deal = Deal.of(profile, layout, question.micro_batches)
-    if not is_possible(layout, deal):
+    if not is_possible(layout, deal, question.is_pipeline):
         return None
     speeds = [members.speeds[member] for member in members.fastest(layout.world_size)]
     time = step_time(profile, layout, deal, speeds, members.links)

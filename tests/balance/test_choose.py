@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def random_case(random: np.random.Generator, most_layers: int = 6) -> tuple[Prof
 
 
 def by_brute_force(
-    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout
+    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout, even: bool
 ) -> dict[Any, tuple[float, float]]:
     """(pipe, data, stage, micro-batches) -> (least seconds of a stage, least seconds of a step over all cuts)."""
     found: dict[Any, tuple[float, float]] = {}
@@ -64,7 +65,7 @@ def by_brute_force(
         share = -(-batch // data)
         fewest = -(-share // measured.micro_batch_size)
         for number in range(fewest, max(fewest, share // least) + 1):
-            if pipe > 1 and batch % (data * number):
+            if (even or pipe > 1) and batch % (data * number):
                 continue
             layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
             deal = Deal.of(measured, layout, number)
@@ -92,8 +93,9 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
     for _ in range(CASES):
         measured, members, present = random_case(random)
         least, horizon, cost = int(random.choice([1, 2])), 20.0, float(random.choice([0, 5]))
-        search = Search(least_micro_batch=least, horizon_steps=horizon, count=ALL)
-        best = by_brute_force(measured, members, least, horizon, cost, present)
+        even = bool(random.random() < 0.5)
+        search = Search(least_micro_batch=least, even=even, horizon_steps=horizon, count=ALL)
+        best = by_brute_force(measured, members, least, horizon, cost, present, even)
         asked: dict[str, Any] = {"switch_seconds": lambda layout, cost=cost: cost}
         if not best:
             with pytest.raises(LayoutError):
@@ -109,10 +111,7 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
             assert each.peak_bytes <= members.memory_bytes
             assert len(each.members) == each.layout.world_size
         assert list(found) == sorted(found, key=lambda each: each.order)
-        few = choose(
-            measured, present, members, Search(None, None, None, least, horizon_steps=horizon, count=3), **asked
-        )
-        assert few == found[:3]
+        assert choose(measured, present, members, dataclasses.replace(search, count=3), **asked) == found[:3]
         worse.append(found[0].seconds / min(seconds for _, seconds in best.values()))
         solved += 1
     assert solved > CASES / 2
