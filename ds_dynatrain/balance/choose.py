@@ -221,7 +221,7 @@ class _Choosing:
     def _choice(self, layout: Layout, deal: Deal) -> Choice:
         working = self.members.fastest(layout.world_size)
         speeds = [self.members.speeds[member] for member in working]
-        time = step_time(self.profile, layout, deal, speeds, self.members.links)
+        time = step_time(self.profile, layout, deal, speeds, self.members.links.between_members(working))
         peak = max(each.total for each in peak_bytes(self.profile, layout, deal))
         switch = 0.0 if layout == self.present else self.switch_seconds(layout)
         part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0
@@ -233,8 +233,8 @@ class _Choosing:
             parts = "" if number is None else f" in {number} micro-batches of each data index"
             return (
                 f"no layout for {count} members deals out {self.profile.train_batch_size} samples{parts}: a stage has "
-                f"sequence {present.sequence} x tensor {present.tensor} ranks for each data index, and in a pipeline all "
-                "micro-batches have one size"
+                f"sequence {present.sequence} x tensor {present.tensor} ranks for each data index, and micro-batches "
+                "in a pipeline have one size"
             )
         most = max(self.reasons)
         return f"no layout fits {count} members; of the largest that was tried: {self.reasons[most]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,11 +42,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The default costs nothing. per_node: members of a node, which ranks fill in order; None: all are on one."""
+    """The default costs nothing. per_node: members of a node, in the order of their numbers; None: all are on one.
+
+    members: by rank; empty if each rank is the member of its number.
+    """
 
     inside: Link = field(default_factory=Link)
     between: Link = field(default_factory=Link)
     per_node: int | None = None
+    members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """LayoutError for a node without members."""
@@ -54,6 +59,11 @@ class Links:
 
     def of(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks: that between nodes if they are on several."""
-        if self.per_node is None or len({rank // self.per_node for rank in ranks}) == 1:
+        if self.per_node is None:
             return self.inside
-        return self.between
+        nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
+        return self.inside if len(nodes) == 1 else self.between
+
+    def between_members(self, members: tuple[int, ...]) -> Links:
+        """The same with these members at the ranks."""
+        return dataclasses.replace(self, members=members)

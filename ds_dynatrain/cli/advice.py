@@ -117,20 +117,26 @@ def _start(profile: Profile, question: Question) -> Layout:
 
 
 def _present(profile: Profile, start: Layout, members: Members, question: Question) -> Predicted | None:
-    """With as many data ranks as there are members for; None if that cannot be trained, or nobody asked for it."""
+    """With as many data ranks as can be trained; None if there are too few members, or nobody asked for it."""
     if question.stages is None and question.present is None:
         return None
-    count = len(members.speeds)
-    data = min(count // start.pipe, profile.train_batch_size)
-    if data < 1 or (question.micro_batches or 1) > -(-profile.train_batch_size // data):
-        return None
-    layout = start.replace(data=data, boundaries=start.boundaries or uniform(len(profile.layers), start.pipe))
-    deal = Deal.of(profile, layout, question.micro_batches)
-    if not is_possible(layout, deal, question.is_pipeline):
-        return None
-    speeds = [members.speeds[member] for member in members.fastest(layout.world_size)]
-    time = step_time(profile, layout, deal, speeds, members.links)
-    return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), question.present is None)
+    boundaries = start.boundaries or uniform(len(profile.layers), start.pipe)
+    most = min(len(members.speeds) // start.pipe, profile.train_batch_size)
+    for data in range(most, 0, -1):
+        layout = start.replace(data=data, boundaries=boundaries)
+        if (question.micro_batches or 1) > -(-profile.train_batch_size // data):
+            continue
+        deal = Deal.of(profile, layout, question.micro_batches)
+        if is_possible(layout, deal, question.is_pipeline):
+            return _predicted(profile, layout, deal, members, question.present is None)
+    return None
+
+
+def _predicted(profile: Profile, layout: Layout, deal: Deal, members: Members, is_uniform: bool) -> Predicted:
+    working = members.fastest(layout.world_size)
+    speeds, links = [members.speeds[member] for member in working], members.links.between_members(working)
+    time = step_time(profile, layout, deal, speeds, links)
+    return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), is_uniform)
 
 
 def show(advice: Advice) -> None:

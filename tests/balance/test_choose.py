@@ -78,7 +78,8 @@ def by_brute_force(
                 assert fits == allowed(problem, cut) or problem.must_train.any()
                 if not allowed(problem, cut) and not (each == present and fits):
                     continue  # to stay is possible also with a stage that trains nothing
-                seconds = step_time(measured, each, deal, speeds, members.links).seconds
+                links = dataclasses.replace(members.links, members=tuple(working[: pipe * data]))
+                seconds = step_time(measured, each, deal, speeds, links).seconds
                 seconds += 0 if each == present else cost / horizon
                 key, load = (pipe, data, zero_stage, number), float(problem.stage_seconds(cut).max())
                 load = load if allowed(problem, cut) else np.inf

@@ -146,6 +146,8 @@ def test_links_between_nodes() -> None:
     links = Links(Link(math.inf), Link(1.0), per_node=2)
     assert links.of([0, 1]) is links.inside and links.of([1, 2]) is links.between
     assert Links(links.inside, links.between).of(range(100)) is links.inside
+    moved = links.between_members((0, 2, 1, 3))
+    assert moved.of([0, 1]) is links.between and moved.of([0, 2]) is links.inside
     layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2))
     terms = of(layout, (costs(), costs()), batch=4, links=links)
     assert terms["reduce"] == 0 and terms["waiting"] > 400  # each stage on a node, messages of 100 bytes between them

@@ -150,3 +150,8 @@ def test_a_stage_without_anything_to_train(file: Path) -> None:
     assert free["proposed"]["layout"]["boundaries"][1] <= 8
     assert free["proposed"]["step_ms"]["total"] < strict["proposed"]["step_ms"]["total"]
     assert [0, 3, 6, 9, 12] not in [each["layout"]["boundaries"] for each in strict["choices"]]
+
+
+def test_present_boundaries_with_as_many_data_ranks_as_can_be_trained(file: Path) -> None:
+    """32 samples in micro-batches of 2 go to 2 data ranks, not to 3."""
+    assert told(file, "--stages", 2, "--members", 7, "--present", "0,5,12")["present"]["layout"]["data"] == 2
