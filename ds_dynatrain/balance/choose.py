@@ -60,17 +60,17 @@ class Search:
     """What is tried. pipes, zero_stages: None for all. micro_batches: of a data rank, if it is to be one number.
 
     least_micro_batch: samples; None for those that were timed, which are the most in any case. Smaller ones count as
-    that much faster, which they are on no device once they are small. even: whether all micro-batches must have one
-    size, as those of a PipelineModule, also with one stage; of other models it is False. must_train: whether a stage
-    must train something. slack: by how much the slowest stage may exceed the optimum to move fewer bytes.
-    horizon_steps: over which the cost of a switch is spread; without it that counts for nothing. count: of answers.
+    that much faster, which they are on no device once they are small. pipeline: whether the model is a PipelineModule;
+    others have no stages. must_train: whether a stage must train something. slack: by how much the slowest stage may
+    exceed the optimum to move fewer bytes. horizon_steps: over which the cost of a switch is spread; without it that
+    counts for nothing. count: of answers.
     """
 
     pipes: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] | None = None
     micro_batches: int | None = None
     least_micro_batch: int | None = None
-    even: bool = True
+    pipeline: bool = True
     must_train: bool = True
     slack: float = 0.0
     horizon_steps: float | None = None
@@ -124,9 +124,9 @@ def choose(
     return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
 
 
-def is_possible(layout: Layout, deal: Deal, even: bool) -> bool:
-    """Whether DeepSpeed trains it: pipelines in stages 0 and 1, with micro-batches of one size."""
-    return (deal.is_even or not (even or layout.pipe > 1)) and (layout.zero_stage < 2 or layout.pipe == 1)
+def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
+    """Whether it can be trained: a PipelineModule in ZeRO stages 0 and 1 alone, with micro-batches of one size."""
+    return (layout.zero_stage < 2 and deal.is_even) if pipeline else layout.pipe == 1
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members, must_train: bool = True) -> Problem:
@@ -185,7 +185,7 @@ class _Choosing:
                 for zero_stage in self.search.zero_stages or STAGES:
                     layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
                     for deal in self.search.deals(self.profile, layout):
-                        if is_possible(layout, deal, self.search.even):
+                        if is_possible(layout, deal, self.search.pipeline):
                             yield self._bound(layout, deal), layout, deal
 
     def _bound(self, layout: Layout, deal: Deal) -> float:

@@ -41,8 +41,8 @@ class Question:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model must be a PipelineModule; one for which nobody wants stages need not be."""
-        return self.stages != 1
+        """Whether the model is a PipelineModule; one for which nobody wants stages, or ZeRO stage 2 or 3, is not."""
+        return self.stages != 1 and self.zero_stage < 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def advise(file: Path, question: Question) -> Advice:
         pipes=None if question.stages is None else (question.stages,),
         zero_stages=(question.zero_stage,),
         micro_batches=question.micro_batches,
-        even=question.is_pipeline,
+        pipeline=question.is_pipeline,
         must_train=question.must_train,
     )
     choices = choose(profile, start, members, search)
@@ -97,6 +97,8 @@ def _members(profile: Profile, question: Question) -> Members:
         raise ConfigError(f"--stages {stages} and {count} members: each stage needs one")
     if len(measured) not in (1, count):
         raise ConfigError(f"--members {count}: the profile has the speeds of {len(measured)} members")
+    if question.zero_stage > 1 and stages > 1:
+        raise ConfigError(f"--stages {stages} --zero-stage {question.zero_stage}: pipelines have ZeRO stages 0 and 1")
     if question.memory is not None and not 1 <= question.memory < PLENTY:
         raise ConfigError(f"--memory {question.memory:g}: give the bytes of a member, such as 80e9")
     speeds = measured if len(measured) == count else measured * count

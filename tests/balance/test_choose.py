@@ -54,18 +54,18 @@ def random_case(random: np.random.Generator, most_layers: int = 6) -> tuple[Prof
 
 
 def by_brute_force(
-    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout, even: bool
+    measured: Profile, members: Members, least: int, horizon: float, cost: float, present: Layout, pipeline: bool
 ) -> dict[Any, tuple[float, float]]:
     """(pipe, data, stage, micro-batches) -> (least seconds of a stage, least seconds of a step over all cuts)."""
     found: dict[Any, tuple[float, float]] = {}
     count, batch = len(measured.layers), measured.train_batch_size
     for pipe, data, zero_stage in itertools.product(range(1, count + 1), range(1, batch + 1), range(4)):
-        if pipe * data > len(members.speeds) or (pipe > 1 and zero_stage > 1):
+        if pipe * data > len(members.speeds) or (zero_stage > 1 if pipeline else pipe > 1):
             continue
         share = -(-batch // data)
         fewest = -(-share // measured.micro_batch_size)
         for number in range(fewest, max(fewest, share // least) + 1):
-            if (even or pipe > 1) and batch % (data * number):
+            if pipeline and batch % (data * number):
                 continue
             layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
             deal = Deal.of(measured, layout, number)
@@ -94,9 +94,9 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
     for _ in range(CASES):
         measured, members, present = random_case(random)
         least, horizon, cost = int(random.choice([1, 2])), 20.0, float(random.choice([0, 5]))
-        even = bool(random.random() < 0.5)
-        search = Search(least_micro_batch=least, even=even, horizon_steps=horizon, count=ALL)
-        best = by_brute_force(measured, members, least, horizon, cost, present, even)
+        pipeline = bool(random.random() < 0.7)
+        search = Search(least_micro_batch=least, pipeline=pipeline, horizon_steps=horizon, count=ALL)
+        best = by_brute_force(measured, members, least, horizon, cost, present, pipeline)
         asked: dict[str, Any] = {"switch_seconds": lambda layout, cost=cost: cost}
         if not best:
             with pytest.raises(LayoutError):
@@ -194,7 +194,8 @@ def test_what_would_be_refused_is_not_proposed() -> None:
 
 def test_other_axes_stay() -> None:
     measured = profile((1.0,) * 4, batch=8)
-    found = choose(measured, Layout(zero_stage=1, tensor=2, expert=4, data=2), Members((1.0,) * 9), Search(count=ALL))
+    search = Search(pipeline=False, count=ALL)
+    found = choose(measured, Layout(zero_stage=1, tensor=2, expert=4, data=2), Members((1.0,) * 9), search)
     assert {each.layout.tensor for each in found} == {2} and {each.layout.expert for each in found} == {4}
     assert {each.layout.data for each in found} == {2, 4}
     with pytest.raises(LayoutError, match=r"4 members .* sequence 1 x tensor 8 ranks for each data index"):

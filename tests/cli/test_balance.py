@@ -96,7 +96,9 @@ def test_micro_batches_and_links(file: Path) -> None:
     assert free["proposed"]["micro_batches"] == 32
     slow = told(file, "--stages", 4, "--micro-batches", 32, "--bytes-per-second", 1000, "--latency-seconds", 0.01)
     assert slow["proposed"]["step_ms"]["waiting"] > free["proposed"]["step_ms"]["waiting"]
-    assert told(file, "--stages", 1, "--members", 2, "--zero-stage", 3)["proposed"]["layout"]["zero_stage"] == 3
+    for stages in (("--stages", 1), ()):
+        whole = told(file, *stages, "--members", 3, "--zero-stage", 3)["proposed"]["layout"]
+        assert (whole["zero_stage"], whole["pipe"], whole["data"]) == (3, 1, 3)
 
 
 def test_speeds_of_the_members(file: Path) -> None:
@@ -121,6 +123,7 @@ def test_what_does_not_fit(file: Path) -> None:
     tight = refused(file, "--stages", 4, "--memory", 1500)
     assert "'block.0' (layer 0) takes 3000 bytes at the least, and no stage has more than 1500" in tight
     assert "--stages 4 and 3 members: each stage needs one" in refused(file, "--stages", 4, "--members", 3)
+    assert "pipelines have ZeRO stages 0 and 1" in refused(file, "--stages", 4, "--zero-stage", 2)
     assert "--present 0,x: give boundaries" in refused(file, "--stages", 4, "--present", "0,x")
     assert "end with 12" in refused(file, "--stages", 4, "--present", "0,3,6,9,13")
     assert "--memory nan" in refused(file, "--stages", 4, "--memory", "nan")
