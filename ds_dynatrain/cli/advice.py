@@ -160,8 +160,11 @@ def show(advice: Advice) -> None:
 
 
 def _gain(advice: Advice, known: list[tuple[str, Predicted]]) -> str:
+    """Nothing where there is nothing to compare with, or what there is would not fit."""
     if not known or max(each.total for each in known[0][1].stages) > advice.memory_bytes:
         return ""
+    if not advice.proposed.time.seconds:
+        return ", in which nothing takes any time"
     return f": {known[0][1].time.seconds / advice.proposed.time.seconds:.2f} × as fast as {known[0][0]}"
 
 

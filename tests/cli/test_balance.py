@@ -158,3 +158,10 @@ def test_a_stage_without_anything_to_train(file: Path) -> None:
 def test_present_boundaries_with_as_many_data_ranks_as_can_be_trained(file: Path) -> None:
     """32 samples in micro-batches of 2 go to 2 data ranks, not to 3."""
     assert told(file, "--stages", 2, "--members", 7, "--present", "0,5,12")["present"]["layout"]["data"] == 2
+
+
+def test_layers_that_take_no_time(file: Path) -> None:
+    said = json.loads(file.read_text())
+    for layer in said["layers"]:
+        layer |= {"forward_seconds": 0.0, "backward_seconds": 0.0}
+    assert "nothing takes any time" in balance(changed(file, layers=said["layers"]), "--stages", 3).stdout
