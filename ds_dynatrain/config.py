@@ -102,7 +102,7 @@ class BuddiesConfig(_Block):
     every_steps: Size = 1
     """A copy after so many optimizer steps; "auto" takes them no more often."""
     copies: Size = 1
-    """How many other members keep each."""
+    """How many other members keep each copy; as many as there are where these are fewer. In "replay" one."""
     verify_every_steps: Size = 100
     """In "replay": after so many steps what a buddy has is compared with what its ward has."""
 

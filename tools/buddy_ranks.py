@@ -21,7 +21,7 @@ from workload import GPT, SIZES, Samples, config, quiet
 import ds_dynatrain
 from ds_dynatrain.engine.buddies.copy import copied
 from ds_dynatrain.engine.groups import BUDDIES
-from ds_dynatrain.plan import buddies_of
+from ds_dynatrain.plan import buddies_of, wards_of
 from ds_dynatrain.space import MASTER
 from ds_dynatrain.transfer import GroupTransport
 
@@ -58,7 +58,7 @@ class Watch:
         if parts.world is None or len(members) < 2:
             return 0.0
         buddies = buddies_of([str(member) for member in members])
-        buddy, ward = buddies[parts.rank], buddies.index(parts.rank)
+        buddy, (ward,) = buddies[parts.rank][0], wards_of(buddies, parts.rank)
         transport, there = GroupTransport(parts.world.group(BUDDIES), members), [torch.zeros_like(m) for m in masters]
         torch.distributed.barrier()
         begin, deadline = time.perf_counter(), time.monotonic() + RAW_SECONDS

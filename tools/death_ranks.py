@@ -24,11 +24,11 @@ from ds_dynatrain.space import MASTER, WEIGHT, Layout
 REPEATS = 5
 
 
-def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, int]) -> int:
+def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, tuple[int, ...]]) -> int:
     """The busiest direction of a living member when it takes its new share from copies.
 
-    before: the members of the world before; buddies: who kept whose copies there. Who kept those of the one that is
-    gone gives them, and keeps what it needs of them.
+    before: the members of the world before; buddies: who kept whose copies there, one each. Who kept those of
+    the one that is gone gives them, and keeps what it needs of them.
     """
     parts, gone = engine._parts, 10**6
     (dead,) = set(before) - set(parts.members)
@@ -38,9 +38,10 @@ def busiest_bytes(engine: Any, before: tuple[int, ...], buddies: dict[int, int])
     plan = plan_switch(space, parts.layout, parts.members, held_as={WEIGHT: MASTER})
     given = {exchange.peer: exchange.sends.nbytes for exchange in plan.for_member(gone).rounds}
     traffic = {member: list(both) for member, both in plan.traffic.items() if member != gone}
-    kept = given.pop(buddies[dead], 0)
-    traffic[buddies[dead]][0] += sum(given.values())
-    traffic[buddies[dead]][1] -= kept
+    (buddy,) = buddies[dead]
+    kept = given.pop(buddy, 0)
+    traffic[buddy][0] += sum(given.values())
+    traffic[buddy][1] -= kept
     return max(max(both) for both in traffic.values())
 
 
@@ -73,7 +74,7 @@ def main() -> None:
         config={**settings, "dynatrain": {"buddies": {"mode": "copy"}}}, model=GPT(**shape)
     )
     loader = engine.loader(Samples(10**6, wanted["length"], shape["vocabulary"]), num_workers=0)
-    after, step, before, buddies = 0, 0, (), dict[int, int]()
+    after, step, before, buddies = 0, 0, (), dict[int, tuple[int, ...]]()
     with (Path(os.environ["OUT"]) / f"{os.getpid()}.jsonl").open("a", buffering=1) as lines:
         for tokens in loader:
             engine.backward(engine(tokens))

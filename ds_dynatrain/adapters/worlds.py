@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -320,10 +320,14 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
     gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
     if parallel_state.points_at(gone):
         parallel_state.forget()
-    for group in gone:
-        unregister(group)
-    del group
+    _unregister(gone)
     return tear_down(gone, disconnected)
+
+
+def _unregister(groups: Iterable[td.ProcessGroup]) -> None:
+    """In a frame of its own, so that no name keeps the last of them."""
+    for group in groups:
+        unregister(group)
 
 
 @dataclass(frozen=True)

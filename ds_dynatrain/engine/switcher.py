@@ -88,7 +88,8 @@ class Switcher:
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._attempts.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
         nodes = [engine.candidates.nodes[member] for member in members]
-        copies = memory_of_copies(engine.vps, target, nodes) if engine.settings.buddies.are_on else (0,)
+        buddies = engine.settings.buddies
+        copies = memory_of_copies(engine.vps, target, nodes, buddies.copies) if buddies.are_on else (0,)
         return SwitchEstimate(target, members, *figures, max(copies))
 
     def _request(

@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose state: its *buddy*, on another node wherever there is one.
+"""Who keeps copies of whose state: its *buddies*, on other nodes wherever there are any.
 
 Nodes of equal size are in pairs, whose ranks keep each other's copies: of all double deaths of nodes, n of them, pairs
 lose state in 1/(n - 1), a ring in 2/(n - 1). What is left over is one group with as many of the pairs as it takes to
@@ -6,12 +6,19 @@ have no node in it that is larger than all others together; its ranks, node by n
 so many before them. Every rank then keeps one copy. Only where one node has more ranks than all others together, these
 keep several each, and some of its own ranks none.
 
+Further buddies, where more than one is asked for, are assigned by the Hungarian method (scipy's
+`linear_sum_assignment`): on nodes that have no copy of that rank yet, and not on its own node as long as there is
+another rank elsewhere; then as evenly as that allows.
+
 On a single node each rank counts as a node of its own: a process that dies alone is what is left to be guarded against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.space.zero import group_size
@@ -46,12 +53,14 @@ def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: Buffe
     return has_one_holder(vps, layout, kind) and not is_trained_weight(vps, kind, name)
 
 
-def memory_of_copies(vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
+def memory_of_copies(
+    vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str], copies: int = 1
+) -> tuple[int, ...]:
     """Bytes that the member at each rank needs for copies, with all the moments that there will be.
 
     Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one rank is alone.
     """
-    buddies, own = buddies_of(nodes), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
+    buddies, own = buddies_of(nodes, copies), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
     return tuple(
         MOMENTS * (own[rank] + sum(own[ward] for ward in wards_of(buddies, rank))) if buddies else 0
         for rank in range(len(nodes))
@@ -65,22 +74,56 @@ def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int) -> int:
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
-def buddies_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """The buddy of each rank, nodes[rank] being the node of a rank; nobody has one where there is one rank."""
+def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The buddies of each rank, so many or all others; nobody has any where there is one rank.
+
+    nodes[rank] is the node of a rank. The first buddies are the same however many there are.
+    """
     if len(nodes) < 2:
         return ()
     names = list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    found = [_first(names)]
+    while len(found) < min(copies, len(nodes) - 1):
+        found.append(_further(names, found))
+    return tuple(zip(*found, strict=True))
+
+
+def _first(names: Sequence[str]) -> list[int]:
+    """One buddy of each rank."""
     found: dict[int, int] = {}
     pairs, group = _grouped(_by_size(names))
     for one, other in pairs:
         found.update(zip(one + other, other + one, strict=True))
     found.update(_around(group))
-    return tuple(found[rank] for rank in range(len(nodes)))
+    return [found[rank] for rank in range(len(names))]
 
 
-def wards_of(buddies: Sequence[int], rank: int) -> tuple[int, ...]:
+def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
+    """One more buddy of each rank. before: those that there are, each of all ranks.
+
+    A rank keeps one copy more, or as many more as it takes to leave out nodes of their own.
+    """
+    count, ranks, node = len(names), np.arange(len(names)), np.unique(names, return_inverse=True)[1]
+    is_own, is_barred, near = node[:, None] == node, ranks[:, None] == ranks, np.zeros((count, count), np.int64)
+    is_barred |= is_own & ((~is_own).sum(axis=1) > len(before))[:, None]
+    for buddies in before:
+        is_barred[ranks, buddies] = True
+        near += node[list(buddies)][:, None] == node
+    largest = int(np.bincount(node).max())
+    most = -(-largest // (count - largest))
+    while True:
+        costs = [np.where(is_barred, np.inf, near * (count * most + 1) + number) for number in range(most)]
+        try:
+            _, places = linear_sum_assignment(np.hstack(costs))
+        except ValueError:  # somebody must keep more than so many
+            most += 1
+        else:
+            return [int(place) % count for place in places]
+
+
+def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     """The ranks whose copies a rank keeps, ascending."""
-    return tuple(ward for ward, buddy in enumerate(buddies) if buddy == rank)
+    return tuple(ward for ward, keepers in enumerate(buddies) if rank in keepers)
 
 
 def _by_size(names: Sequence[str]) -> list[Node]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Protection:
     """How far an engine's state is protected, as this member sees it.
 
-    buddies: member -> the member that keeps its copies. step: the newest of which all copies are known to be with all
+    buddies: member -> the members that keep its copies. step: the newest of which all copies are known to be with all
     who keep them; None if there is none. is_protected: whether the death of one member costs the steps after that one
     alone. why: if not, or if there is nothing to copy. every_steps: at present. memory_bytes: of host memory, for
     copies. sent_bytes, take_ms, ship_ms: of the last round: what was sent, how long the step waited for the copy, and
@@ -18,7 +18,7 @@ class Protection:
     """
 
     mode: str
-    buddies: dict[int, int]
+    buddies: dict[int, tuple[int, ...]]
     step: int | None
     is_protected: bool
     why: str

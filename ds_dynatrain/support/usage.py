@@ -245,11 +245,10 @@ USAGE = (
         'take "copy" or "auto" as dynatrain.buddies.mode',
         f"{_BUDDIES}::test_what_cannot_be_replayed",
     ),
-    _start(
-        "several buddies for a member",
-        "one other member keeps each copy",
-        "leave dynatrain.buddies.copies out",
-        f"{_BUDDIES}::test_what_is_not_there_yet",
+    _works(
+        "several copies of each member",
+        "with `copies`, in modes copy and auto; steps are replayed by one buddy alone",
+        "tests/elastic/test_buddy_deaths.py::test_two_of_three_that_have_a_state_die",
     ),
     _start(
         "buddies beside another engine",

@@ -113,12 +113,28 @@ def test_half_of_them_die_at_once(tmp_path: Path, undisturbed: Undisturbed) -> N
     try:
         first = deaths.job.wait(lambda: protected(deaths.job.status()), "whole copies")
         ranks, buddies = processes(first), buddies_of("abcd")
-        assert buddies[0] not in (0, 2) and buddies[2] not in (0, 2)
+        assert buddies[0] == (1,) and buddies[2] == (3,)
         for node in [node_of(deaths.job, first, rank) for rank in (0, 2)]:
             deaths.job.kill(node)
         settled = deaths.job.settled(4, first.generation)
         assert set(processes(settled)) & set(ranks) == {ranks[1], ranks[3]}
         deaths.check(undisturbed, most_again=2)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("instant", ["boundary", "update", "ship"])
+def test_two_of_three_that_have_a_state_die(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
+    """With two copies of each, on four nodes: whoever dies at once with a buddy, somebody lives who has its state."""
+    block = {"buddies": {"mode": "copy", "copies": 2}}
+    deaths = Deaths(tmp_path, 1, dict.fromkeys("ab", f"{instant} dies kill"), tuple("abcd"), spares=2, block=block)
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(4, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 2, deaths.job.logs()
+        assert "restored step" in deaths.log("c", "d")
+        deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
     finally:
         deaths.job.clean_up()
 

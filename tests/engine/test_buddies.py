@@ -24,7 +24,7 @@ from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 
@@ -44,9 +44,12 @@ def test_in_a_launch_of_fixed_size() -> None:
     FixedLaunch().refuse(settings(mode="off"), nn.Linear(2, 2))
 
 
-def test_what_is_not_there_yet() -> None:
-    with pytest.raises(UnsupportedError, match="several buddies for a member"):
-        elastic().refuse(settings(copies=2), nn.Linear(2, 2))
+def test_more_copies_than_others() -> None:
+    """It is refused at the start; one member alone has no buddies, and says so."""
+    engine: Any = SimpleNamespace(settings=settings(copies=2), members=(0, 1), control=SimpleNamespace(member=0))
+    engine.layout, engine.candidates = Layout(data=2, zero_stage=1), Candidates(0, {0: "a", 1: "b"})
+    with pytest.raises(ConfigError, match="copies: 2 others are to keep each copy, and 2 members work; start on 3"):
+        Buddies(engine).check()
 
 
 class Known(torch.optim.Adam):
@@ -249,7 +252,7 @@ def test_copies_of_the_world_before_protect(here: tuple[int, ...], is_protected:
     """As long as each of them has two who have it: so after a switch and a join, and not after a death."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=0)
     buddies = Buddies(engine)
-    buddies._pairs = {0: 1, 1: 0}
+    buddies._pairs = {0: (1,), 1: (0,)}
     boundary(buddies, 0.0)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
     tensors, layout = [LogicalTensor("weight", (8,))], engine.layout

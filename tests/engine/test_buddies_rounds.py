@@ -97,16 +97,19 @@ class FakeTaken:
         return self._copy
 
 
-def rounds(nodes: str, taken: dict[int, Any], marks: dict[int, Mark] | None = None) -> list[tuple[Round, Kept]]:
+def rounds(
+    nodes: str, taken: dict[int, Any], marks: dict[int, Mark] | None = None, copies: int = 1
+) -> list[tuple[Round, Kept]]:
     """One round of members on these nodes, who have numbers other than their ranks. marks: of those who err."""
-    wire, buddies, found = Wire(), buddies_of(nodes), []
+    wire, buddies, found = Wire(), buddies_of(nodes, copies), []
     for rank in range(len(nodes)):
         kept, wards = Kept(), wards_of(buddies, rank)
         _, rooms = kept.begin(MARK, len(wards))
         here = [Ward(10 + ward, ward, room) for ward, room in zip(wards, rooms, strict=True)]
         own = cast(Taken | None, taken.get(rank))
         mark = (marks or {}).get(rank, MARK)
-        found.append((Round(mark, own, 10 + buddies[rank], here, End(wire, 10 + rank), kept), kept))
+        others = [10 + buddy for buddy in buddies[rank]]
+        found.append((Round(mark, own, others, here, End(wire, 10 + rank), kept), kept))
     threads = [threading.Thread(target=each.run, daemon=True) for each, _ in found]
     for thread in threads:
         thread.start()
@@ -127,11 +130,12 @@ def same(one: Copy, other: Copy) -> bool:
     )
 
 
+@pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("nodes", ["ab", "aa", "abc", "aab", "aaab", "aabb", "abcde"])
-def test_each_copy_comes_to_its_buddy(nodes: str) -> None:
+def test_each_copy_comes_to_its_buddies(nodes: str, copies: int) -> None:
     made = {rank: copy(rank) for rank in range(len(nodes))}
-    found = rounds(nodes, {rank: FakeTaken(one) for rank, one in made.items()})
-    buddies = buddies_of(nodes)
+    found = rounds(nodes, {rank: FakeTaken(one) for rank, one in made.items()}, copies=copies)
+    buddies = buddies_of(nodes, copies)
     for rank, (each, kept) in enumerate(found):
         assert each.is_whole and not each.error
         held = kept.copies()
@@ -149,7 +153,7 @@ def test_who_has_no_copy_holds_up_nobody(nodes: str, how: str) -> None:
         del taken[1]
     else:
         taken[1] = FakeTaken(copy(1), fails=True)
-    found, buddy = rounds(nodes, taken), buddies_of(nodes)[1]
+    found, (buddy,) = rounds(nodes, taken), buddies_of(nodes)[1]
     for rank, (each, kept) in enumerate(found):
         assert each.is_whole == (rank not in (1, buddy)), each.error
         assert all(one.rank != 1 for one in kept.copies())

@@ -16,12 +16,12 @@ from ds_dynatrain.space.tensor import FROZEN
 
 def check(nodes: list[str]) -> None:
     """Never itself, never its node if there are two; one copy of each rank; load as even as it can be."""
-    buddies, ranks = buddies_of(nodes), range(len(nodes))
+    buddies, ranks = [buddy for (buddy,) in buddies_of(nodes)], range(len(nodes))
     assert len(buddies) == len(nodes)
     assert all(buddies[rank] != rank for rank in ranks)
     several = len(set(nodes)) > 1
     assert not several or all(nodes[buddies[rank]] != nodes[rank] for rank in ranks)
-    assert sorted(ward for rank in ranks for ward in wards_of(buddies, rank)) == list(ranks)
+    assert sorted(ward for rank in ranks for ward in wards_of(buddies_of(nodes), rank)) == list(ranks)
     load = Counter(buddies)
     largest = max(Counter(nodes).values()) if several else 1
     others = len(nodes) - largest
@@ -55,7 +55,7 @@ def test_pairs_lose_state_in_the_fewest_double_deaths(count: int) -> None:
     nodes = [str(number) for number in range(count) for _ in range(2)]
     buddies = buddies_of(nodes)
     lost = sum(
-        any({nodes[rank], nodes[buddy]} == {one, other} for rank, buddy in enumerate(buddies))
+        any({nodes[rank], nodes[buddy]} == {one, other} for rank, (buddy,) in enumerate(buddies))
         for one, other in combinations(sorted(set(nodes)), 2)
     )
     assert lost == count // 2 + 2 * (count % 2)
@@ -64,6 +64,49 @@ def test_pairs_lose_state_in_the_fewest_double_deaths(count: int) -> None:
 def test_one_rank_has_nobody() -> None:
     assert buddies_of(["a"]) == ()
     assert wards_of((), 0) == ()
+
+
+# ---- several copies --------------------------------------------------------------------------------------------------
+
+
+def check_several(nodes: list[str], copies: int) -> None:
+    """Each has so many different ones or all others, on nodes of others as long as there are ranks on these."""
+    buddies, ranks = buddies_of(nodes, copies), range(len(nodes))
+    names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in ranks]
+    assert [each[:1] for each in buddies] == list(buddies_of(nodes))
+    for rank in ranks:
+        assert len({*buddies[rank]} - {rank}) == len(buddies[rank]) == min(copies, len(nodes) - 1)
+        elsewhere = sum(name != names[rank] for name in names)
+        assert sum(names[buddy] != names[rank] for buddy in buddies[rank]) == min(len(buddies[rank]), elsewhere)
+    load = [len(wards_of(buddies, rank)) for rank in ranks]
+    assert sum(load) == len(nodes) * min(copies, len(nodes) - 1)
+    sizes = Counter(names).values()
+    if len(set(sizes)) == 1 and copies < len(sizes):
+        assert set(load) == {copies}, "each keeps as many"
+    elif 2 * max(sizes) <= len(nodes):
+        assert max(load) <= 2 * copies
+
+
+@pytest.mark.parametrize("count", range(2, 6))
+@pytest.mark.parametrize("copies", [2, 3])
+def test_several_copies_on_every_way_to_put_so_many_ranks_on_nodes(count: int, copies: int) -> None:
+    for nodes in product("abcdef"[:count], repeat=count):
+        check_several(list(nodes), copies)
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=32), st.integers(2, 5))
+def test_several_copies_on_any_nodes(nodes: list[str], copies: int) -> None:
+    check_several(nodes, copies)
+
+
+@pytest.mark.parametrize("count", [3, 4, 7, 8])
+@pytest.mark.parametrize("copies", [2, 3])
+def test_as_many_nodes_may_die_as_there_are_copies(count: int, copies: int) -> None:
+    """Of equal ones, if there are more nodes than copies: somebody lives who has the state of each rank."""
+    nodes = [str(number) for number in range(count) for _ in range(2)]
+    buddies = buddies_of(nodes, copies)
+    for dead in combinations(sorted(set(nodes)), min(copies, count - 1)):
+        assert all({nodes[each] for each in (rank, *buddies[rank])} - {*dead} for rank in range(len(nodes)))
 
 
 # ---- what is copied --------------------------------------------------------------------------------------------------
@@ -103,5 +146,8 @@ def test_memory_of_copies() -> None:
         sizes = vps.local(layout, rank).sizes()
         parts[rank] = 4 * sum(numel for (kind, _), numel in sizes.items() if kind != WEIGHT)
     assert memory_of_copies(vps, layout, ["a", "b"]) == (2 * sum(parts), 2 * sum(parts))
+    wide = Layout(data=3, zero_stage=1)
+    one, two, three = (memory_of_copies(space(wide), wide, "abc", copies) for copies in (1, 2, 3))
+    assert len(set(two)) == 1 and two == three and sum(two) * 2 == sum(one) * 3
     alone = Layout(data=1, zero_stage=1)
     assert memory_of_copies(space(alone), alone, ["a"]) == (0,)

@@ -43,12 +43,12 @@ class Buddies:
         self._engine, self._settings = engine, engine.settings.buddies
         self._choice = Choice(engine, self.kept)
         self._world: World | None = None
-        self._buddies: tuple[int, ...] = ()
-        self._pairs: dict[int, int] = {}
+        self._buddies: tuple[tuple[int, ...], ...] = ()
+        self._pairs: dict[int, tuple[int, ...]] = {}
         """The same by members."""
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = False
-        self._whole_of: dict[int, int] = {}
+        self._whole_of: dict[int, tuple[int, ...]] = {}
         """Member -> who kept its copy of the newest moment that is whole; of a world before, maybe."""
         self._seen: tuple[str, int, int] = ("", 0, -1)
         self._next: int | None = None
@@ -62,12 +62,18 @@ class Buddies:
         self._last_error = ""
 
     def check(self) -> None:
-        """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if the host
-        memory of this node is too small for its copies."""
+        """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if it has too
+        few members, or this node too little host memory for its copies."""
         self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
-        needs = memory_of_copies(engine.vps, engine.layout, where)
+        copies, others = self._settings.copies, len(where) - 1
+        if 0 < others < copies:
+            raise ConfigError(
+                f"dynatrain.buddies.copies: {copies} others are to keep each copy, and {others + 1} members work; "
+                f"start on {copies + 1} at least (MIN in torchrun --nnodes=MIN:MAX), or ask for {others}"
+            )
+        needs = memory_of_copies(engine.vps, engine.layout, where, copies)
         here = [need for need, node in zip(needs, where, strict=True) if node == mine]
         if sum(here) > (free := available_bytes()):
             raise ConfigError(
@@ -150,16 +156,25 @@ class Buddies:
         elif not any(has_one_holder(vps, layout, kind) for kind in vps.present_kinds()):
             self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
         else:
-            self._buddies = buddies_of([engine.candidates.nodes[member] for member in engine.members])
+            self._buddies = self._buddies_here()
             members, here = engine.members, {*engine.candidates.members}
-            self._is_protected = was_protected and here >= {*self._whole_of, *self._whole_of.values()}
+            kept = [{member, *buddies} for member, buddies in self._whole_of.items()]
+            self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
             self._why = "" if self._is_protected else NEW_WORLD
-            self._pairs = {members[rank]: members[buddy] for rank, buddy in enumerate(self._buddies)}
+            self._pairs = {members[rank]: tuple(members[each] for each in of) for rank, of in enumerate(self._buddies)}
         if engine.rank == 0 and was_protected and not self._is_protected:
             logger.warning("buddies: unprotected: %s", self._why)
         elif engine.rank == 0 and not self._buddies:
             logger.info("buddies: %s", self._why)
         self._choice.enter(bool(self._buddies))
+
+    def _buddies_here(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rank, as many as are asked for or there can be."""
+        engine, asked = self._engine, self._settings.copies
+        found = buddies_of([engine.candidates.nodes[member] for member in engine.members], asked)
+        if engine.rank == 0 and len(found[0]) < asked:
+            logger.warning("buddies: %d others keep each copy here, and %d are asked for", len(found[0]), asked)
+        return found
 
     # ---- steps that are replayed -------------------------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class Buddies:
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         transport = GroupTransport(world.group(BUDDIES), members)
-        self._round = Round(mark, taken, members[self._buddies[rank]], kept_here, transport, self.kept)
+        self._round = Round(mark, taken, self._pairs[members[rank]], kept_here, transport, self.kept)
         self._thread = start_thread(self._round.run, "dynatrain-buddies")
         self._taken, self._take_seconds = self._taken + 1, time.perf_counter() - begin
 

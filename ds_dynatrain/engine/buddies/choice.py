@@ -78,8 +78,8 @@ class Choice:
             return nullcontext()
         return replay.watched_step()
 
-    def begin(self, buddies: Sequence[int]) -> None:
-        """From the copies of this moment, which all have whole. buddies: of each rank."""
+    def begin(self, buddies: Sequence[Sequence[int]]) -> None:
+        """From the copies of this moment, which all have whole. buddies: of each rank, one."""
         engine, world, mark = self._engine, self._engine.world, mark_of(self._engine)
         if world is None or world.status is None:
             return
@@ -87,7 +87,7 @@ class Choice:
         wards = [(ward, self._kept.find(mark, ward)) for ward in wards_of(buddies, rank)]
         replicas = [Replica(engine, copy, members[ward]) for ward, copy in wards if copy is not None]
         ways = GroupTransport(world.group(BUDDIES), members), world.default, world.status
-        self.replay = Replay(engine, mark, members[buddies[rank]], replicas, *ways)
+        self.replay = Replay(engine, mark, members[buddies[rank][0]], replicas, *ways)
         self._kept.hand_over(self.replay.copies)
         if rank == 0:
             logger.info("buddies: they make each other's steps after step %d: a death loses none", mark.step)
@@ -164,6 +164,8 @@ def why_not_replayed(engine: EngineCore) -> str:
     """Why buddies cannot make each other's steps in the present world; nothing if they can."""
     layout = engine.layout
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in REPLAYED and size > 1]
+    if (copies := engine.settings.buddies.copies) > 1:
+        return f"one buddy alone makes the steps of a member, and {copies} are asked for"
     if layout.zero_stage == 0:
         return "at ZeRO stage 0 nobody has a part of the state that others could step"
     if wide:

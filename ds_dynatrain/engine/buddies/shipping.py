@@ -1,4 +1,4 @@
-"""One round: each member's copy goes to its buddy, over a group of its own and from a thread, while training goes on.
+"""One round: each member's copy goes to its buddies, over a group of its own and from a thread, while training goes on.
 
 A copy travels so: the ward says of how many bytes it is, the buddy answers whether it has room, and then come the bytes
 and, with its own length ahead, the header, which has the digests and so is the last. A length of -1 says that there is
@@ -46,12 +46,18 @@ class Round:
     """
 
     def __init__(
-        self, mark: Mark, taken: Taken | None, buddy: int, wards: Sequence[Ward], transport: Transport, kept: Kept
+        self,
+        mark: Mark,
+        taken: Taken | None,
+        buddies: Sequence[int],
+        wards: Sequence[Ward],
+        transport: Transport,
+        kept: Kept,
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
         self.is_whole = self.is_void = False
         self.error = "" if taken is not None else "this member has taken none"
-        self._taken, self._buddy, self._wards, self._kept = taken, buddy, wards, kept
+        self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
         self._transport: Transport | None = transport
         self._under_way: list[Handle] = []
         self._deadline = time.monotonic() + SECONDS
@@ -84,23 +90,24 @@ class Round:
     def _carry_out(self) -> None:
         """Nobody waits for a send before its own part is through: it ends when the other side takes it."""
         own = None if self._taken is None else self._taken.memory
-        self._offer(own)
+        self._offer(own, self._buddies)
         values = {ward.rank: self._ask(ward, ward.room) for ward in self._wards}
-        has_left = own is not None and self._send_if_welcome(own)
+        reached = () if own is None else self._send_where_welcome(own, self._buddies)
         arriving = [self._receive(memory, ward) for ward in self._wards if (memory := values[ward.rank]) is not None]
-        described = self._header()
-        header = described if has_left else None
-        self._offer(header)
+        header = self._header()
+        told = () if header is None else reached
+        self._offer(header, told)
+        self._offer(None, [buddy for buddy in self._buddies if buddy not in told])
         for handle in arriving:
             handle.wait(self._deadline)
         headers = {ward.rank: self._ask(ward, Room(), LONGEST_HEADER) for ward in self._wards}
         if header is not None:
-            self._send_if_welcome(header)
+            self._send_where_welcome(header, told)
         for ward in self._wards:
-            told = headers[ward.rank]
-            if told is not None:
-                self._receive(told, ward).wait(self._deadline)
-                self._take_in(ward, told, values[ward.rank])
+            said = headers[ward.rank]
+            if said is not None:
+                self._receive(said, ward).wait(self._deadline)
+                self._take_in(ward, said, values[ward.rank])
         for handle in self._under_way:
             handle.wait(self._deadline)
 
@@ -117,12 +124,12 @@ class Round:
         self._kept.add(copy)
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    def _take_in(self, ward: Ward, told: torch.Tensor, memory: torch.Tensor | None) -> None:
+    def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> None:
         """A ward's copy is here."""
         try:
             if memory is None:
                 raise TransferError(f"member {ward.member} described a copy that it did not send")
-            copy = copy_of(told.numpy().tobytes(), memory)
+            copy = copy_of(said.numpy().tobytes(), memory)
             if (copy.mark, copy.rank) != (self.mark, ward.rank):
                 raise TransferError(
                     f"member {ward.member} sent a copy of rank {copy.rank} at step {copy.mark.step}, and that of rank "
@@ -135,19 +142,23 @@ class Round:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def _offer(self, values: torch.Tensor | None) -> None:
-        """Tell the buddy how long that is."""
-        self._send(torch.tensor([NOTHING if values is None else values.numel()]), self._buddy, TO_BUDDY)
+    def _offer(self, values: torch.Tensor | None, buddies: Sequence[int]) -> None:
+        """Tell these buddies how long that is."""
+        for buddy in buddies:
+            self._send(torch.tensor([NOTHING if values is None else values.numel()]), buddy, TO_BUDDY)
 
-    def _send_if_welcome(self, values: torch.Tensor) -> bool:
-        """Send it if the buddy has room for it."""
+    def _send_where_welcome(self, values: torch.Tensor, buddies: Sequence[int]) -> tuple[int, ...]:
+        """Send it to those of these buddies that have room for it, who are given."""
+        return tuple(buddy for buddy in buddies if self._send_if_welcome(values, buddy))
+
+    def _send_if_welcome(self, values: torch.Tensor, buddy: int) -> bool:
         answer = torch.zeros(1, dtype=torch.int64)
-        self._way.receive(answer, self._buddy, TO_WARD).wait(self._deadline)
+        self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         if not answer.item():
-            self._note(f"member {self._buddy} has no room for the copy of this member")
+            self._note(f"member {buddy} has no room for the copy of this member")
             return False
         self.sent_bytes += values.numel()
-        self._send(values, self._buddy, TO_BUDDY)
+        self._send(values, buddy, TO_BUDDY)
         return True
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:

@@ -68,12 +68,10 @@ class ElasticMembership:
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """UnsupportedError for a model that is cut already, for lean switches, and for some settings of buddies."""
+        """UnsupportedError for a model that is cut already, and for lean switches."""
         refuse_cut(model)
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
-        if settings.buddies.are_on and settings.buddies.copies > 1:
-            raise usage("several buddies for a member").error()
 
     def new_status(self) -> GroupStatus | None:
         """One that makes WorldChanged of a lost peer."""
