@@ -12,9 +12,7 @@ the same moment. So a stage that is late holds up its neighbours, also where the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,43 +21,9 @@ from ds_dynatrain.balance.profile import Floats, Ints
 from ds_dynatrain.errors import LayoutError
 
 
-class Command(NamedTuple):
-    """One instruction by the name of DeepSpeed's class; micro_batch and buffer are None of those at the end."""
-
-    name: str
-    micro_batch: int | None = None
-    buffer: int | None = None
-
-
-def commands(stages: int, micro_batches: int, stage: int) -> Iterator[list[Command]]:
-    """What a stage does, step by step, as `TrainSchedule.steps` says it."""
-    first, last, buffers = stage == 0, stage == stages - 1, buffer_count(stages, micro_batches, stage)
-    total = step_count(stages, micro_batches)
-    for step in range(total):
-        (micro_batch, forward), (before, _) = _at(step, stage, stages), _at(step - 1, stage, stages)
-        now, was = 0 <= micro_batch < micro_batches, 0 <= before < micro_batches
-        present, past = (micro_batch, micro_batch % buffers), (before, before % buffers)
-        found = [
-            (forward and was and not first, "SendGrad", past),
-            (forward and now and not first, "RecvActivation", present),
-            (not forward and now and not last, "RecvGrad", present),
-            (not forward and was and not last, "SendActivation", past),
-            (forward and now and (first or last), "LoadMicroBatch", present),
-            (now, "ForwardPass" if forward else "BackwardPass", present),
-        ]
-        done = [Command(name, *about) for holds, name, about in found if holds]
-        ends = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep") if step == total - 1 else ()
-        yield [*done, *map(Command, ends)]
-
-
 def step_count(stages: int, micro_batches: int) -> int:
     """Steps of a schedule: each micro-batch comes by twice, and the last stage is as far behind the first twice."""
     return 2 * (micro_batches + stages - 1)
-
-
-def buffer_count(stages: int, micro_batches: int, stage: int) -> int:
-    """Pipeline buffers that DeepSpeed reserves: two at least."""
-    return max(2, in_flight(stages, micro_batches, stage))
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
@@ -133,10 +97,3 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
         clock += takes
     flights = np.array([in_flight(stages, micro_batches, each) for each in range(stages)])
     return Simulated(clock, passes.sum(axis=0), flights)
-
-
-def _at(step: int, stage: int, stages: int) -> tuple[int, bool]:
-    """(micro-batch, whether it goes forward) at a step; one that there is not where the stage has nothing to do."""
-    if (step - stage) % 2 == 0:
-        return (step - stage) // 2, True
-    return (step - 2 * stages + stage + 1) // 2, False

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.schedule import StageWork, buffer_count, commands, in_flight, simulate
+from ds_dynatrain.balance.schedule import StageWork, in_flight, simulate
 from ds_dynatrain.errors import LayoutError
+from tests.balance.commands import buffer_count, commands
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
 
