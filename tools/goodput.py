@@ -51,6 +51,8 @@ from nodes import SCRIPT, Job, training
 STEP_SECONDS = 0.3
 AWAY_SECONDS = 5.0
 """With `--mtbf`: from a death to the start of another node."""
+TOGETHER_SECONDS = 1.0
+"""Nodes that fall within it fell in one change; changes are further apart."""
 OTHER = "steps slower than their median"
 CAUSES = ("start from nothing", "death", "leave", "join", OTHER)
 
@@ -94,9 +96,10 @@ class Played:
         return sum(max(0.0, min(end, after[0]) - max(begin, at)) for (at, size, _), after in bounds if size == 0)
 
     def last_fall(self, before: float) -> str:
-        """Whether the last node that fell before a time had notice."""
-        falls = [cause for at, _, cause in self.times if at <= before and cause in ("death", "leave")]
-        return falls[-1] if falls else OTHER
+        """Whether the last node that fell before a time had notice; of several that fell together, whether all had."""
+        falls = [(at, cause) for at, _, cause in self.times if at <= before and cause in ("death", "leave")]
+        together = {cause for at, cause in falls if at > falls[-1][0] - TOGETHER_SECONDS}
+        return next((cause for cause in ("death", "leave") if cause in together), OTHER)
 
 
 class Player:

@@ -136,6 +136,16 @@ def test_it_is_what_the_commands_take(given_work: StageWork, micro_batches: int)
     assert found.seconds >= found.busy.max()
 
 
+def test_it_is_so_up_to_eight_stages() -> None:
+    """Of every number of stages and micro-batches whose commands were compared."""
+    random = np.random.default_rng(3)
+    for stages in STAGES:
+        lines = [random.integers(0, 12, count).astype(float) for count in (stages, stages, stages - 1, stages - 1)]
+        for micro_batches in MICRO_BATCHES:
+            found = simulate(work(*lines), micro_batches)
+            assert (found.seconds, found.ends.tolist()) == by_commands(work(*lines), micro_batches)
+
+
 def test_bad_sizes() -> None:
     with pytest.raises(LayoutError, match="0 micro-batches"):
         simulate(work([1], [1]), 0)

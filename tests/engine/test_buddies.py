@@ -247,12 +247,23 @@ def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFi
     assert said == ["buddies: the copies of step 4 are not whole; a death costs what follows step 3"]
 
 
-@pytest.mark.parametrize(("here", "is_protected"), [((0, 1), True), ((0, 1, 2), True), ((0, 2), False)])
-def test_copies_of_the_world_before_protect(here: tuple[int, ...], is_protected: bool) -> None:
-    """As long as each of them has two who have it: so after a switch and a join, and not after a death."""
-    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=0)
+PAIR = {0: (1,), 1: (0,)}
+THREE = {0: (1, 2), 1: (2, 0), 2: (0, 1)}
+"""With two copies of each."""
+
+
+WORLDS = [(PAIR, (0, 1), True), (PAIR, (0, 1, 2), True), (PAIR, (0, 2), False)]
+WORLDS += [(THREE, (0, 1, 2), True), (THREE, (0, 2, 3), True), (THREE, (1, 3), False)]
+
+
+@pytest.mark.parametrize(("kept_by", "here", "is_protected"), WORLDS)
+def test_copies_of_the_world_before_protect(
+    kept_by: dict[int, tuple[int, ...]], here: tuple[int, ...], is_protected: bool
+) -> None:
+    """As long as each of them has two who have it: so after a switch or a join, and not after a death too many."""
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=tuple(kept_by), rank=0)
     buddies = Buddies(engine)
-    buddies._pairs = {0: (1,), 1: (0,)}
+    buddies._pairs = kept_by
     boundary(buddies, 0.0)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
     tensors, layout = [LogicalTensor("weight", (8,))], engine.layout
