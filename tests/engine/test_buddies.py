@@ -115,6 +115,23 @@ def test_what_cannot_be_replayed(name: str) -> None:
     assert buddies.protection.mode == "copy"
 
 
+@pytest.mark.parametrize("mode", ["replay", "auto"])
+def test_steps_are_replayed_by_one_buddy_alone(mode: str) -> None:
+    """With several copies "replay" is refused at the start, and "auto" takes copies."""
+    engine: Any = SimpleNamespace(settings=settings(mode=mode, copies=2), world=None, rank=1)
+    engine.layout, engine.host = (
+        Layout(data=3, zero_stage=1),
+        SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM),
+    )
+    buddies = Buddies(engine)
+    if mode == "replay":
+        with pytest.raises(UnsupportedError, match="one buddy alone makes the steps of a member, and 2 are asked for"):
+            buddies.check()
+    buddies._choice.enter(True)
+    buddies._choice.weigh(0.5, 0.1)
+    assert buddies.protection.mode == "copy" and buddies.protection.every_steps == (25 if mode == "auto" else 1)
+
+
 @pytest.mark.parametrize("layout", [Layout(data=2, zero_stage=2), Layout(data=2, pipe=2, zero_stage=1)], ids=str)
 def test_what_can_be_replayed(layout: Layout) -> None:
     engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
