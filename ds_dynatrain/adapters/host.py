@@ -33,7 +33,7 @@ from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_
 from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.windows import GatherWatch
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout, LogicalTensor
 
 

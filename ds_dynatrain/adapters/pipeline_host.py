@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import HostEngine
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
 
 _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")

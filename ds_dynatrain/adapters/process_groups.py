@@ -89,15 +89,19 @@ def _around(
 
 
 def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
-    """Make a group known to `torch.distributed`; harmless if it is. ranks: of the world, in the group's order."""
+    """Make a group known to `torch.distributed`, or the ranks that its members have now.
+
+    ranks: of the world, in the group's order.
+    """
+    mapping = {rank: place for place, rank in enumerate(ranks)}
     if group in c10d._world.pg_map:
+        c10d._world.pg_group_ranks[group] = mapping
         return
     names = {HOST.type: "fake" if group.name() == "custom" else "gloo"}
     for device in group._device_types:
         names.setdefault(device.type, names[HOST.type] if group.bound_device_id is None else device_backend())
     backends = ",".join(f"{device}:{name}" for device, name in names.items())
     backend = backends if len({*names.values()}) > 1 else names[HOST.type]
-    mapping = {rank: place for place, rank in enumerate(ranks)}
     register_in_world()(group, backend, store, group.group_name, backends, rank_mapping=mapping)
 
 

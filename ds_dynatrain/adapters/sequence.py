@@ -14,7 +14,7 @@ import torch.distributed as td
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
 

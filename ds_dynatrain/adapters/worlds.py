@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as td
@@ -21,10 +18,10 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
-from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, end, go_on, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.held_groups import HeldGroup
 from ds_dynatrain.adapters.pair import Pair
-from ds_dynatrain.adapters.peers import SAME_AS, peers, tie, tied_peers
+from ds_dynatrain.adapters.peers import SAME_AS, peers, tied_peers
 from ds_dynatrain.adapters.process_groups import (
     OURS,
     Made,
@@ -36,170 +33,12 @@ from ds_dynatrain.adapters.process_groups import (
     unregister,
 )
 from ds_dynatrain.adapters.watched import GroupStatus, watched
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
 
 NOTHING: Mapping[str, tuple[int, ...]] = {}
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
-
-Between = tuple[str, tuple[int, ...]]
-"""Whom a communicator connects: members in the order of a group, and the kind of a group of the user's (one may be used
-from a thread beside all others, and shares with none), or nothing."""
-
-
-@dataclass(eq=False)
-class World:
-    """The process groups of one generation, as seen by one of its members.
-
-    `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
-    that ZeRO cuts and reduces over. `transfer` spans the members of this and of the previous world during a switch (it
-    may be one of the others). rank: None on a member that leaves with this world; it has `transfer` alone. ties: the
-    sets of pipeline stages that share tied weights, each of which has a group in every pipeline. status: of its
-    groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
-    whose world it is. has_sequence: whether its model can have a sequence axis, also while that has size 1.
-    communicators: what `connect` has made or kept, by members.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    rank: int | None
-    layout: Layout
-    ties: tuple[tuple[int, ...], ...] = ()
-    status: GroupStatus | None = None
-    engine: int = 1
-    has_sequence: bool = False
-    transfer: td.ProcessGroup | None = None
-    transfer_members: tuple[int, ...] = ()
-    communicators: dict[Between, Communicator] = field(default_factory=dict)
-    _groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
-    _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    _stores: dict[str, Store] = field(default_factory=dict)
-    _of_user: set[str] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        """The prefix of this world's groups."""
-        return f"{OURS}{self.engine}_{self.generation}"
-
-    def group(self, kind: str) -> td.ProcessGroup:
-        """The group of a kind; RuntimeError on a member without a rank, and after `drop`."""
-        if kind not in self._groups:
-            raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
-        return self._groups[kind]
-
-    def ranks(self, kind: str) -> tuple[int, ...]:
-        """The ranks of this world that are in the group of a kind, in its order; RuntimeError as in `group`."""
-        self.group(kind)
-        return self._ranks[kind]
-
-    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """The group of these stages in this rank's pipeline; RuntimeError as in `group`."""
-        return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
-
-    @property
-    def default(self) -> td.ProcessGroup:
-        """All ranks."""
-        return self.group("default")
-
-    @property
-    def data(self) -> td.ProcessGroup:
-        """The ranks that ZeRO cuts and reduces over: data x sequence."""
-        return self.group("data")
-
-    @property
-    def mpu(self) -> SimpleNamespace | None:
-        """What DeepSpeed gets as `mpu` in this world: None where data and expert are the only axes above 1."""
-        return parallel_state.mpu_of(self) if parallel_state.is_wide(self.layout) else None
-
-    def hold(self, kind: str, ranks: tuple[int, ...], made: Made, is_of_user: bool = False) -> None:
-        """Take a group in that was made for this world."""
-        self._ranks[kind] = ranks
-        self._of_user |= {kind} if is_of_user else set()
-        self._groups[kind], self._stores[kind] = made
-
-    def made(self, kind: str) -> Made:
-        """A group that it holds, and the store that it was made over."""
-        return self.group(kind), self._stores[kind]
-
-    def between(self, kind: str) -> Between:
-        """Whom the group of a kind connects."""
-        members = tuple(self.members[rank] for rank in self.ranks(kind))
-        return (kind if kind in self._of_user else "", members)
-
-    def lacks(self, previous: World | None) -> bool:
-        """Whether `connect` would make a communicator on this member."""
-        return any(self._known(kind, previous) is None for kind in self._unconnected())
-
-    def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
-        """Let its groups serve the accelerator's device; all its ranks call it, while nothing else is under way.
-
-        Communicators of `previous` are kept, in both, where their members stay in their order; which these are all
-        members see alike. Nothing on a member without a rank, and where there is no accelerator. seconds: how long it
-        waits for the others; stop: called meanwhile, may raise. RuntimeError where that does not come about.
-        """
-        begin, there, kinds = time.perf_counter(), {**self.communicators}, self._unconnected()
-        if not kinds:
-            return Connections()
-        for kind in kinds:
-            group, between, found = self._groups[kind], self.between(kind), self._known(kind, previous)
-            if found is None:
-                ranks = self._ranks[kind]
-                place = Endpoint(str(group.group_name), ranks, ranks.index(self.rank or 0), self._stores[kind])
-                found = make_communicator(place, seconds, stop)
-            if between not in self.communicators:
-                self.communicators[between] = found
-                found.users += 1
-            found.serve(group)
-        new = [each for between, each in self.communicators.items() if between not in there]
-        kept = sum(each.users > 1 for each in new)
-        return Connections(len(new) - kept, kept, 1e3 * (time.perf_counter() - begin))
-
-    def _unconnected(self) -> list[str]:
-        """Kinds of the groups that do not serve the accelerator yet; none where there is none."""
-        if self.rank is None or not is_accelerated():
-            return []
-        alone = {"transfer", *(kind for kind, ranks in self._ranks.items() if len(ranks) == 1)}
-        return [kind for kind, group in self._groups.items() if kind not in alone and group.bound_device_id is None]
-
-    def _known(self, kind: str, previous: World | None) -> Communicator | None:
-        """The communicator that there is for a group, in this world or in one that may hand it on."""
-        handed_on = {} if previous is None or previous.status is not None else previous.communicators
-        between = self.between(kind)
-        return self.communicators.get(between) or handed_on.get(between)
-
-    def disconnect(self, is_broken: bool) -> Callable[[], None]:
-        """Let its communicators go; what ends those that no other world has kept, as all their members have to."""
-        gone = [*self.communicators.values()]
-        self.communicators.clear()
-        for each in gone:
-            each.users -= 1
-        unused = [each for each in gone if each.users == 0]
-        has_failed = self.status is not None and self.status.failure is not None
-        return partial(end, unused, is_broken=is_broken or has_failed)
-
-    def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
-        """Let go of the groups of some kinds, all other references to which are gone."""
-        for table in (self._ranks, self._stores):
-            for kind in kinds:
-                table.pop(kind, None)
-        gone = [self._groups.pop(kind) for kind in kinds if kind in self._groups]
-        return list({id(group): group for group in gone}.values())
-
-    def retire_transfer(self) -> threading.Thread:
-        """Take down a group that was made for the moves alone; see `drop`."""
-        self.transfer, self.transfer_members = None, ()
-        return tear_down(self.give_up(["transfer"]))
-
-    def register(self) -> None:
-        """Make all groups of the world's own known to `torch.distributed`."""
-        for kind, group in self._groups.items():
-            if kind != "transfer":
-                register(group, self._stores[kind], self._ranks[kind])
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of the groups that it holds."""
-        return list(self._groups)
 
 
 def build_world(
@@ -216,6 +55,7 @@ def build_world(
     engine: int = 1,
     has_sequence: bool = False,
     moves_apart: bool = False,
+    present: World | None = None,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
@@ -223,29 +63,41 @@ def build_world(
     and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
     connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
     them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of their
-    own in any case, as training runs beside them.
+    own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
+    groups whose members stay in their order are to be taken over; all members do so, or none.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
     world = World(generation, tuple(members), rank, layout, tuple(ties), status, engine, has_sequence)
 
-    def make(kind: str, ranks: tuple[int, ...], place: int) -> Made:
-        return _made(store, world, kind, ranks, place, seconds)
+    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
+        stays = None
+        if present is not None and kind != "transfer":  # whose ranks are members
+            stays = present.hands_on(kind, tuple(world.members[each] for each in ranks))
+        return stays or HeldGroup(*_made(store, world, kind, ranks, place, seconds))
 
-    if world.rank is not None:
-        _fill(world, world.rank, make)
-        _hold_own(world, own, make)
-    if set(union) == set(members) and not moves_apart:
-        world.transfer, world.transfer_members = world.default, tuple(members)
-    else:
-        world.hold("transfer", union, make("transfer", union, union.index(member)))
-        world.transfer, world.transfer_members = world.group("transfer"), union
+    try:
+        if world.rank is not None:
+            _fill(world, world.rank, make)
+            _hold_own(world, own, make)
+        if set(union) == set(members) and not moves_apart and world.held("default").users == 1:
+            world.transfer, world.transfer_members = world.default, tuple(members)
+        else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
+            world.hold("transfer", union, make("transfer", union, union.index(member)))
+            world.transfer, world.transfer_members = world.group("transfer"), union
+    except BaseException:
+        world.give_up(world.kinds)
+        raise
     return world
 
 
 def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
     """More groups of the user's for a world that is installed; all its members call it."""
-    _hold_own(world, own, lambda kind, ranks, place: _made(store, world, kind, ranks, place, seconds))
+
+    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
+        return HeldGroup(*_made(store, world, kind, ranks, place, seconds))
+
+    _hold_own(world, own, make)
     world.connect(seconds)
     world.register()
 
@@ -263,26 +115,30 @@ def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: 
 
 
 def _hold_own(
-    world: World, own: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...], int], Made]
+    world: World, own: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...], int], HeldGroup]
 ) -> None:
     for kind, ranks in own.items():
         if world.rank is not None and world.rank in ranks:
             world.hold(kind, ranks, make(kind, ranks, ranks.index(world.rank)), is_of_user=True)
 
 
-def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], Made]) -> None:
+def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], HeldGroup]) -> None:
     """Give `world` its groups, in the one order in which no two members can wait for each other."""
     everyone = tuple(range(world.layout.world_size))
     world.hold("default", everyone, make("default", everyone, rank))
     for kind, ranks in {**peers(world.layout, rank), **tied_peers(world.layout, rank, world.ties)}.items():
         serving = [other for other in SAME_AS.get(kind, ()) if world.ranks(other) == ranks]
-        world.hold(kind, ranks, world.made(serving[0]) if serving else make(kind, ranks, ranks.index(rank)))
+        world.hold(kind, ranks, world.held(serving[0]) if serving else make(kind, ranks, ranks.index(rank)))
 
 
 def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
     """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
-    _fill(world, rank, lambda kind, ranks, place: make_fake_group(f"{OURS}fake_{kind}", place, len(ranks)))
+
+    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
+        return HeldGroup(*make_fake_group(f"{OURS}fake_{kind}", place, len(ranks)))
+
+    _fill(world, rank, make)
     return world
 
 
@@ -306,7 +162,7 @@ def is_ours_installed() -> bool:
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Forget and shut down every group of `world`; harmless for groups that were never installed.
+    """Forget and shut down every group of `world` that no other world holds; harmless for those never installed.
 
     Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it: the
     others are shut down together; is_broken: or aborted, as some may lack one that this member has.

@@ -128,7 +128,7 @@ class Attempts:
         make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
         preparation = Preparation(proposal, front, back, engine.vps, live, memory, make, budget, way)
-        preparation.is_lean = engine.is_lean
+        preparation.is_lean, preparation.present = engine.is_lean, engine.world
         preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
         preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes

@@ -15,7 +15,8 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
-from ds_dynatrain.adapters.worlds import World, build_world, drop, install, installed, stand_in_world
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.ending import open_for_work

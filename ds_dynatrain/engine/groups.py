@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout

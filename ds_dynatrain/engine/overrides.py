@@ -12,7 +12,7 @@ import torch
 
 from ds_dynatrain.adapters.host_engine import HostEngine
 from ds_dynatrain.adapters.shaper import Shaper
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.context import Context

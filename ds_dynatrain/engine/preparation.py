@@ -22,7 +22,8 @@ from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import World, build_world, drop
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -79,10 +80,10 @@ class Preparation:
     nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
     member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
     `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
-    groups; stop: called in every wait, raises if the switch will not come about; committed: called as soon as it has.
-    is_lean: nothing of the target is made, for it has to wait until the source is gone. connect_at: the step at which
-    the next world's members are connected, once that is decided (see `agreement.connecting_step`); connections: what
-    came of it.
+    groups; present: the world that this member trains in. stop: called in every wait, raises if the switch will not
+    come about; committed: called as soon as it has. is_lean: nothing of the target is made, for it has to wait until
+    the source is gone. connect_at: the step at which the next world's members are connected, once that is decided (see
+    `agreement.connecting_step`); connections: what came of it.
     """
 
     proposal: Proposal
@@ -100,6 +101,7 @@ class Preparation:
     stop: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
     status: GroupStatus | None = None
+    present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
     made: Made | None = None
@@ -233,7 +235,7 @@ class Preparation:
         if self.world is not None:
             self.control.track_teardown(drop(self.world, is_broken=True))
             self.world = None
-        self.buffers, self.mine, self.made = {}, {}, None
+        self.buffers, self.mine, self.made, self.present = {}, {}, None, None
 
     def _run(self) -> None:
         begin = time.monotonic()
@@ -290,7 +292,17 @@ class Preparation:
             self.number,
             self.has_sequence,
             moves_apart=self.proposal.late,
+            present=self._handing_on,
         )
+
+    @property
+    def _handing_on(self) -> World | None:
+        """The present world, if its groups may stay where their members do.
+
+        Not where members come and go: there the connections of a world that has lost somebody are shut down. Nor in a
+        late switch: a batch that is given up in the new world leaves messages behind, and the old one has to go on.
+        """
+        return None if self.status is not None or self.proposal.late else self.present
 
     def _wait_for_all(self) -> None:
         """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.

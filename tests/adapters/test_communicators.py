@@ -27,7 +27,8 @@ from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpo
 from ds_dynatrain.adapters.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, serve_host, unregister
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import World, add_groups, build_world, drop, stand_in_world
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import add_groups, build_world, drop, stand_in_world
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.meeting import Meeting, over_all
 from ds_dynatrain.engine.transaction.session import Decision, Session
@@ -456,7 +457,8 @@ def test_a_group_is_a_pair(accelerator: None, default: None, is_watched: bool) -
     job = Job(status=(lambda: GroupStatus()) if is_watched else lambda: None)
     worlds = job.build(Layout(data=2, zero_stage=1), (0, 1))
     each(2, lambda place: worlds[place].connect(SECONDS))
-    group, store = worlds[0].made("default")
+    held = worlds[0].held("default")
+    group, store = held.group, held.store
     assert group.bound_device_id == DEVICE and group._get_backend(DEVICE) is not group._get_backend(CPU)
     register(group, store, (0, 1))
     assert [str(worlds[0].group(kind).group_name) for kind in ("default", "data")] == [

@@ -18,7 +18,8 @@ from deepspeed.utils import groups
 
 from ds_dynatrain.adapters.peers import KINDS
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.adapters.worlds import LaunchWorld, World, build_world, drop, install, launch_store, stand_in_world
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, drop, install, launch_store, stand_in_world
 from ds_dynatrain.space import Layout
 from tests.engine.pool import RankPool
 

@@ -16,7 +16,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.watched import is_lost_peer
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.kept import Kept

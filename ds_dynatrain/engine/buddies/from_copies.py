@@ -18,7 +18,7 @@ import torch
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.buddies.kept import Kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers, Scalars
-from ds_dynatrain.adapters.worlds import World, install
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import World as GroupsOfWorld
+from ds_dynatrain.adapters.world import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.session import Decision, Session

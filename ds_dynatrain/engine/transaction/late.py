@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests, side_digests
 from ds_dynatrain.engine.preparation import ABANDON_SECONDS, IN_BACKWARD, Preparation

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.worlds import World
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore

@@ -11,7 +11,8 @@ from typing import Any
 
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.state import Buffers, Scalars
-from ds_dynatrain.adapters.worlds import World, install
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 

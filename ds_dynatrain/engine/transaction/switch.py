@@ -18,7 +18,8 @@ import torch.distributed as td
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
-from ds_dynatrain.adapters.worlds import World, drop, install
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import drop, install
 from ds_dynatrain.engine import agreement, streams
 from ds_dynatrain.engine.carry import (
     Carried,
