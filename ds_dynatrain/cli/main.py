@@ -137,7 +137,9 @@ def compare(
     ] = None,
     way: Annotated[
         list[str] | None,
-        typer.Option(help="live, live-gloo, lean, here, restart, deepspeed, dcp; again for more. Without it: all."),
+        typer.Option(
+            help="live, live-gloo, late, lean, here, restart, deepspeed, dcp; again for more. Without it: all."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
     repeats: Annotated[int, typer.Option(min=1, help="Measure each way so often, and show the one in the middle.")] = 1,

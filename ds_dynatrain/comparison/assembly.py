@@ -53,6 +53,7 @@ def measure(way: Way, run: Run) -> Measure:
         steady=_steady(last, task.before, task.before + task.after),
         pause=max((float(record["pause"]) for record in working), default=None),
         certificate=max((float(record["certificate"]) for record in working), default=None),
+        wait=max((float(record["wait"]) for record in working), default=0.0),
         ahead=_ahead(first, task) if switches else None,
         moved=max((int(record["sent"]) for record in switches), default=0),
         written=written(Path(task.folder)),
@@ -75,11 +76,14 @@ def _launches(run: Run) -> list[Launched]:
 
 def _phases(run: Run, first: Read, last: Read) -> tuple[dict[str, float], float]:
     """Seconds by phase, and the total."""
-    new_step = last.at("end") - last.at("resume")
+    apart = sum(float(record["seconds"]) for record in last.every("apart"))
+    new_step = last.at("end") - last.at("resume") - apart
     if run.is_one:
         phases = {name: seconds for name, seconds in last.phases().items() if name != "import"}
+        phases["first step"] -= apart
         for part in last.every("part"):
             phases[part["name"]] = phases.get(part["name"], 0.0) + part["seconds"]
+            phases["first step"] -= part["seconds"] if part["is_in_step"] else 0.0
         return phases, last.at("ready") - first.at("begin") + new_step
     phases = {"save": first.phases()["save"], "convert": run.convert_seconds}
     phases |= {"start": last.at("started") - run.new.at, **last.phases()}

@@ -25,7 +25,7 @@ PHASE_COLORS: Mapping[str, str] = dict(
 WAY_COLORS: Mapping[str, str] = dict(
     zip(
         (way.name for way in WAYS),
-        "#0b6e99 #86c5dc #8cbf6b #3a7d44 #e0a030 #8a5a9e #d1495b".split(),
+        "#0b6e99 #86c5dc #2f4b8f #8cbf6b #3a7d44 #e0a030 #8a5a9e #d1495b".split(),
         strict=True,
     )
 )

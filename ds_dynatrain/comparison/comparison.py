@@ -76,7 +76,7 @@ def _run(way: Way, size: str, change: Change, folder: Path, limit_seconds: float
     state.mkdir()
 
     def task(part: str) -> Task:
-        return Task(way.program, part, size, change, str(state), way.transport, way.safety)
+        return Task(way.program, part, size, change, str(state), way.transport, way.safety, way.late)
 
     if not way.is_restarted:
         whole = launch(task("whole"), change.processes, folder / "whole", limit_seconds)

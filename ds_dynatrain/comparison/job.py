@@ -68,7 +68,7 @@ class Way:
     """How a change is carried out. name: short, for options and files. title: for readers.
 
     program: which part of `worker` runs. is_restarted: the old processes end and new ones begin. converts: DeepSpeed's
-    converter runs in between. transport, safety: as in the `dynatrain` block.
+    converter runs in between. transport, safety, late: as in the `dynatrain` block.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Way:
     converts: bool = False
     transport: str = "auto"
     safety: str = "rollback"
+    late: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -88,6 +89,7 @@ class Way:
 WAYS: tuple[Way, ...] = (
     Way("live", "live, by memory", "live"),
     Way("live-gloo", "live, over gloo", "live", transport="gloo"),
+    Way("late", "live, masters and moments late", "live", late=True),
     Way("lean", "lean switch, through a checkpoint", "live", safety="lean"),
     Way("here", "checkpoint, same processes", "here"),
     Way("restart", "checkpoint, restart", "ours", is_restarted=True),
@@ -115,6 +117,7 @@ class Task:
     folder: str
     transport: str = "auto"
     safety: str = "rollback"
+    late: bool = False
     before: int = 8
     after: int = 6
     lead: int = 2

@@ -13,8 +13,8 @@ HEAD = ("way", "stands still", "longer than live", "moved MB", "written MB", "pe
 NOT_COUNTED = (
     "Counted is, of a restart, the time from the end of the last old step to the end of the first new one, as rank 0 "
     "sees it, without one steady step; of a live switch its pause, proof included, the longest of a member that "
-    "goes on. Not counted: the end of the old processes, a scheduler, a container, a slower file system. All of that "
-    "a restart needs on top."
+    "goes on; of a late one what its first step waits, too. Not counted: the end of the old processes, a scheduler, a "
+    "container, a slower file system. All of that a restart needs on top."
 )
 
 

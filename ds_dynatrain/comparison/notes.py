@@ -49,6 +49,13 @@ class Notes:
         self.stamp("end")
         self.memory()
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around what a step contains for the comparison alone: it is not counted."""
+        begin = time.monotonic()
+        yield
+        self.write("apart", seconds=time.monotonic() - begin)
+
     def memory(self) -> None:
         """The most memory that this process has had since `forget_memory`, in bytes."""
         self.write("memory", peak=_status("VmHWM"))

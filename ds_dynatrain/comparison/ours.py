@@ -30,8 +30,11 @@ PHASES = {
     "carry": "initialize",
     "verify": "proof",
     "commit": "proof",
+    "late": "move",
 }
 """How the phases of a switch are called in the comparison."""
+IN_STEP = ("late", "commit")
+"""Those of a late switch for which the first step waits."""
 
 
 class Trainer:
@@ -43,6 +46,7 @@ class Trainer:
         settings["dynatrain"] = {
             "layout": {"data": side.data, "zero_stage": side.zero_stage},
             "transport": task.transport,
+            "late": task.late,
             "timeout_seconds": 120,
         }
         if task.safety == "lean":
@@ -107,11 +111,16 @@ def _live(task: Task, notes: Notes) -> None:
             outcome=event.outcome,
             reason=event.reason,
             pause=event.pause_ms / 1e3,
+            wait=event.late_wait_ms / 1e3,
             certificate=event.certificate_ms / 1e3,
             sent=event.bytes_sent,
         )
         for name, milliseconds in event.phases_ms.items():
-            notes.write("part", name=PHASES.get(name, "rest"), seconds=milliseconds / 1e3)
+            is_in_step = task.late and name in IN_STEP
+            notes.write("part", name=PHASES.get(name, "rest"), seconds=milliseconds / 1e3, is_in_step=is_in_step)
+        if task.late and event.outcome == "committed" and not engine.idle:
+            with notes.apart():  # inside of the first step: masters and moments were not there before
+                trainer.digest("after")
 
     engine.on_switch(note)
     was_idle = engine.idle
@@ -184,7 +193,8 @@ def _go_on(task: Task, trainer: Trainer, batch: Any) -> None:
     notes.stamp("ready")
     notes.write("resumed", step=int(trainer.engine.global_steps))
     notes.memory()
-    trainer.digest("after")
+    if not task.late:
+        trainer.digest("after")
     resumed = trainer.engine.global_steps
     with notes.first_step():
         trainer.train(batch)

@@ -36,7 +36,8 @@ class Measure:
     """One way of one change, once. Times in seconds, as rank 0 sees them; sizes in bytes.
 
     total: from the end of the last old step to the end of the first new one. steady: a step of the new layout later on.
-    pause, certificate: of a live switch, the longest among members that go on. ahead: how much longer the steps took
+    pause, certificate: of a live switch, the longest among members that go on. wait: how long
+    the first step stood still for what came late. ahead: how much longer the steps took
     during which a switch was prepared. moved: between members. peak: of one process, the largest. steps_lost,
     samples_lost, samples_repeated: counted in the first new step. is_equal: whether all masters and moments are bit for
     bit what they were. losses: by step. reason: why it could not be done; then the rest is empty.
@@ -51,6 +52,7 @@ class Measure:
     steady: float = 0.0
     pause: float | None = None
     certificate: float | None = None
+    wait: float = 0.0
     ahead: float | None = None
     moved: int = 0
     written: int = 0
@@ -69,8 +71,8 @@ class Measure:
 
     @property
     def still(self) -> float:
-        """How long training stood still: the pause of a live switch, else the total without a step."""
-        return self.total - self.steady if self.pause is None else self.pause
+        """How long training stood still: pause and wait of a live switch, else the total without a step."""
+        return self.total - self.steady if self.pause is None else self.pause + self.wait
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,8 @@ class Comparison:
 
 
 def ratio(live: Measure, yard: Measure, with_certificate: bool) -> float:
-    """(total of the yard - one steady step) ÷ the live pause: how many times shorter training stands still."""
-    pause = (live.pause or 0.0) - (0.0 if with_certificate else live.certificate or 0.0)
-    return yard.still / max(pause, 1e-9)
+    """(total of the yard - one steady step) ÷ what a live switch stands still: how many times shorter that is."""
+    return yard.still / max(live.still - (0.0 if with_certificate else live.certificate or 0.0), 1e-9)
 
 
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
