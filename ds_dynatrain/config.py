@@ -47,6 +47,8 @@ class LayoutConfig(_Block):
     sequence: Size = 1
     boundaries: list[Annotated[int, Field(ge=0)]] | None = None
     """The first layer of each pipeline stage, and the number of layers; `None` leaves it to `pipeline.partition`."""
+    shares: list[Size] | None = None
+    """Samples of a global batch by data index; `None` deals them as evenly as they go."""
 
 
 class DataConfig(_Block):

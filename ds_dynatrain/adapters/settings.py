@@ -69,8 +69,8 @@ class Batch(Protocol):
         """Micro-batches of a rank per global batch."""
 
     @property
-    def slots(self) -> int:
-        """Micro-batches of all ranks per global batch."""
+    def largest_slot(self) -> int:
+        """Samples of the largest micro-batch."""
 
 
 def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
@@ -78,7 +78,7 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple
 
     The dictionary keeps a product of the three sizes: stage 3 reads it again, and checks that.
     """
-    micro_batch_size = -(-batch.train_batch_size // batch.slots)
+    micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)
     adapted.setdefault("zero_optimization", {})["stage"] = layout.zero_stage
     adapted.pop("sequence_parallel_size", None)  # where DeepSpeed reads it, it would divide the data axis by it

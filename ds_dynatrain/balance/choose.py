@@ -1,8 +1,9 @@
 """Which layout: every one that fits the members and their memory, by predicted steps per second, best first.
 
 Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination, other axes stay as they are. For
-each of them `partition` finds the boundaries. A layout may leave members idle, and wins if it is faster so. No layout
-is looked at whose bound (work over all speeds, or the largest layer) says that it cannot be among the best.
+each of them `partition` finds the boundaries; without stages slow members get smaller shares of the samples. A layout
+may leave members idle, and wins if it is faster so. No layout is looked at whose bound (work over all speeds, or the
+largest layer) says that it cannot be among the best.
 
 Everything is a function of its arguments, ties included, so all members get the same answer.
 """
@@ -16,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.balance.cost import FREE, StepTime, step_time
-from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.deal import Deal, shares_of
 from ds_dynatrain.balance.links import Links
 from ds_dynatrain.balance.memory import gathered_bytes, peak_bytes, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
@@ -78,7 +79,7 @@ class Search:
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
         """All numbers of micro-batches that a layout may have."""
-        share = -(-profile.train_batch_size // layout.data)
+        share = max(layout.shares or (-(-profile.train_batch_size // layout.data),))
         fewest = -(-share // profile.micro_batch_size)
         most = max(fewest, share // (self.least_micro_batch or profile.micro_batch_size))
         tried = range(fewest, most + 1) if self.micro_batches is None else (self.micro_batches,)
@@ -184,9 +185,20 @@ class _Choosing:
                     continue
                 for zero_stage in self.search.zero_stages or STAGES:
                     layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
-                    for deal in self.search.deals(self.profile, layout):
-                        if is_possible(layout, deal, self.search.pipeline):
-                            yield self._bound(layout, deal), layout, deal
+                    for shared in self._shared(layout):
+                        for deal in self.search.deals(self.profile, shared):
+                            if is_possible(shared, deal, self.search.pipeline):
+                                yield self._bound(shared, deal), shared, deal
+
+    def _shared(self, layout: Layout) -> Iterator[Layout]:
+        """With equal shares; with those that suit the members' speeds; with the present ones, if it is that layout."""
+        even = layout.replace(shares=None)
+        found = {even: None, layout: None}
+        if not self.search.pipeline and layout.data > 1:
+            fair = shares_of(self.members.pace(layout)[0].tolist(), self.profile.train_batch_size)
+            if sorted(fair) != sorted(Deal.of(self.profile, even).shares):
+                found[layout.replace(shares=fair)] = None
+        yield from found
 
     def _bound(self, layout: Layout, deal: Deal) -> float:
         """Each data index has its samples, and a pipeline is as fast as all of its stages together at most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,16 +33,14 @@ class Deal:
             )
 
     @classmethod
-    def of(
-        cls, profile: Profile, layout: Layout, micro_batches: int | None = None, shares: Sequence[int] | None = None
-    ) -> Deal:
-        """The deal of a layout: evenly without shares, and without a number in micro-batches as large as those timed.
+    def of(cls, profile: Profile, layout: Layout, micro_batches: int | None = None) -> Deal:
+        """The deal of a layout; without a number in micro-batches as large as those timed.
 
-        LayoutError for shares that are not of all data indices, or not of all samples.
+        LayoutError for shares that are not of all samples.
         """
         batch, data = profile.train_batch_size, layout.data
-        dealt = tuple(shares) if shares is not None else tuple(batch // data + (k < batch % data) for k in range(data))
-        if len(dealt) != data or sum(dealt) != batch:
+        dealt = layout.shares or tuple(batch // data + (k < batch % data) for k in range(data))
+        if sum(dealt) != batch:
             raise LayoutError(f"shares {dealt} are {sum(dealt)} samples over {len(dealt)}: {batch} go over data={data}")
         return cls(dealt, micro_batches or math.ceil(max(dealt) / profile.micro_batch_size))
 
@@ -58,3 +57,21 @@ class Deal:
     def pipeline_counts(self) -> tuple[int, ...]:
         """Micro-batches by data index where all have one size, the last one filled up with borrowed samples."""
         return tuple(math.ceil(share * self.micro_batches / max(self.shares)) for share in self.shares)
+
+
+def shares_of(pace: Sequence[float], samples: int) -> tuple[int, ...]:
+    """So many samples over data indices of different speeds, so that the last is done as early as it can be.
+
+    One after the other goes to the index that would have it done first, the first of several: for a bottleneck of sums
+    of equal parts that is optimal. Each has one at least; LayoutError if there are too few.
+    """
+    if samples < len(pace):
+        raise LayoutError(f"{samples} samples over {len(pace)} data indices: each needs one")
+    due = [(2 / speed, index) for index, speed in enumerate(pace)]
+    heapq.heapify(due)
+    shares = [1] * len(pace)
+    for _ in range(samples - len(pace)):
+        _, index = due[0]
+        shares[index] += 1
+        heapq.heapreplace(due, ((shares[index] + 1) / pace[index], index))
+    return tuple(shares)

@@ -63,16 +63,13 @@ def verdicts(measures: dict[str, Measure]) -> list[str]:
     """(total - one steady step) ÷ pause against its bar, a sentence each."""
     said = []
     for way, whole, apart in ratios(measures):
-        met = (
-            "reached"
-            if whole >= BAR
-            else f"reached without the certificate ({apart:.0f})"
-            if apart >= BAR
-            else "missed"
-        )
+        first, second = "with what the first step waits", "by the pause alone"
+        if not way.late:
+            first, second = "with the certificate", "without the certificate"
+        met = "reached" if whole >= BAR else f"reached {second} ({apart:.0f})" if apart >= BAR else "missed"
         said.append(
-            f"DeepSpeed's universal checkpoint and a restart ÷ {way.title}: **{whole:.0f}** with the certificate, "
-            f"**{apart:.0f}** without it. The goal of {BAR:.0f} is {met}."
+            f"DeepSpeed's universal checkpoint and a restart ÷ {way.title}: **{whole:.0f}** {first}, **{apart:.0f}** "
+            f"{second}. The goal of {BAR:.0f} is {met}."
         )
     return said
 

@@ -114,9 +114,14 @@ class Comparison:
             raise ConfigError(f"no figures of `ds-dynatrain compare`: {error}") from error
 
 
-def ratio(live: Measure, yard: Measure, with_certificate: bool) -> float:
-    """(total of the yard - one steady step) ÷ what a live switch stands still: how many times shorter that is."""
-    return yard.still / max(live.still - (0.0 if with_certificate else live.certificate or 0.0), 1e-9)
+def ratio(live: Measure, yard: Measure, is_whole: bool) -> float:
+    """(total of the yard - one steady step) ÷ what a live switch stands still: how many times shorter that is.
+
+    is_whole: with all that it stands still; else less its certificate, which of a late switch is in the wait.
+    """
+    pause = live.pause or 0.0
+    apart = pause if way_of(live.way).late else pause - (live.certificate or 0.0)
+    return yard.still / max(live.still if is_whole else apart, 1e-9)
 
 
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:

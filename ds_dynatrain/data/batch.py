@@ -1,9 +1,10 @@
 """How the samples of one global batch are dealt to ranks and micro-batches, and what each micro-batch weighs.
 
-The global batch has the same size in every world. Sample position i of it goes to rank i % data, as torch's
-`DistributedSampler` deals them, and a rank cuts its samples into consecutive micro-batches, one per accumulation
-step. One (rank, accumulation step) is a *slot*. Where the sizes do not divide, slots hold unequal numbers of samples;
-the weight of a slot makes the accumulated gradient exactly that of the mean over all samples of the global batch:
+The global batch has the same size in every world. Sample positions go to the ranks of the data axis in turn, as torch's
+`DistributedSampler` deals them; a rank that has its share is left out of further rounds. A rank cuts its samples into
+consecutive micro-batches, one per accumulation step. One (rank, accumulation step) is a *slot*. Where the sizes do not
+divide, slots hold unequal numbers of samples; the weight of a slot makes the accumulated gradient exactly that of the
+mean over all samples of the global batch:
 
     gradient = 1/data * sum over ranks of (1/accumulation * sum over slots of weight * mean loss of the slot)
              = 1/slots * sum over slots of (samples * slots / n) * (sum of the slot's losses / samples)
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds_dynatrain.errors import DataError
@@ -38,23 +39,40 @@ class Slot:
 class BatchArithmetic:
     """The sizes of one world: samples per global batch, most samples per micro-batch, data-parallel size.
 
-    Raises `DataError` if one of them is not a positive integer.
+    shares: samples of a full global batch by data rank; None: as evenly as they go. Raises `DataError` if a size is not
+    a positive integer, and for shares that are not of all ranks or do not add up.
     """
 
     train_batch_size: int
     micro_batch_limit: int
     data: int
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "micro_batch_limit", "data"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise DataError(f"{name} must be a positive integer, not {value!r}")
+        if self.shares is not None and (len(self.shares) != self.data or sum(self.shares) != self.train_batch_size):
+            raise DataError(
+                f"shares {self.shares} are {sum(self.shares)} samples over {len(self.shares)} ranks: "
+                f"train_batch_size {self.train_batch_size} goes over data={self.data}"
+            )
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of a full global batch of the rank that has most."""
+        return math.ceil(self.train_batch_size / self.data) if self.shares is None else max(self.shares)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and global batch: ceil(train_batch_size / (data * micro_batch_limit))."""
-        return math.ceil(self.train_batch_size / (self.data * self.micro_batch_limit))
+        """Micro-batches per rank and global batch: as many as the largest share needs."""
+        return math.ceil(self.largest_share / self.micro_batch_limit)
+
+    @property
+    def largest_slot(self) -> int:
+        """Samples of the largest micro-batch."""
+        return math.ceil(self.largest_share / self.accumulation)
 
     @property
     def slots(self) -> int:
@@ -63,7 +81,22 @@ class BatchArithmetic:
 
     def even(self, samples: int | None = None) -> bool:
         """Whether all slots of a global batch of `samples` (default: a full one) have the same size, and weight 1."""
-        return (self.train_batch_size if samples is None else samples) % self.slots == 0
+        count = self.train_batch_size if samples is None else samples
+        if self.shares is None:
+            return count % self.slots == 0
+        counts = {len(self.positions(rank, count)) for rank in range(self.data)}
+        return len(counts) == 1 and counts.pop() % self.accumulation == 0
+
+    def positions(self, rank: int, samples: int) -> Sequence[int]:
+        """The places of a rank's samples in a global batch of so many, in the order in which they are dealt."""
+        if self.shares is None:
+            return range(rank, samples, self.data)
+        rounds = range(self.shares[rank])
+        places = (
+            sum(min(share, each) for share in self.shares) + sum(share > each for share in self.shares[:rank])
+            for each in rounds
+        )
+        return [place for place in places if place < samples]
 
     def deal(self, samples: int) -> SlotTable:
         """The slots of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
@@ -86,12 +119,12 @@ class SlotTable:
         """The `accumulation` slots of one rank of the data axis, in the order in which they are trained."""
         if not 0 <= rank < self.batch.data:
             raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
-        mine = range(rank, self.samples, self.batch.data)
+        mine = self.batch.positions(rank, self.samples)
         small, larger = divmod(len(mine), self.batch.accumulation)
         starts = [index * small + min(index, larger) for index in range(self.batch.accumulation + 1)]
         return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
 
-    def _slot(self, positions: range) -> Slot:
+    def _slot(self, positions: Sequence[int]) -> Slot:
         if not positions:
             return Slot((0,), 0, 0.0)
         return Slot(tuple(positions), len(positions), len(positions) * self.batch.slots / self.samples)

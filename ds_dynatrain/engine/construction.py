@@ -17,10 +17,10 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import build_world, drop, install, installed, stand_in_world
-from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.feasible import dealt
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start
 from ds_dynatrain.engine.groups import OwnGroups
@@ -69,15 +69,14 @@ class Construction:
 
     def _arguments(self) -> tuple[dict[str, Any], Ties]:
         """(the engine's arguments, the sets of stages that share a tensor)."""
-        job, layout, sizes = self.job, self.layout, self.job.batch_sizes
-        batch = BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
-        check_start(layout, batch, self.arguments["model"], job, max(self.entry.size, layout.world_size))
+        job, layout = self.job, self.layout
+        check_start(layout, self.arguments["model"], job, max(self.entry.size, layout.world_size))
         ties = check_axes(self.shaper, layout) if is_partitioned(layout) else ()
         config = copy.deepcopy(job.user_config)
         uncut = layout.replace(data=layout.data * layout.tensor, tensor=1)  # AutoTP's layers come with the first shape
         self.shaper.configure(config, uncut)
         whole = self.incoming.is_whole and not is_partitioned(layout)
-        settings = layout_config(config, layout, batch)
+        settings = layout_config(config, layout, dealt(job.batch_sizes, layout))
         if not whole:
             self.incoming.take_apart(settings[1])
         given = {"settings": settings, "job": job, "context": self.context, "layout": layout}

@@ -22,6 +22,7 @@ from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.context import Candidates, Context
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.feasible import dealt
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.pending import PendingSwitch
@@ -252,8 +253,7 @@ class EngineCore:
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:
         """How a global batch is dealt under a layout."""
-        sizes = self.job.batch_sizes
-        return BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data)
+        return dealt(self.job.batch_sizes, layout)
 
     # ---- what happens to it ------------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class DynatrainEngine(OverridingEngine):
         tensor: int | None = None,
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
+        shares: Sequence[int] | None = None,
         late: bool | None = None,
     ) -> PendingSwitch:
         """Ask for another layout; call it on every working member, with the same arguments and at the same step.
@@ -155,7 +156,7 @@ class DynatrainEngine(OverridingEngine):
         Asking again for what is pending gives the same answer. A roll-back later on does not raise: see `last_switch`.
         """
         self._parts.window.refuse_switch()
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.ask(layout, at, sizes, late)
 
     @in_turn
@@ -170,9 +171,10 @@ class DynatrainEngine(OverridingEngine):
         tensor: int | None = None,
         sequence: int | None = None,
         boundaries: Sequence[int] | None = None,
+        shares: Sequence[int] | None = None,
     ) -> SwitchEstimate:
         """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
-        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries)
+        sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.dry_run(layout, sizes)
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
@@ -368,5 +370,5 @@ class DynatrainEngine(OverridingEngine):
 
 def _given(*sizes: object) -> dict[str, Any]:
     """The changes to a layout that were asked for."""
-    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries")
+    names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -11,8 +11,9 @@ from torch import nn
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.data import BatchArithmetic, uneven
-from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
 
@@ -59,37 +60,51 @@ def check_size(target: Layout, processes: int) -> None:
         )
 
 
-def check_batch(target: Layout, batch: BatchArithmetic, module: nn.Module) -> None:
+def dealt(sizes: BatchSizes, layout: Layout) -> BatchArithmetic:
+    """How a global batch is dealt under a layout; DataError for shares that are not of all its samples."""
+    return BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
+
+
+def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module) -> None:
     """SwitchRefused where the global batch cannot be dealt to `target` with the same result."""
-    size = batch.train_batch_size
+    size = sizes.train_batch_size
     if target.data > size:
         raise SwitchRefused(
             f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have "
             f"a sample",
             f"nearest: {axes.smaller(target, target.world_size, size)}",
         )
-    normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    found = uneven(size, batch.micro_batch_limit, [target.data])
-    if found.data and is_pipeline(module):
-        raise SwitchRefused(
-            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes (at most "
-            f"{batch.micro_batch_limit} samples), and a pipeline sends buffers of one size",
-            f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
-        )
+    try:
+        batch = dealt(sizes, target)
+    except DataError as error:
+        raise SwitchRefused(str(error), f"give {target.data} shares that are {size} samples together") from error
+    if batch.even():
+        return
     routed = dropping(module)
-    if routed is not None and found.data:
-        raise SwitchRefused(
-            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and experts of "
-            f"{routed!r} drop tokens beyond a capacity that follows from them: DeepSpeed's exchange fails",
-            f"use a train_batch_size of {found.nearest}, a data size that divides {size}, or drop_tokens=False",
-        )
-    if normed and found.data:
-        raise SwitchRefused(
-            f"train_batch_size {size} over data={target.data} gives micro-batches of different sizes, and "
-            f"{normed[0]!r} is a "
-            "BatchNorm: its statistics would weigh samples unequally",
-            f"use a train_batch_size of {found.nearest}, or a data size that divides {size}",
-        )
+    normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    cut, way_out = _evener(batch)
+    if is_pipeline(module):
+        why = f" (at most {batch.micro_batch_limit} samples), and a pipeline sends buffers of one size"
+    elif routed is not None:
+        why = f", and experts of {routed!r} drop tokens beyond a capacity that follows from them"
+        way_out += ", or drop_tokens=False"
+    elif normed:
+        why = f", and {normed[0]!r} is a BatchNorm: its statistics would weigh samples unequally"
+    else:
+        return
+    raise SwitchRefused(f"{cut} gives micro-batches of different sizes{why}", way_out)
+
+
+def _evener(batch: BatchArithmetic) -> tuple[str, str]:
+    """What cuts a batch unevenly, in words, and what would not."""
+    size, data = batch.train_batch_size, batch.data
+    if batch.shares is not None:
+        return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
+    nearest = uneven(size, batch.micro_batch_limit, [data]).nearest
+    return (
+        f"train_batch_size {size} over data={data}",
+        f"use a train_batch_size of {nearest}, or a data size that divides {size}",
+    )
 
 
 def available_bytes() -> int:

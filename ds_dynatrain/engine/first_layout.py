@@ -11,7 +11,6 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
@@ -54,11 +53,11 @@ def first_layout(
     return layout
 
 
-def check_start(layout: Layout, batch: BatchArithmetic, model: nn.Module, job: Job, processes: int) -> None:
+def check_start(layout: Layout, model: nn.Module, job: Job, processes: int) -> None:
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
         feasible.check_combination(job.features, layout, processes)
-        feasible.check_batch(layout, batch, model)
+        feasible.check_batch(layout, job.batch_sizes, model)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:

@@ -13,8 +13,10 @@ from ds_dynatrain.errors import LayoutError
 
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
-NO_AXES = ("zero_stage", "boundaries")
+NO_AXES = ("zero_stage", "boundaries", "shares")
 """The fields of a layout that are no axis."""
+OF_AXES = {"pipe": "boundaries", "data": "shares"}
+"""Axis -> the field that has numbers for each index of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,9 @@ class Layout:
     boundaries: the layer with which each pipeline stage begins, and behind them the number of layers, such as (0, 3, 7)
     for layers 0 to 2 and 3 to 6. None leaves it to the model's partition method. LayoutError unless they are `pipe`
     stages with a layer each.
+
+    shares: how many samples of a global batch each index of the data axis takes, such as (3, 5). None deals them as
+    evenly as they go. LayoutError unless there is one of at least 1 for each index.
     """
 
     zero_stage: int
@@ -37,6 +42,7 @@ class Layout:
     tensor: int = 1
     sequence: int = 1
     boundaries: tuple[int, ...] | None = None
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise LayoutError with the arithmetic that fails."""
@@ -56,6 +62,8 @@ class Layout:
             )
         if self.boundaries is not None:
             _check_boundaries(self.boundaries, self.pipe)
+        if self.shares is not None:
+            _check_shares(self.shares, self.data)
 
     def axes(self) -> dict[str, int]:
         """Size of every axis, by name."""
@@ -83,14 +91,16 @@ class Layout:
     def replace(self, **changes: Any) -> Layout:
         """A layout with some sizes changed; LayoutError for a name that is no axis.
 
-        Boundaries belong to a number of stages: another `pipe` drops them.
+        Boundaries belong to a number of stages: another `pipe` drops them; so does another `data` with shares.
         """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}")
-        kept = {} if changes.get("pipe", self.pipe) == self.pipe else {"boundaries": None}
-        return dataclasses.replace(self, **{**kept, **changes})
+        was = {axis: getattr(self, axis) for axis in OF_AXES}
+        dropped = {name: None for axis, name in OF_AXES.items() if changes.get(axis, was[axis]) != was[axis]}
+        lists = {name: tuple(value) for name, value in changes.items() if isinstance(value, list)}
+        return dataclasses.replace(self, **{**dropped, **changes, **lists})
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on each axis that adds ranks; LayoutError for a rank outside of the world."""
@@ -117,25 +127,23 @@ class Layout:
         return rank
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes, the stage, and the boundaries if there are any, by name; plain JSON."""
-        cut = {} if self.boundaries is None else {"boundaries": list(self.boundaries)}
-        return {**self.axes(), "zero_stage": self.zero_stage, **cut}
+        """All sizes, the stage, and the boundaries and shares if there are any, by name; plain JSON."""
+        given = {name: list(getattr(self, name)) for name in OF_AXES.values() if getattr(self, name) is not None}
+        return {**self.axes(), "zero_stage": self.zero_stage, **given}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """The inverse of `to_dict`; missing axes are 1; LayoutError for an unknown name or a missing stage."""
         if "zero_stage" not in values:
             raise LayoutError(f"zero_stage is missing among {', '.join(values) or 'nothing'}; it has no default")
-        given = dict(values)
-        if isinstance(given.get("boundaries"), list):
-            given["boundaries"] = tuple(given["boundaries"])
-        return cls(zero_stage=values["zero_stage"]).replace(**given)
+        return cls(zero_stage=values["zero_stage"]).replace(**values)
 
     def __str__(self) -> str:
         """Short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
         parts = [f"{name}={size}" for name, size in self.axes().items() if size != 1 or name == "data"]
-        cut = [] if self.boundaries is None else [f"boundaries={','.join(map(str, self.boundaries))}"]
-        return " ".join([*parts, *cut, f"zero_stage={self.zero_stage}"])
+        numbers = {name: getattr(self, name) for name in OF_AXES.values() if getattr(self, name) is not None}
+        given = [f"{name}={','.join(map(str, each))}" for name, each in numbers.items()]
+        return " ".join([*parts, *given, f"zero_stage={self.zero_stage}"])
 
 
 def _is_whole(value: object) -> bool:
@@ -156,3 +164,14 @@ def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
     for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
         if start >= stop:
             raise LayoutError(f"boundaries={boundaries} give stage {stage} no layer: {start} is not below {stop}")
+
+
+def _check_shares(shares: tuple[int, ...], data: int) -> None:
+    """LayoutError unless each index of the data axis has a share of at least one sample."""
+    if not isinstance(shares, tuple) or not all(map(_is_whole, shares)):
+        raise LayoutError(f"shares={shares!r} is no tuple of whole numbers, such as (3, 5)")
+    if len(shares) != data:
+        raise LayoutError(f"shares={shares} are for {len(shares)} data indices and data is {data}: give one for each")
+    if min(shares) < 1:
+        index = shares.index(min(shares))
+        raise LayoutError(f"shares={shares} leave data index {index} without a sample; use fewer data ranks")

@@ -7,9 +7,11 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_dynatrain.balance.cost import step_time
-from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.deal import Deal, shares_of
 from ds_dynatrain.balance.links import Link, Links
 from ds_dynatrain.balance.memory import StageBytes, peak_bytes, taken_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
@@ -107,14 +109,28 @@ def test_shares_help_a_slow_rank() -> None:
     layout = Layout(zero_stage=0, data=2)
     pace = (1, 0.5)
     even = step_time(measured, layout, Deal.of(measured, layout), speeds=pace)
-    uneven = step_time(measured, layout, Deal.of(measured, layout, shares=(6, 3)), speeds=pace)
+    shared = layout.replace(shares=(6, 3))
+    uneven = step_time(measured, shared, Deal.of(measured, shared), speeds=pace)
     assert uneven.seconds == 6 and uneven.efficiency == 1 and even.seconds == 8
+
+
+@given(pace=st.lists(st.floats(0.2, 2), min_size=1, max_size=3), more=st.integers(0, 6))
+def test_shares_are_the_best_there_are(pace: list[float], more: int) -> None:
+    """Against all of them."""
+    samples = len(pace) + more
+
+    def last(shares: tuple[int, ...]) -> float:
+        return max(share / speed for share, speed in zip(shares, pace, strict=True))
+
+    every = [each for each in itertools.product(range(1, samples + 1), repeat=len(pace)) if sum(each) == samples]
+    found = shares_of(pace, samples)
+    assert found in every and last(found) == min(map(last, every))
 
 
 def test_columns_of_a_pipeline_run_their_own_number() -> None:
     measured = Profile(layers=(costs(), costs()), train_batch_size=8, micro_batch_size=1)
-    layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2))
-    deal = Deal.of(measured, layout, shares=(5, 3))
+    layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2), shares=(5, 3))
+    deal = Deal.of(measured, layout)
     assert deal.pipeline_counts() == (5, 3) and not deal.is_even
     found = step_time(measured, layout, deal, speeds=(1, 0.6, 1, 0.6))
     alone = Profile(layers=(costs(), costs()), train_batch_size=5, micro_batch_size=1)
@@ -217,9 +233,11 @@ def test_bad_input() -> None:
     with pytest.raises(LayoutError, match="shares for 1 data indices"):
         step_time(measured, layout, Deal((8,), 8))
     with pytest.raises(LayoutError, match=r"shares \(5, 2\) are 7 samples"):
-        Deal.of(measured, layout, shares=(5, 2))
+        Deal.of(measured, layout.replace(shares=(5, 2)))
     with pytest.raises(LayoutError, match="each data index needs a sample"):
-        Deal.of(measured, layout, shares=(8, 0))
+        Deal((8, 0), 1)
+    with pytest.raises(LayoutError, match="1 samples over 2 data indices"):
+        shares_of((1, 1), 1)
     with pytest.raises(LayoutError, match="5 micro-batches of 4 samples"):
         Deal.of(measured, layout, 5)
     with pytest.raises(LayoutError, match="more than 0"):

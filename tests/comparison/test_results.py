@@ -86,7 +86,7 @@ def test_the_ratio_is_that_of_the_issue() -> None:
     assert ratios(comparison().of("30M", OTHER)) == []
     said = "".join(markdown.verdicts(comparison().of("8M", CHANGE)))
     assert "**80** with the certificate" in said
-    assert "**133** without it" in said
+    assert "**133** without the certificate" in said
     assert "reached without the certificate" in said
 
 

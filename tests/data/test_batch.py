@@ -17,10 +17,19 @@ from ds_dynatrain.errors import DataError
 sizes = st.integers(1, 40)
 
 
-@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), part=st.integers(0, 39))
-def test_each_position_is_dealt_once_and_weights_sum_to_slots(batch: int, limit: int, data: int, part: int) -> None:
-    arithmetic = BatchArithmetic(batch, limit, data)
-    n = 1 + part % batch
+@st.composite
+def worlds(draw: st.DrawFn) -> BatchArithmetic:
+    """Any, with shares or without."""
+    limit = draw(st.integers(1, 12))
+    if draw(st.booleans()):
+        return BatchArithmetic(draw(sizes), limit, draw(st.integers(1, 8)))
+    shares = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=6)))
+    return BatchArithmetic(sum(shares), limit, len(shares), shares)
+
+
+@given(arithmetic=worlds(), part=st.integers(0, 39))
+def test_each_position_is_dealt_once_and_weights_sum_to_slots(arithmetic: BatchArithmetic, part: int) -> None:
+    limit, n = arithmetic.micro_batch_limit, 1 + part % arithmetic.train_batch_size
     rows = [arithmetic.deal(n).rank(rank) for rank in range(arithmetic.data)]
     slots = [slot for row in rows for slot in row]
     own = sorted(position for slot in slots if slot.samples for position in slot.positions)
@@ -38,10 +47,9 @@ def test_each_position_is_dealt_once_and_weights_sum_to_slots(batch: int, limit:
 
 
 @settings(deadline=None)
-@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), part=st.integers(0, 39))
-def test_weighted_slot_means_average_to_the_mean_of_the_samples(batch: int, limit: int, data: int, part: int) -> None:
-    arithmetic = BatchArithmetic(batch, limit, data)
-    n = 1 + part % batch
+@given(arithmetic=worlds(), part=st.integers(0, 39))
+def test_weighted_slot_means_average_to_the_mean_of_the_samples(arithmetic: BatchArithmetic, part: int) -> None:
+    n = 1 + part % arithmetic.train_batch_size
     losses = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     ranks = [
         sum(losses[list(slot.positions)].mean() * slot.weight / arithmetic.accumulation for slot in row)
@@ -68,6 +76,32 @@ def test_even_batches_are_those_of_stock_torch(world: int, accumulation: int, mi
             for slot in arithmetic.deal(order.samples(step)).rank(rank)
         ]
         assert ours == stock
+
+
+@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), part=st.integers(0, 39))
+def test_even_shares_are_dealt_as_without_shares(batch: int, limit: int, data: int, part: int) -> None:
+    data = min(data, batch)
+    shares = tuple(batch // data + (rank < batch % data) for rank in range(data))
+    plain, shared = BatchArithmetic(batch, limit, data), BatchArithmetic(batch, limit, data, shares)
+    n = 1 + part % batch
+    for rank in range(data):
+        assert shared.deal(n).rank(rank) == plain.deal(n).rank(rank)
+    for each in (plain, shared):
+        largest = max(slot.samples for rank in range(data) for slot in each.deal(batch).rank(rank))
+        assert each.largest_slot == largest and each.even(n) == plain.even(n)
+
+
+def test_a_slow_rank_takes_fewer_samples() -> None:
+    world = BatchArithmetic(8, 2, 2, (3, 5))
+    rows = [world.deal(8).rank(rank) for rank in range(2)]
+    assert [[slot.positions for slot in row] for row in rows] == [[(0,), (2,), (4,)], [(1, 3), (5, 6), (7,)]]
+    assert [[slot.samples for slot in row] for row in rows] == [[1, 1, 1], [2, 2, 1]]
+
+
+@pytest.mark.parametrize(("shares", "words"), [((3, 4), "are 7 samples"), ((8,), "over 1 ranks")])
+def test_shares_that_do_not_add_up(shares: tuple[int, ...], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        BatchArithmetic(8, 2, 2, shares)
 
 
 def test_eight_samples_over_three_ranks() -> None:

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from torch import nn
 
-from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.errors import ConfigError, SwitchRefused, TransferError
@@ -252,16 +252,16 @@ def test_too_few_processes() -> None:
 
 def test_more_ranks_than_samples() -> None:
     with pytest.raises(SwitchRefused, match=r"data=4 ranks share a train_batch_size of 3: 1 .*nearest: .*data=3"):
-        feasible.check_batch(Layout(data=4, zero_stage=1), BatchArithmetic(3, 3, 4), nn.Linear(1, 1))
+        feasible.check_batch(Layout(data=4, zero_stage=1), BatchSizes(3, 3), nn.Linear(1, 1))
 
 
 def test_batch_norm_with_uneven_micro_batches() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     for data in (1, 2, 4):
-        feasible.check_batch(Layout(data=data, zero_stage=1), BatchArithmetic(8, 4, data), model)
+        feasible.check_batch(Layout(data=data, zero_stage=1), BatchSizes(8, 4), model)
     with pytest.raises(SwitchRefused, match=r"size 8 over data=3 .*'1' is a BatchNorm.* use a train_batch_size of \d+"):
-        feasible.check_batch(Layout(data=3, zero_stage=1), BatchArithmetic(8, 4, 3), model)
-    feasible.check_batch(Layout(data=3, zero_stage=1), BatchArithmetic(8, 4, 3), nn.Linear(2, 2))
+        feasible.check_batch(Layout(data=3, zero_stage=1), BatchSizes(8, 4), model)
+    feasible.check_batch(Layout(data=3, zero_stage=1), BatchSizes(8, 4), nn.Linear(2, 2))
 
 
 def test_memory_counts_all_members_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:

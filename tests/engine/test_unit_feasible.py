@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_dynatrain.data import BatchArithmetic
+from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.space import Layout
@@ -51,10 +51,10 @@ def test_what_needs_fewer_ranks_is_proposed(layout: Layout, processes: int) -> N
 def test_what_the_batch_can_be_dealt_to_is_proposed(layout: Layout, size: int) -> None:
     module = nn.Linear(1, 1)
     try:
-        feasible.check_batch(layout, BatchArithmetic(size, size, layout.data), module)
+        feasible.check_batch(layout, BatchSizes(size, size), module)
     except SwitchRefused as refused:
         for other in proposed(refused.way_out):
-            feasible.check_batch(other, BatchArithmetic(size, size, other.data), module)
+            feasible.check_batch(other, BatchSizes(size, size), module)
             assert other.world_size <= layout.world_size
 
 
@@ -84,6 +84,6 @@ def test_one_size_is_made_smaller_where_that_is_enough(asked: dict[str, int], pr
 
 def test_a_batch_that_experts_do_not_divide() -> None:
     with pytest.raises(SwitchRefused, match=r"nearest: data=4 expert=4 zero_stage=1$"):
-        feasible.check_batch(Layout(data=8, expert=4, zero_stage=1), BatchArithmetic(6, 6, 8), nn.Linear(1, 1))
+        feasible.check_batch(Layout(data=8, expert=4, zero_stage=1), BatchSizes(6, 6), nn.Linear(1, 1))
     with pytest.raises(LayoutError, match="does not divide"):
         Layout(data=6, expert=4, zero_stage=1)

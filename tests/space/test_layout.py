@@ -44,6 +44,24 @@ def test_boundaries_belong_to_a_number_of_stages() -> None:
     assert len({layout, Layout(zero_stage=1, pipe=2, boundaries=(0, 4, 7)), layout.replace(boundaries=None)}) == 3
 
 
+def test_shares_belong_to_a_number_of_data_indices() -> None:
+    layout = Layout(zero_stage=1, data=2, shares=(3, 5))
+    assert str(layout) == "data=2 shares=3,5 zero_stage=1"
+    assert "shares" not in layout.axes() and layout.to_dict()["shares"] == [3, 5]
+    assert Layout.from_dict(layout.to_dict()) == layout == layout.replace(shares=[3, 5])
+    assert layout.replace(zero_stage=2, pipe=2).shares == (3, 5)
+    assert layout.replace(data=4).shares is None and layout.replace(data=1, shares=(8,)).shares == (8,)
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [((3,), "for 1 data indices"), ((8, 0), "data index 1 without"), ((1.5, 2), "no tuple of whole"), (8, "no tuple")],
+)
+def test_impossible_shares_say_why(shares: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Layout(zero_stage=1, data=2, shares=shares)
+
+
 @pytest.mark.parametrize(
     ("boundaries", "words"),
     [
