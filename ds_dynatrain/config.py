@@ -114,6 +114,15 @@ class BuddiesConfig(_Block):
         return self.mode != "off"
 
 
+class BalanceConfig(_Block):
+    """What is known of the seconds that layers take."""
+
+    profile: Annotated[str, Field(min_length=1)]
+    """A file that `balance.profile.Profile.save` has written; each member reads it at its start."""
+    memory_limit_bytes: Size | None = None
+    """Of a member, for what the model and its optimizer take; `None`: what its device has, or its part of the host."""
+
+
 class ElasticConfig(_Block):
     """A job whose members come and go."""
 
@@ -122,6 +131,8 @@ class ElasticConfig(_Block):
 
 
 NAME, TABLE = "<name>", "<table>"
+BEST = "best"
+"""The name in `layouts` of what `balance` chooses."""
 WorldSize = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
@@ -157,7 +168,8 @@ class DynatrainConfig(_Block):
     layouts: Annotated[
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"
-    """Which layout a world of n members gets: "data", a table by n, or "module:function" (`engine.policy`)."""
+    """Which layout a world of n members gets: "data", "best", a table by n, or "module:function" (`engine.policy`)."""
+    balance: BalanceConfig | None = None
     elastic: ElasticConfig = ElasticConfig()
     buddies: BuddiesConfig = BuddiesConfig()
 
@@ -287,6 +299,10 @@ def _check_together(block: DynatrainConfig) -> None:
     if block.safety == "lean" and block.fallback is None:
         raise ConfigError(
             f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BLOCK}.fallback.path'
+        )
+    if block.layouts == BEST and block.balance is None:
+        raise ConfigError(
+            f'{BLOCK}.layouts: "{BEST}" chooses from a profile of the model: name its file in {BLOCK}.balance.profile'
         )
 
 

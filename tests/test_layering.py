@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "elastic": {"errors"},
     "checkpoint": {"transfer", "version"},
     "adapters": {"support", "version"},
-    "engine": {"adapters", "checkpoint", "config", "data", "elastic", "report"},
+    "engine": {"adapters", "balance", "checkpoint", "config", "data", "elastic", "report"},
     "": {"engine"},
     "comparison": {""},
     "cli": {"balance", "comparison"},

@@ -61,6 +61,11 @@ def free_bytes() -> int:
     return int(asked()[0] + accelerator.memory_reserved() - accelerator.memory_allocated())
 
 
+def total_bytes() -> int:
+    """Memory of this process's accelerator, or of the host where there is none."""
+    return int(get_accelerator().total_memory())
+
+
 def _of_torch(name: str) -> Callable[[], Any] | None:
     """A function of torch's module for the accelerator, which not every one has; None on a CPU."""
     module = getattr(torch, compute_device().type, None) if is_accelerated() else None

@@ -32,11 +32,16 @@ Refuses = Callable[[Layout, Deal], bool]
 
 @dataclass(frozen=True)
 class Members:
-    """Those that there are. speeds: of each. memory_bytes: of each, for what `memory` counts."""
+    """Those that there are.
+
+    speeds: of each. memory_bytes: of each, for what `memory` counts. are_placed: they take ranks in their order,
+    whatever their speeds; else the fastest come first.
+    """
 
     speeds: tuple[float, ...]
     memory_bytes: int = PLENTY
     links: Links = FREE
+    are_placed: bool = False
 
     def __post_init__(self) -> None:
         """LayoutError for no member, a speed that is not above 0, or no memory."""
@@ -45,14 +50,16 @@ class Members:
         if self.memory_bytes < 1:
             raise LayoutError(f"members of {self.memory_bytes} bytes of memory: give what they have")
 
-    def fastest(self, count: int) -> tuple[int, ...]:
+    def working(self, count: int) -> tuple[int, ...]:
         """So many of them by rank, the fastest first, so that slow ones share a stage, which gets fewer layers."""
+        if self.are_placed:
+            return tuple(range(count))
         order = sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member))
         return tuple(order[:count])
 
     def pace(self, layout: Layout) -> Floats:
         """[stages, data]: the slowest member at each place."""
-        speeds = np.array([self.speeds[member] for member in self.fastest(layout.world_size)])
+        speeds = np.array([self.speeds[member] for member in self.working(layout.world_size)])
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
 
@@ -231,7 +238,7 @@ class _Choosing:
         return (cut if layout.pipe > 1 else self.present.boundaries if self.present.pipe == 1 else None,)
 
     def _choice(self, layout: Layout, deal: Deal) -> Choice:
-        working = self.members.fastest(layout.world_size)
+        working = self.members.working(layout.world_size)
         speeds = [self.members.speeds[member] for member in working]
         time = step_time(self.profile, layout, deal, speeds, self.members.links.between_members(working))
         peak = max(each.total for each in peak_bytes(self.profile, layout, deal))

@@ -135,7 +135,7 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
 
 
 def _predicted(profile: Profile, layout: Layout, deal: Deal, members: Members, is_uniform: bool) -> Predicted:
-    working = members.fastest(layout.world_size)
+    working = members.working(layout.world_size)
     speeds, links = [members.speeds[member] for member in working], members.links.between_members(working)
     time = step_time(profile, layout, deal, speeds, links)
     return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), is_uniform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -22,6 +22,10 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import Protection, SwitchEvent
 from ds_dynatrain.space import Layout
+
+if TYPE_CHECKING:
+    from ds_dynatrain.balance.choose import Choice
+    from ds_dynatrain.balance.profile import Profile
 
 BOUNDARY = "engine.boundary"
 Folder = str | os.PathLike[str]
@@ -176,6 +180,23 @@ class DynatrainEngine(OverridingEngine):
         """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.dry_run(layout, sizes)
+
+    @in_turn
+    def suggest(
+        self,
+        profile: Profile | str | Path | None = None,
+        *,
+        members: int | None = None,
+        horizon_steps: float | None = None,
+    ) -> tuple[Choice, ...]:
+        """The layouts that are fastest by a profile, best first, of those that a switch would not refuse.
+
+        profile: or its file; that of `dynatrain.balance` by default. members: how many there are; all by default.
+        horizon_steps: over how many steps what a switch takes is spread; without it that counts for nothing. Each has
+        `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError for a profile of other
+        batches, LayoutError if nothing fits.
+        """
+        return self._parts.switcher.suggest(profile, members, horizon_steps)
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""

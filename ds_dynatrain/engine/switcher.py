@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as td
 
@@ -22,9 +23,13 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
-from ds_dynatrain.errors import SwitchRefused, WorldChanged
+from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, memory_of_copies, plan_switch
 from ds_dynatrain.space import Layout, is_partitioned
+
+if TYPE_CHECKING:
+    from ds_dynatrain.balance.choose import Choice
+    from ds_dynatrain.balance.profile import Profile
 
 
 class Switcher:
@@ -91,6 +96,26 @@ class Switcher:
         buddies = engine.settings.buddies
         copies = memory_of_copies(engine.vps, target, nodes, buddies.copies) if buddies.are_on else (0,)
         return SwitchEstimate(target, members, *figures, max(copies))
+
+    def suggest(
+        self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
+    ) -> tuple[Choice, ...]:
+        """See `DynatrainEngine.suggest`."""
+        from ds_dynatrain.engine.suggesting import profile_for, suggest
+
+        engine, block = self.engine, self.engine.settings.balance
+        given = block.profile if profile is None and block is not None else profile
+        if given is None:
+            raise ProfileError("there is no profile: give one, or name its file in dynatrain.balance.profile")
+        count = len(PROCESS.membership.able(engine)) if members is None else members
+        return suggest(
+            engine,
+            self._targets.check,
+            profile_for(engine.job.batch_sizes, given),
+            count,
+            horizon_steps,
+            lambda layout: self.dry_run(layout, {}).seconds,
+        )
 
     def _request(
         self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_dynatrain.adapters.device import HOST, is_accelerated
@@ -29,7 +29,15 @@ class Targets:
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        self.rule = rule_of(engine.settings.raw_layouts)
+        self.rule = rule_of(engine.settings.raw_layouts, self._best)
+
+    def _best(self, members: int, present: Layout) -> Iterator[Layout]:
+        """The fastest ones by the profile that the configuration names."""
+        from ds_dynatrain.engine.suggesting import best, profile_for
+
+        block = self.engine.settings.balance
+        if block is not None:
+            yield from best(self.engine, self.check, profile_for(self.engine.job.batch_sizes, block.profile), members)
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
         """The layout that is asked for; SwitchRefused if it cannot be."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynatrain.balance.profile import LayerCost, Profile
 from tests.elastic.agents import Job, processes
 from tests.elastic.kinds import KINDS
 from tests.elastic.runs import Static, check_history, finish_together, gated, open_gate, steps_on
@@ -68,5 +69,37 @@ def test_a_pipeline_that_reads_an_iterator_of_ones_own(train: Callable[..., Job]
     job.kill("b")
     last = job.settled(2, joined.generation)
     assert processes(last) == processes(first) and last.changes[-1].change == "failure"
+    finish_together(job)
+    check_history(job, static, kills=1)
+
+
+def test_the_best_layout_by_a_profile(train: Callable[..., Job], tmp_path: Path) -> None:
+    """No member could hold all layers: four have two stages twice, cut where the time is, and two have them once."""
+    seconds = (1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0)
+    layers = tuple(
+        LayerCost(name=str(place), forward_seconds=each, backward_seconds=each, kind_bytes={"weight": 100})
+        for place, each in enumerate(seconds)
+    )
+    Profile(layers=layers, train_batch_size=12, micro_batch_size=6).save(tmp_path / "profile.json")
+    variables = {"KIND": "pipeline", "STEPS": "150"}
+    static = Static(tmp_path / "static", [{"data": 1, "pipe": 2}, {"data": 2, "pipe": 2}], **variables)
+    variables["STEPS"] = "100000"
+    balance = {"profile": str(tmp_path / "profile.json"), "memory_limit_bytes": 800}
+    block = {"layout": {"data": 1, "pipe": 2, "zero_stage": 0}, "layouts": "best", "balance": balance}
+    job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
+    job.coordinator("coordinator")
+    for name in "ab":
+        gated(job, name)
+    open_gate(job, "a")
+    first = job.settled(2)
+    open_gate(job, "b")
+    joined = job.settled(4, first.generation)
+    steps_on(job)
+    went = job.rows("switch")[-1]["layout"]
+    assert (went["pipe"], went["data"], went["boundaries"]) == (2, 2, [0, 3, 7]), went
+    job.kill("b")
+    last = job.settled(2, joined.generation)
+    assert processes(last) == processes(first)
+    steps_on(job)
     finish_together(job)
     check_history(job, static, kills=1)

@@ -1,6 +1,7 @@
 """Which layout a world of n members gets: `dynatrain.layouts` of the configuration, read as a rule.
 
-"data" (the default) lets the data axis grow and shrink, and leaves the others as they are. A table names layouts by
+"data" (the default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes what is fastest
+by a profile (`engine.suggesting`). A table names layouts by
 world size. "module:function" names a function of the user's: `function(members, present)` returns a `Layout`, a
 dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_dynatrain.config import BEST
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.space import Layout
 
@@ -29,8 +31,10 @@ class Choice:
     refusals: tuple[str, ...] = ()
 
 
-def rule_of(layouts: str | Mapping[str, Mapping[str, Any]]) -> Rule:
-    """The rule that `dynatrain.layouts` describes; ConfigError if it describes none."""
+def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
+    """The rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: that of an engine."""
+    if layouts == BEST:
+        return best or _growing
     if isinstance(layouts, str):
         return _growing if layouts == GROWS else _of_function(layouts)
     return _of_table({int(size): dict(values) for size, values in layouts.items()})
@@ -103,7 +107,7 @@ def _of_function(name: str) -> Rule:
         raise ConfigError(f"dynatrain.layouts: {name!r} cannot be imported: {error}") from error
     if not callable(chosen):
         raise ConfigError(
-            f'dynatrain.layouts: expected "{GROWS}", a table by world size or "module:function", got {name!r}'
+            f'dynatrain.layouts: expected "{GROWS}", "{BEST}", a table by world size or "module:function", got {name!r}'
         )
 
     def rule(members: int, present: Layout) -> Iterator[Layout]:

@@ -1,0 +1,94 @@
+"""Which layouts would be fastest, from a profile: of those that a switch would not refuse, the best first.
+
+`balance` is imported by this file alone, and this file by those who ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ds_dynatrain.adapters.device import is_accelerated, total_bytes
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.balance.choose import Choice, Members, Search, choose
+from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.errors import LayoutError, ProfileError, SwitchRefused
+from ds_dynatrain.space import Layout
+
+COUNT = 10
+"""Of layouts."""
+Check = Callable[[Layout, int], None]
+
+
+def profile_for(sizes: BatchSizes, profile: Profile | str | Path) -> Profile:
+    """A profile, read if it is the name of a file; ProfileError unless it was timed with this job's batches."""
+    found = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    timed, here = (found.train_batch_size, found.micro_batch_size), (sizes.train_batch_size, sizes.micro_batch_size)
+    if timed != here:
+        raise ProfileError(
+            f"the profile is of batches of {timed[0]} samples in micro-batches of {timed[1]}, and this job has "
+            f"{here[0]} and {here[1]}: profile again, or give it these batch sizes"
+        )
+    return found
+
+
+def suggest(
+    engine: EngineCore,
+    check: Check,
+    profile: Profile,
+    members: int,
+    horizon_steps: float | None = None,
+    switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+    count: int = COUNT,
+) -> tuple[Choice, ...]:
+    """At most `count` layouts for so many members, best first; LayoutError if there is none.
+
+    check: raises SwitchRefused for a layout in which so many cannot train this model. Members are as fast as the
+    profile says (`speeds` by ascending number) if it knows all that there are, else all alike; they are taken in the
+    order of their ranks, as a switch places them, and to have as much memory as this one. The ZeRO stage stays as it
+    is: what tells stages apart is what links take, and no profile knows that.
+    """
+    there = engine.candidates.members
+    placed = (*engine.members, *(each for each in there if each not in engine.members))
+    is_known = len(profile.speeds) == len(there) >= members
+    speed_of = dict(zip(there, profile.speeds, strict=True)) if is_known else dict.fromkeys(there, 1.0)
+    speeds = [speed_of[each] for each in placed[:members]] + [1.0] * (members - len(placed))
+    stages, is_pipe = (engine.layout.zero_stage,), is_pipeline(engine.host.module)
+    search = Search(zero_stages=stages, pipeline=is_pipe, horizon_steps=horizon_steps, count=count)
+
+    def refused(layout: Layout, deal: Deal) -> bool:
+        try:
+            check(layout, members)
+        except SwitchRefused:
+            return True
+        return False
+
+    return choose(
+        profile,
+        engine.layout,
+        Members(tuple(speeds), _memory_of(engine), are_placed=True),
+        search,
+        refused,
+        switch_seconds,
+    )
+
+
+def best(engine: EngineCore, check: Check, profile: Profile, members: int) -> Iterator[Layout]:
+    """`dynatrain.layouts: "best"`, as a rule of `policy`; SwitchRefused with the reason if nothing fits."""
+    try:
+        yield from (choice.layout for choice in suggest(engine, check, profile, members))
+    except LayoutError as error:
+        raise SwitchRefused(str(error), "start more members") from error
+
+
+def _memory_of(engine: EngineCore) -> int:
+    """Bytes of a member: as configured, or of its device, or its part of the host, which members of a node share."""
+    block = engine.settings.balance
+    if block is not None and block.memory_limit_bytes is not None:
+        return block.memory_limit_bytes
+    nodes = engine.candidates.nodes
+    here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
+    return total_bytes() // (1 if is_accelerated() else here)
