@@ -47,15 +47,12 @@ def suggest(
     """At most `count` layouts for so many members, best first; LayoutError if there is none.
 
     check: raises SwitchRefused for a layout in which so many cannot train this model. Members are as fast as the
-    profile says (`speeds` by ascending number) if it knows all that there are, else all alike; they are taken in the
-    order of their ranks, as a switch places them, and to have as much memory as this one. The ZeRO stage stays as it
+    profile says, if it has a speed for each present rank, and else all alike; they are taken in the order of their
+    ranks, as a switch places them, and to have as much memory as this one. The ZeRO stage stays as it
     is: what tells stages apart is what links take, and no profile knows that.
     """
-    there = engine.candidates.members
-    placed = (*engine.members, *(each for each in there if each not in engine.members))
-    is_known = len(profile.speeds) == len(there) >= members
-    speed_of = dict(zip(there, profile.speeds, strict=True)) if is_known else dict.fromkeys(there, 1.0)
-    speeds = [speed_of[each] for each in placed[:members]] + [1.0] * (members - len(placed))
+    known = profile.speeds if len(profile.speeds) == len(engine.members) else ()
+    speeds = (*known, *(1.0,) * members)[:members]
     stages, is_pipe = (engine.layout.zero_stage,), is_pipeline(engine.host.module)
     search = Search(zero_stages=stages, pipeline=is_pipe, horizon_steps=horizon_steps, count=count)
 
@@ -69,7 +66,7 @@ def suggest(
     return choose(
         profile,
         engine.layout,
-        Members(tuple(speeds), _memory_of(engine), are_placed=True),
+        Members(speeds, _memory_of(engine), are_placed=True),
         search,
         refused,
         switch_seconds,
