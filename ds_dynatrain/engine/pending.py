@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout
@@ -33,7 +34,8 @@ class SwitchEstimate:
 
     bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
     seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank. copies_memory_bytes:
-    host memory for copies there, on the member with the most; 0 without `dynatrain.buddies`.
+    host memory for copies there, on the member with the most; 0 without `dynatrain.buddies`. step_ms: what a step takes
+    there by the profile of `dynatrain.balance`, term by term, and their `total`; empty without one.
     """
 
     layout: Layout
@@ -43,5 +45,6 @@ class SwitchEstimate:
     seconds: float = 0.0
     bytes_per_second: float = 0.0
     copies_memory_bytes: int = 0
+    step_ms: Mapping[str, float] = field(default_factory=dict)
     refusal: str = ""
     way_out: str = ""

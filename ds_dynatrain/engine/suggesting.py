@@ -11,7 +11,9 @@ from pathlib import Path
 from ds_dynatrain.adapters.device import is_accelerated, total_bytes
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.choose import Choice, Members, Search, choose
+from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.engine.core import EngineCore
@@ -51,8 +53,6 @@ def suggest(
     ranks, as a switch places them, and to have as much memory as this one. The ZeRO stage stays as it
     is: what tells stages apart is what links take, and no profile knows that.
     """
-    known = profile.speeds if len(profile.speeds) == len(engine.members) else ()
-    speeds = (*known, *(1.0,) * members)[:members]
     stages, is_pipe = (engine.layout.zero_stage,), is_pipeline(engine.host.module)
     search = Search(zero_stages=stages, pipeline=is_pipe, horizon_steps=horizon_steps, count=count)
 
@@ -66,11 +66,31 @@ def suggest(
     return choose(
         profile,
         engine.layout,
-        Members(speeds, _memory_of(engine), are_placed=True),
+        Members(_speeds(engine, profile, members), _memory_of(engine), are_placed=True),
         search,
         refused,
         switch_seconds,
     )
+
+
+def step_ms(engine: EngineCore, profile: Profile, layout: Layout) -> dict[str, float]:
+    """Predicted milliseconds of a step of a layout, term by term, and their `total`.
+
+    ProfileError for a profile of another number of layers.
+    """
+    shaper = engine.host.shaper
+    if isinstance(shaper, PipelineShaper):
+        layout = layout.replace(boundaries=shaper.template.boundaries(layout))
+    try:
+        return step_time(profile, layout, Deal.of(profile, layout), _speeds(engine, profile, layout.world_size)).step_ms
+    except LayoutError as error:
+        raise ProfileError(f"the profile is of another model: {error}") from error
+
+
+def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, ...]:
+    """Of so many by rank: the present ranks', if the profile has one for each; else all are alike."""
+    known = profile.speeds if len(profile.speeds) == len(engine.members) else ()
+    return (*known, *(1.0,) * members)[:members]
 
 
 def best(engine: EngineCore, check: Check, profile: Profile, members: int) -> Iterator[Layout]:

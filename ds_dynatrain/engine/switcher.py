@@ -95,7 +95,7 @@ class Switcher:
         nodes = [engine.candidates.nodes[member] for member in members]
         buddies = engine.settings.buddies
         copies = memory_of_copies(engine.vps, target, nodes, buddies.copies) if buddies.are_on else (0,)
-        return SwitchEstimate(target, members, *figures, max(copies))
+        return SwitchEstimate(target, members, *figures, max(copies), self._targets.step_ms(target))
 
     def suggest(
         self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
@@ -103,15 +103,15 @@ class Switcher:
         """See `DynatrainEngine.suggest`."""
         from ds_dynatrain.engine.suggesting import profile_for, suggest
 
-        engine, block = self.engine, self.engine.settings.balance
-        given = block.profile if profile is None and block is not None else profile
+        engine = self.engine
+        given = self._targets.profile if profile is None else profile_for(engine.job.batch_sizes, profile)
         if given is None:
             raise ProfileError("there is no profile: give one, or name its file in dynatrain.balance.profile")
         count = len(PROCESS.membership.able(engine)) if members is None else members
         return suggest(
             engine,
             self._targets.check,
-            profile_for(engine.job.batch_sizes, given),
+            given,
             count,
             horizon_steps,
             lambda layout: self.dry_run(layout, {}).seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.device import HOST, is_accelerated
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
@@ -22,6 +22,9 @@ from ds_dynatrain.space import Layout, LocalSpace
 from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.support import Target, refuse_layout, usage
 
+if TYPE_CHECKING:
+    from ds_dynatrain.balance.profile import Profile
+
 
 class Targets:
     """The arithmetic of switches of one engine. rule: which layouts a world of n members gets, where they come and
@@ -33,11 +36,30 @@ class Targets:
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
         """The fastest ones by the profile that the configuration names."""
-        from ds_dynatrain.engine.suggesting import best, profile_for
+        from ds_dynatrain.engine.suggesting import best
 
+        profile = self.profile
+        if profile is not None:
+            yield from best(self.engine, self.check, profile, members)
+
+    @property
+    def profile(self) -> Profile | None:
+        """That of the configuration; ProfileError if it is of other batches."""
         block = self.engine.settings.balance
-        if block is not None:
-            yield from best(self.engine, self.check, profile_for(self.engine.job.batch_sizes, block.profile), members)
+        if block is None:
+            return None
+        from ds_dynatrain.engine.suggesting import profile_for
+
+        return profile_for(self.engine.job.batch_sizes, block.profile)
+
+    def step_ms(self, target: Layout) -> dict[str, float]:
+        """What a step takes in a layout, by the profile; nothing without one."""
+        profile = self.profile
+        if profile is None:
+            return {}
+        from ds_dynatrain.engine.suggesting import step_ms
+
+        return step_ms(self.engine, profile, target)
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
         """The layout that is asked for; SwitchRefused if it cannot be."""

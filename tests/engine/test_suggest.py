@@ -51,6 +51,7 @@ def slow(file: str) -> tuple[tuple[int, ...] | None, list[int], str]:
     with jobs.job(settings) as made:
         engine = made.engine
         best = engine.suggest()[0].layout
+        assert engine.plan(best).step_ms["total"] < engine.plan(zero_stage=2).step_ms["total"]
         three = [each.layout.world_size for each in engine.suggest(members=3)]
         with pytest.raises(ProfileError) as caught:
             engine.suggest(profile_of((1.0,), batch=24))
