@@ -46,12 +46,14 @@ NAMES: Names = {
         initialize_optimizer_states refresh_fp32_params _update_scale
     """,
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
-        _aggregate_total_loss _allocate_or_extend_buffers _take_model_step compile reset_activation_shape
+        _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _take_model_step compile
+        reset_activation_shape
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner
     """,
     "deepspeed.runtime.pipe.p2p": "_grid",
+    "deepspeed.runtime.pipe.schedule": "BackwardPass ForwardPass",
     "deepspeed.runtime.pipe.topology:PipeDataParallelTopology": "filter_match",
     "deepspeed.runtime.pipe.topology:PipelineParallelGrid": "_build_p2p_groups",
     "deepspeed.runtime.torch_autocast": "init_autocast_params TORCH_AUTOCAST_DTYPE TORCH_AUTOCAST_INITIALIZED",

@@ -8,10 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
+import torch.distributed as td
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from ds_dynatrain.adapters.stage_timer import StageTimer
+from tests.engine.pool import RankPool
 
 WAYS: dict[str, Callable[..., Any]] = {
     "plain": lambda run, x: run(x),
@@ -57,3 +64,81 @@ def test_the_backward_pass_on_a_cpu_runs_in_the_calling_thread(way: str) -> None
     took = time.thread_time() - begin
     assert seen == [threading.get_ident()]
     assert 0.02 <= took < 0.03
+
+
+# ---- a stage whose layers burn known times ---------------------------------------------------------------------------
+
+FORWARD, BACKWARD = (0.004, 0.002, 0.006), (0.003, 0.008, 0.005)
+PASSES = 4
+
+
+class Burning(nn.Module):
+    """A matrix, and known times in both passes. It hands a second tensor on as it is."""
+
+    def __init__(self, place: int, frozen: bool = False, pairs: bool = False) -> None:
+        super().__init__()
+        self.matrix, self.place, self.pairs = nn.Linear(4, 4).requires_grad_(not frozen), place, pairs
+
+    def forward(self, given: Any) -> Any:
+        hidden, *others = given if isinstance(given, tuple) else (given,)
+        burn(FORWARD[self.place])
+        made = Noting.apply(self.matrix(hidden), [], BACKWARD[self.place])
+        return (made, *(others or [hidden * 2])) if self.pairs else made
+
+
+def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return ((output[0] if isinstance(output, tuple) else output) - targets).square().mean()
+
+
+def timed_in_a_stage(interval: int, frozen: int, pairs: bool = False, reentrant: bool = False) -> Any:
+    """One stage of three layers and a function in stock DeepSpeed."""
+    layers = [*(Burning(place, place < frozen, pairs) for place in range(3)), lambda given: given]
+    model = PipelineModule(layers, num_stages=1, loss_fn=loss_of, activation_checkpoint_interval=interval)
+    if not reentrant:
+        model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+    config = {
+        "train_batch_size": 2 * PASSES * td.get_world_size(),
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    trained = [held for held in model.parameters() if held.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
+    batches = iter(lambda: (torch.ones(2, 4, requires_grad=interval > 0), torch.zeros(2, 4)), None)
+    engine.train_batch(batches)
+    functions, passes = list(model.forward_funcs), PipelineEngine._INSTRUCTION_MAP
+    timer = StageTimer(engine, engine.basic_optimizer)
+    with timer.timing():
+        engine.train_batch(batches)
+    assert model.forward_funcs == functions and engine._INSTRUCTION_MAP is passes
+    engine.train_batch(batches)
+    return timer.times()
+
+
+def close(measured: Any, expected: list[float]) -> bool:
+    """Within 1 ms: what DeepSpeed does in a pass is some layer's, too."""
+    return bool((np.abs(np.median(measured, axis=0) - expected) <= 1e-3).all())
+
+
+def times_in_stages() -> None:
+    """Each way of running the layers has its times."""
+    recomputed = [back + forth for back, forth in zip(BACKWARD, FORWARD, strict=True)]
+    for frozen, pairs in ((0, False), (0, True), (2, False)):
+        found = timed_in_a_stage(0, frozen, pairs)
+        assert found.forward.shape == found.backward.shape == (PASSES, 4)
+        assert close(found.forward, [*FORWARD, 0])
+        expected = [0.0 if place < frozen else seconds for place, seconds in enumerate(BACKWARD)]
+        assert close(found.backward, [*expected, 0]), found.backward
+        assert found.stepped > 0 and 0 < found.step_seconds < 0.1
+        assert found.output_bytes == ((2 if pairs else 1) * 32,) * 4
+        assert found.kept_bytes[0 if frozen == 0 else 2] > 0 and (frozen == 0 or found.kept_bytes[0] == 0)
+    for interval, reentrant in ((1, True), (2, False)):
+        found = timed_in_a_stage(interval, 0, reentrant=reentrant)
+        assert close(found.forward, [*FORWARD, 0])
+        assert close(found.backward, [*recomputed, 0]), (interval, reentrant, np.median(found.backward, axis=0))
+        assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
+
+
+def test_layers_have_the_times_that_they_take(pool: RankPool) -> None:
+    pool.run(times_in_stages)

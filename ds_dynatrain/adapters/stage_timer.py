@@ -1,0 +1,227 @@
+"""What each layer of a pipeline stage takes, pass by pass, in the steps that are timed.
+
+The stage's callables and DeepSpeed's forward and backward instructions are replaced for that time. No module gets a
+hook and nothing is compiled again. A pass is a row of marks: from this moment on, the time is that layer's. Forward, a
+mark is where a layer is called. Backward, it is where the gradient of a layer's output arrives, by a hook on that
+tensor, or where a layer is called again to recompute its activations. So all of a pass is some layer's: the loss is the
+last one's, and what waits for other stages is between passes.
+
+On a CPU it is the time of this thread, in which torch makes both passes: wall time on cores that others share says
+little. On an accelerator the marks are events on the present stream, read after the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+from torch import nn
+
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.replaced import replaced
+
+Floats = npt.NDArray[np.float64]
+Layer = Callable[[Any], Any]
+_Mark = tuple[int, Any]
+"""From when on time is which layer's; the last mark of a pass ends it."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """What was timed on one rank. forward, backward: [passes, layers of the stage], seconds.
+
+    step_seconds: of the optimizer, norms and messages not included, for `stepped` elements. output_bytes: of each
+    layer's output for one micro-batch. kept_bytes: of what its forward pass leaves for the backward pass; with
+    activation checkpointing the inputs of what is computed again; 0 for a layer that is compiled.
+    """
+
+    forward: Floats
+    backward: Floats
+    step_seconds: float
+    stepped: int
+    output_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+
+
+class StageTimer:
+    """Of the stage that a pipeline engine has now. optimizer: the one that steps the elements, without ZeRO."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._engine, self._module, self._optimizer = engine, engine.module, optimizer
+        self._count = len(self._module.forward_funcs)
+        self._forward: list[list[_Mark]] = []
+        self._backward: list[list[_Mark]] = []
+        self._steps: list[tuple[Any, Any]] = []
+        self._marks: list[_Mark] | None = None
+        """Of the pass that is under way."""
+        self._is_backward = False
+        self._hooked: Sequence[torch.Tensor] = ()
+        """Inputs of the layer that was called last."""
+        self._output_bytes, self._kept_bytes = [0] * self._count, [0] * self._count
+        self._kept: set[int] = set()
+        self._stepped = 0
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """In it the engine's steps are timed."""
+        layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
+        known = self._engine._INSTRUCTION_MAP
+        passes = {
+            ForwardPass: self._timed_pass(known[ForwardPass], self._forward, 0),
+            BackwardPass: self._timed_pass(known[BackwardPass], self._backward, self._count - 1),
+        }
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self._module, "forward_funcs", layers))
+            stack.enter_context(replaced(self._engine, "_INSTRUCTION_MAP", {**known, **passes}))
+            for handle in (
+                self._optimizer.register_step_pre_hook(self._before_step),
+                self._optimizer.register_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            yield
+
+    def times(self) -> StageTimes:
+        """Of all passes so far; once they are done."""
+        synchronize()
+        return StageTimes(
+            self._seconds(self._forward),
+            self._seconds(self._backward),
+            sum(_between(*each) for each in self._steps),
+            self._stepped,
+            tuple(self._output_bytes),
+            tuple(self._kept_bytes),
+        )
+
+    def _seconds(self, passes: Sequence[list[_Mark]]) -> Floats:
+        found = np.zeros((len(passes), self._count))
+        for row, marks in zip(found, passes, strict=True):
+            for (layer, begin), (_, end) in itertools.pairwise(marks):
+                row[layer] += _between(begin, end)
+        return found
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    def _timed_pass(self, run: Callable[..., None], passes: list[list[_Mark]], first: int) -> Callable[..., None]:
+        """One of DeepSpeed's instructions, which begins with a layer."""
+
+        def timed(engine: Any, buffer_id: int) -> None:
+            self._is_backward = passes is self._backward
+            self._marks = [(first, _now())]
+            try:
+                run(engine, buffer_id)
+                self._at(first)
+                passes.append(self._marks)
+                if not self._is_backward:
+                    self._hook(_tensors(engine.pipe_buffers["outputs"][buffer_id]), self._count - 1)
+            finally:
+                self._marks, self._hooked = None, ()
+
+        return timed
+
+    def _at(self, layer: int, _: Any = None) -> None:
+        """From now on time is a layer's."""
+        if self._marks is not None:
+            self._marks.append((layer, _now()))
+
+    def _hook(self, tensors: Sequence[torch.Tensor], maker: int) -> None:
+        """Once the gradients of these are there, time is that of the layer which made them.
+
+        What that layer was given, too, and handed on, was made before it. A stage's outputs have hooks as well: where
+        there are several DeepSpeed goes back from one after the other.
+        """
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in wanted:
+            if not any(tensor is other for other in self._hooked):
+                tensor.register_hook(partial(self._at, maker))
+        self._hooked = wanted
+
+    # ---- a layer -----------------------------------------------------------------------------------------------------
+
+    def _timed_layer(self, number: int, layer: Layer) -> Layer:
+        """A layer, called for a forward pass or to recompute what one made."""
+        may_count = not _is_compiled(layer)
+
+        def timed(inputs: Any) -> Any:
+            if self._marks is None:
+                return layer(inputs)
+            self._at(number)
+            self._hook(_tensors(inputs), max(number - 1, 0))
+            if self._is_backward:
+                return layer(inputs)
+            with self._counting(number, inputs) if may_count and not self._forward else nullcontext():
+                outputs = layer(inputs)
+            self._output_bytes[number] = sum(tensor.nbytes for tensor in _tensors(outputs))
+            return outputs
+
+        return timed
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+
+    def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
+        """In it what autograd keeps counts for a layer, each piece of memory once."""
+        interval = int(self._module.activation_checkpoint_interval)
+        if interval:
+            if number % interval == 0:
+                self._kept_bytes[number] = sum(tensor.nbytes for tensor in _tensors(inputs))
+            return nullcontext()
+        if not self._kept:
+            self._kept = {held.untyped_storage().data_ptr() for held in self._module.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._kept:
+                self._kept.add(storage.data_ptr())
+                self._kept_bytes[number] += storage.nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        self._stepped += sum(each.numel() for each in held if each.grad is not None)
+        self._began = _now()
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps.append((self._began, _now()))
+
+
+def _now() -> Any:
+    """A moment on this thread's clock, or on the device's."""
+    if not is_accelerated():
+        return time.thread_time()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds; of events the device must have reached the second."""
+    return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """A tensor, or those of a tuple."""
+    parts = given if isinstance(given, tuple | list) else (given,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _is_compiled(layer: Layer) -> bool:
+    """Whether anything of it is: hooks on what autograd keeps would compile it again."""
+    parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
+    if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):
+        return True
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return any(compiled_in_place(module) or compiled_by_wrapping(module) for module in modules)
