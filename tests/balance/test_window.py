@@ -1,0 +1,157 @@
+"""From passes to a profile: medians, errors, ranks of different speeds, means over windows, and advice from them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ds_dynatrain.balance.advice import Move, Situation, advise
+from ds_dynatrain.balance.decision import Answer, History, Rules
+from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
+from ds_dynatrain.errors import LayoutError, ProfileError
+from ds_dynatrain.space import Layout
+
+TWO = Layout(zero_stage=1, pipe=2, boundaries=(0, 2, 4))
+KINDS = {"weight": 400, "master": 400, "exp_avg": 400, "exp_avg_sq": 400}
+
+
+def rows(*seconds: float, passes: int = 8, noise: float = 0.0, seed: int = 0) -> np.ndarray:
+    """A rank's rows: forward passes of these seconds, backward passes of twice as many."""
+    random = np.random.default_rng(seed)
+    forward = np.array(seconds) * (1 + noise * random.standard_normal((passes, len(seconds))))
+    count = [10 + place for place in range(len(seconds))]
+    return rows_of(forward, 2 * forward, np.full((1, len(seconds)), 0.1), count, count)
+
+
+def window(*seconds: float, noise: float = 0.0, seed: int = 0) -> Window:
+    """Of four layers on two stages."""
+    cut = len(seconds) // 2
+    by_rank = {0: rows(*seconds[:cut], noise=noise, seed=seed), 1: rows(*seconds[cut:], noise=noise, seed=seed + 1)}
+    return Window.of(by_rank, TWO, (0, cut, len(seconds)))
+
+
+def averaged(*seconds: float, **more: float) -> Averaged:
+    return Averaged.after(None, window(*seconds, **more), (16, 2), 0, 0.03, is_new=False)
+
+
+def layers(count: int = 4) -> list[Known]:
+    return [Known(f"{place}.Block", KINDS, trained=True) for place in range(count)]
+
+
+def test_a_row_has_the_median_and_its_error() -> None:
+    found = rows(1.0, 2.0, passes=400, noise=0.1)
+    assert found.shape == (2, len(COLUMNS))
+    named = dict(zip(COLUMNS, found.T, strict=True))
+    assert named["forward_seconds"] == pytest.approx([1, 2], rel=0.02)
+    assert named["backward_seconds"] == pytest.approx([2, 4], rel=0.02)
+    assert named["forward_error"] == pytest.approx([0.1 * 1.2533 / 20, 0.2 * 1.2533 / 20], rel=0.2)
+    assert named["activation_bytes"].tolist() == [10, 11]
+
+
+def test_an_outlier_moves_nothing() -> None:
+    forward = np.ones((9, 1))
+    forward[4] = 1000
+    found = rows_of(forward, np.zeros((0, 1)), np.zeros((0, 1)), [0], [0])
+    assert found[0, :3].tolist() == [1, 0, 0] and found[0, 3] == 0
+
+
+def test_one_pass_is_as_uncertain_as_it_is_long() -> None:
+    named = dict(zip(COLUMNS, rows(3.0, passes=1).T, strict=True))
+    assert named["forward_error"] == [3] and named["backward_error"] == [6]
+
+
+def test_ranks_of_a_stage_have_speeds_and_one_row() -> None:
+    layout = TWO.replace(data=3)
+    slow = {rank: rows(1.0, 1.0, noise=0.01, seed=rank) for rank in range(6)}
+    slow[4] = rows(2.0, 2.0, noise=0.01, seed=4)
+    found = Window.of(slow, layout, (0, 2, 4))
+    assert found.speeds[:4] == (1, 1, 1, 1) and found.speeds[5] == 1
+    assert found.speeds[4] == pytest.approx(0.5, rel=0.03)
+    assert found.rows[:, 0] == pytest.approx([1] * 4, rel=0.02)
+    alone = Window.of({rank: slow[3 + rank] for rank in range(2)}, Layout(zero_stage=1, data=2), (0, 2))
+    assert alone.speeds[0] == 1 and alone.speeds[1] == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("by_rank", [{0: rows(1.0, 1.0)}, {0: rows(1.0, 1.0), 1: rows(1.0)}])
+def test_every_rank_has_a_row_for_each_of_its_layers(by_rank: dict[int, np.ndarray]) -> None:
+    with pytest.raises(ProfileError, match=r"rank 1 of .* stage 1 has 2 layers"):
+        Window.of(by_rank, TWO, (0, 2, 4))
+
+
+def test_windows_are_averaged_until_costs_change() -> None:
+    state = averaged(1, 1, 1, 1, noise=0.05)
+    for step in range(1, 6):
+        state = Averaged.after(state, window(1, 1, 1, 1, noise=0.05, seed=10 * step), (16, 2), step, 0.03, is_new=False)
+    assert state.windows == 6 and state.since == (0,)
+    assert state.rows[:, 3].max() < window(1, 1, 1, 1, noise=0.05).rows[:, 3].max()
+    after = Averaged.after(state, window(1, 1, 1, 2, noise=0.05), (16, 2), 6, 0.03, is_new=False)
+    assert after.windows == 1 and after.since == (0, 6)
+    assert after.rows[3, 0] == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize(("batch", "is_new", "since"), [((16, 2), True, (0, 1)), ((16, 4), False, (1,))])
+def test_what_begins_anew(batch: tuple[int, int], is_new: bool, since: tuple[int, ...]) -> None:
+    found = Averaged.after(averaged(1, 1, 1, 1), window(1, 1, 1, 1), batch, 1, 0.03, is_new)
+    assert (found.windows, found.since) == (1, since)
+
+
+def test_every_digit_travels() -> None:
+    state = averaged(1 / 3, 0.1, 1e-7, 2, noise=0.1)
+    back = Averaged.from_json(json.loads(json.dumps(state.to_json())))
+    assert np.array_equal(back.rows, state.rows) and (back.speeds, back.batch) == (state.speeds, state.batch)
+    assert back.profile(layers()) == state.profile(layers())
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+
+
+def situation(step: int = 100, **more: float) -> Situation:
+    return Situation(TWO, 8, step, History.new(Rules(cooldown_steps=0)), Rules(**more))
+
+
+def test_a_heavy_stage_gives_layers_away() -> None:
+    profile = averaged(3, 1, 1, 1, noise=0.01).profile(layers())
+    found = advise(profile, situation(), lambda layout: Move(1600, 0.5))
+    assert found.proposed.boundaries == (0, 1, 4)
+    assert found.gain > 0.15 and found.decision.answer is Answer.ACT
+    shown = str(found)
+    assert "present boundaries 0,2,4" in shown and "proposed boundaries 0,1,4" in shown and "1600 bytes" in shown
+
+
+def test_what_is_balanced_stays() -> None:
+    profile = averaged(1, 1, 1, 1, noise=0.01).profile(layers())
+    found = advise(profile, situation(), lambda layout: Move(1600, 0.5))
+    assert found.proposed == found.present and found.gain == 0 and found.decision.answer is Answer.SMALL
+    assert "no boundaries" in str(found)
+
+
+def test_a_move_that_does_not_pay_is_shown_with_its_reason() -> None:
+    profile = averaged(3, 1, 1, 1, noise=0.01).profile(layers())
+    found = advise(profile, situation(), lambda layout: Move(1600, 1e6))
+    assert found.decision.answer is Answer.DEAR and "would not pay" in str(found)
+
+
+def test_what_a_switch_refuses_is_not_proposed() -> None:
+    profile = averaged(3, 1, 1, 1, noise=0.01).profile(layers())
+    found = advise(profile, situation(), lambda layout: Move(1, 0.0), lambda layout, deal: True)
+    assert found.proposed == found.present
+
+
+def test_a_memory_limit_that_nothing_fits_names_the_layer() -> None:
+    profile = averaged(1, 1, 1, 1).profile(layers())
+    at = Situation(TWO, 8, 100, History.new(Rules()), Rules(), memory_bytes=100)
+    with pytest.raises(LayoutError, match="Block"):
+        advise(profile, at, lambda layout: Move(1, 0.0))
+
+
+def test_members_stay_at_their_ranks() -> None:
+    """The slow member is on the first stage, so that one gets less, though it comes first."""
+    layout = TWO.replace(data=2, boundaries=(0, 3, 6))
+    by_rank = {rank: rows(1.0, 1.0, 1.0, noise=0.01, seed=rank) for rank in range(4)}
+    by_rank[0] = rows(3.0, 3.0, 3.0, noise=0.01)
+    window = Window.of(by_rank, layout, (0, 3, 6))
+    profile = Averaged.after(None, window, (16, 2), 0, 0.03, is_new=False).profile(layers(6))
+    at = Situation(layout, 4, 100, History.new(Rules()), Rules())
+    assert advise(profile, at, lambda layout: Move(1, 0.0)).proposed.boundaries == (0, 1, 6)
