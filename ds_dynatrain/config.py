@@ -115,12 +115,30 @@ class BuddiesConfig(_Block):
 
 
 class BalanceConfig(_Block):
-    """What is known of the seconds that layers take."""
+    """Layers are timed as they train, and boundaries of pipeline stages proposed from that."""
 
-    profile: Annotated[str, Field(min_length=1)]
-    """A file that `balance.profile.Profile.save` has written; each member reads it at its start."""
+    mode: Literal["advise", "act", "off"] = "advise"
+    """"advise" measures and proposes; "act" is refused: nothing moves by itself yet; "off" measures nothing."""
+    profile: Annotated[str, Field(min_length=1)] | None = None
+    """A file that `balance.profile.Profile.save` has written: what counts until a profile was measured."""
+    every_steps: Size = 50
+    """From the begin of one window to the begin of the next, in optimizer steps."""
+    window_steps: Size = 1
+    """So many steps of a window are timed."""
+    least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of a step below which no move is proposed to pay."""
+    horizon_steps: Size | None = None
+    """Steps over which a move must pay at the most; `None`: as long as costs stayed as they were so far."""
+    safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    """Gain over the horizon by the cost of the move, at least."""
     memory_limit_bytes: Size | None = None
-    """Of a member, for what the model and its optimizer take; `None`: what its device has, or its part of the host."""
+    """What a member may hold by prediction; `None`: anything, and in `layouts: "best"` what its device has, or its part
+    of the host."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether layers are timed."""
+        return self.mode != "off"
 
 
 class ElasticConfig(_Block):
@@ -169,9 +187,10 @@ class DynatrainConfig(_Block):
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"
     """Which layout a world of n members gets: "data", "best", a table by n, or "module:function" (`engine.policy`)."""
-    balance: BalanceConfig | None = None
     elastic: ElasticConfig = ElasticConfig()
     buddies: BuddiesConfig = BuddiesConfig()
+    balance: BalanceConfig | None = None
+    """`None`: nothing is timed."""
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:
@@ -300,9 +319,20 @@ def _check_together(block: DynatrainConfig) -> None:
         raise ConfigError(
             f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BLOCK}.fallback.path'
         )
-    if block.layouts == BEST and block.balance is None:
+    balance = block.balance
+    if block.layouts == BEST and (balance is None or not (balance.profile or balance.measures)):
         raise ConfigError(
             f'{BLOCK}.layouts: "{BEST}" chooses from a profile of the model: name its file in {BLOCK}.balance.profile'
+        )
+    if balance is not None and balance.mode == "act":
+        raise ConfigError(
+            f'{BLOCK}.balance.mode: "act" is not there yet, nothing moves by itself; use "advise", and switch to what '
+            "engine.balancer.advise() proposes: engine.switch(boundaries=...)"
+        )
+    if balance is not None and balance.window_steps > balance.every_steps:
+        raise ConfigError(
+            f"{BLOCK}.balance.window_steps: {balance.window_steps} steps are to be timed of every "
+            f"{balance.every_steps}; give at most every_steps"
         )
 
 
