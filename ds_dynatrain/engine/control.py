@@ -122,6 +122,12 @@ class Control:
             self._base.set_timeout(patience)
         self._store = PrefixStore(self._prefix, self._base)
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Take records away that everybody has read who will; not every store can, and then they stay."""
+        with suppress(RuntimeError):
+            for key in keys:
+                self._store.delete_key(key)
+
     def count(self, key: str) -> int:
         """Number of this call among all members' calls for `key`, from 1."""
         return int(self._store.add(key, 1))

@@ -26,6 +26,7 @@ from ds_dynatrain.space import Layout
 if TYPE_CHECKING:
     from ds_dynatrain.balance.choose import Choice
     from ds_dynatrain.balance.profile import Profile
+    from ds_dynatrain.engine.balancer import Balancer
 
 BOUNDARY = "engine.boundary"
 Folder = str | os.PathLike[str]
@@ -126,6 +127,11 @@ class DynatrainEngine(OverridingEngine):
     def buddies(self) -> Protection | None:
         """What the death of a member would cost, as this working member knows it; None where there are no buddies."""
         return None if self._parts.buddies is None else self._parts.buddies.protection
+
+    @property
+    def balancer(self) -> Balancer | None:
+        """What layers take, and which boundaries they would best have; None without `dynatrain.balance`."""
+        return self._parts.balancer
 
     @property
     def job_epoch(self) -> int:

@@ -158,7 +158,9 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
 def _refuse_beside(
     others: list[EngineCore], settings: DynatrainConfig, model: nn.Module, place: WorkerPlace | None
 ) -> None:
-    """UnsupportedError, ConfigError: the other engines of this process leave no room for one with these settings."""
+    """UnsupportedError, ConfigError: the model, or the other engines of this process, do not go with these settings."""
+    if settings.balance is not None and not is_pipeline(model):
+        raise usage("balance of a model without stages").error()
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     if others and any(one.buddies.are_on for one in (settings, *(other.settings for other in others))):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
@@ -19,6 +21,9 @@ from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
+
+if TYPE_CHECKING:
+    from ds_dynatrain.engine.balancer import Balancer
 
 
 @dataclass(eq=False)
@@ -37,6 +42,8 @@ class EngineParts(EngineCore):
     checkpoints: Checkpoints = field(init=False)
     buddies: Buddies | None = None
     """None where they are off."""
+    balancer: Balancer | None = None
+    """None without a `balance` block; nothing of it is imported then."""
 
     def __post_init__(self) -> None:
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
@@ -48,6 +55,11 @@ class EngineParts(EngineCore):
         self.own_groups = OwnGroups(self.settings)
         if self.settings.buddies.are_on:
             self.buddies = Buddies(self)
+        if self.settings.balance is not None:
+            from ds_dynatrain.engine.balancer import Balancer
+
+            dry_run = partial(self.switcher.dry_run, changes={})
+            self.balancer = Balancer(self, self.settings.balance, dry_run, self.attempts)
 
     @property
     def others(self) -> list[EngineParts]:
@@ -73,10 +85,16 @@ class EngineParts(EngineCore):
         """In it the optimizer makes its step, and buddies that replay steps make it, too."""
         return nullcontext() if self.buddies is None else self.buddies.watched_step()
 
+    def timed_step(self) -> AbstractContextManager[None]:
+        """In it a pipeline makes a step, whose layers are timed if it is time."""
+        return nullcontext() if self.balancer is None else self.balancer.timed_step()
+
     def finish_step(self) -> None:
         """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""
         if self.buddies is not None:
             self.buddies.finish_step()
+        if self.balancer is not None:
+            self.balancer.finish_step()
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 

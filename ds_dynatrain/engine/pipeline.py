@@ -41,7 +41,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         self._read = cast("Feed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
         super().set_dataiterator(samples)
-        loss: torch.Tensor = super().train_batch()
+        with self._parts.timed_step():
+            loss: torch.Tensor = super().train_batch()
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
         self.micro_steps += self._parts.accumulation

@@ -13,6 +13,7 @@ _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
 _USAGE = "tests/engine/test_usage.py"
 _BUDDIES = "tests/engine/test_buddies.py"
+_BALANCE = "tests/engine/test_balance.py"
 _LATE = "tests/engine/test_late.py"
 
 
@@ -255,6 +256,18 @@ USAGE = (
         "copies of several engines would have to be of one moment, which is not there yet",
         "leave dynatrain.buddies out, or train with one engine",
         f"{_BUDDIES}::test_beside_another_engine",
+    ),
+    _works(
+        "balance",
+        "layers of a PipelineModule are timed, and boundaries proposed; nothing moves by itself yet: see "
+        "[balance](balance.md#in-a-job)",
+        f"{_BALANCE}::test_all_members_have_one_profile",
+    ),
+    _start(
+        "balance of a model without stages",
+        "dynatrain.balance times the layers of a PipelineModule, and proposes boundaries of its stages",
+        "leave dynatrain.balance out, or make the model a PipelineModule",
+        f"{_BALANCE}::test_what_is_refused",
     ),
     _switch(
         "open accumulation window",

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynatrain.adapters.stage_timer import StageTimer
+from tests.engine.burning import Burn, Burning
 from tests.engine.pool import RankPool
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -28,37 +29,12 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Noting(torch.autograd.Function):
-    """Burns processor time in the backward pass, and notes in which thread that is."""
-
-    seen: list[int]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seen: list[int], seconds: float) -> torch.Tensor:
-        ctx.given = seen, seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        seen, seconds = ctx.given
-        seen.append(threading.get_ident())
-        burn(seconds)
-        return gradient, None, None
-
-
-def burn(seconds: float) -> None:
-    """Processor time of this thread."""
-    begin = time.thread_time()
-    while time.thread_time() - begin < seconds:
-        pass
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_backward_pass_on_a_cpu_runs_in_the_calling_thread(way: str) -> None:
     seen: list[int] = []
     linear = nn.Linear(4, 4)
     x = torch.ones(2, 4, requires_grad=True)
-    out = WAYS[way](lambda given: Noting.apply(linear(given), seen, 0.02), x)
+    out = WAYS[way](lambda given: Burn.apply(linear(given), 0.02, seen), x)
     begin = time.thread_time()
     out.sum().backward()
     took = time.thread_time() - begin
@@ -72,18 +48,8 @@ FORWARD, BACKWARD = (0.004, 0.002, 0.006), (0.003, 0.008, 0.005)
 PASSES = 4
 
 
-class Burning(nn.Module):
-    """A matrix, and known times in both passes. It hands a second tensor on as it is."""
-
-    def __init__(self, place: int, frozen: bool = False, pairs: bool = False) -> None:
-        super().__init__()
-        self.matrix, self.place, self.pairs = nn.Linear(4, 4).requires_grad_(not frozen), place, pairs
-
-    def forward(self, given: Any) -> Any:
-        hidden, *others = given if isinstance(given, tuple) else (given,)
-        burn(FORWARD[self.place])
-        made = Noting.apply(self.matrix(hidden), [], BACKWARD[self.place])
-        return (made, *(others or [hidden * 2])) if self.pairs else made
+def layer(place: int, frozen: bool, pairs: bool) -> Burning:
+    return Burning(FORWARD[place], BACKWARD[place], pairs).requires_grad_(not frozen)
 
 
 def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -92,7 +58,7 @@ def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def timed_in_a_stage(interval: int, frozen: int, pairs: bool = False, reentrant: bool = False) -> Any:
     """One stage of three layers and a function in stock DeepSpeed."""
-    layers = [*(Burning(place, place < frozen, pairs) for place in range(3)), lambda given: given]
+    layers = [*(layer(place, place < frozen, pairs) for place in range(3)), lambda given: given]
     model = PipelineModule(layers, num_stages=1, loss_fn=loss_of, activation_checkpoint_interval=interval)
     if not reentrant:
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint

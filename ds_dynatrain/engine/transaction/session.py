@@ -175,6 +175,15 @@ class Session:
         said = self.reduce(step, {str(self.board.member): mine}, _merged)
         return {int(member): each for member, each in said.items()}
 
+    def forget(self, step: str) -> None:
+        """After `reduce`: take what this member has said back from the board; for what comes again and again.
+
+        The answer stays, as others may not have read it yet.
+        """
+        place, member = f"{self.key}/{step}", self.board.member
+        levels = len(Tree(self.members).heard_by(member))
+        self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
+
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
         """On the first member what all say, joined, or by member without `join`; None on the others, which go on."""
         if join is not None:

@@ -1,0 +1,206 @@
+"""Layers of living pipelines are timed, all members have one profile, and boundaries are proposed from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.balance.decision import Answer
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.errors import ConfigError, ProfileError, UnsupportedError
+from tests.engine import jobs
+from tests.engine.burning import Points, burning
+from tests.engine.pipeline_walks import job, layout, settings
+from tests.engine.pool import ROOT, RankPool, free_port
+
+SECONDS = (0.008, 0.004, 0.002, 0.002, 0.001, 0.001)
+"""Forward; the first layer weighs almost as much as all others."""
+EVEN = layout(2, 2, 1, (0, 3, 6))
+
+
+def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """With a block that times two steps of every four."""
+    block = {"every_steps": 4, "window_steps": 2, **more}
+    return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
+
+
+@contextmanager
+def busy(engine: Any) -> Iterator[list[float]]:
+    """The processor time of this rank's passes in the block, taken around DeepSpeed's instructions."""
+    found, known = [0.0], engine._INSTRUCTION_MAP
+
+    def timed(run: Any) -> Any:
+        def call(engine: Any, **given: Any) -> None:
+            begin = time.thread_time()
+            run(engine, **given)
+            found[0] += time.thread_time() - begin
+
+        return call
+
+    passes = {kind: timed(known[kind]) for kind in (ForwardPass, BackwardPass)}
+    with replaced(engine, "_INSTRUCTION_MAP", {**known, **passes}):
+        yield found
+
+
+def measuring(folder: str) -> dict[str, Any]:
+    """Two windows in the first layout, a switch to what is proposed, and one window there."""
+    given = balanced(settings(EVEN, train_batch_size=24), horizon_steps=10**6)
+    with jobs.job(given, burning(SECONDS), data=Points(), groups=False) as made:
+        engine = made.engine
+        with pytest.raises(ProfileError, match="the first window begins at step"):
+            engine.balancer.advise()
+        for _ in range(4):
+            assert engine.balancer.profile is None
+            engine.train_batch()
+        first = engine.balancer.profile
+        with busy(engine) as apart:
+            engine.train_batch()
+        passes = engine.gradient_accumulation_steps()
+        advice = engine.balancer.advise()
+        assert advice.proposed != engine.layout
+        if engine.rank == 0:
+            first.save(Path(folder) / "profile.json")
+        engine.switch(advice.proposed, at=engine.global_steps)
+        for _ in range(4):
+            engine.train_batch()
+        assert engine.layout.boundaries == advice.proposed.boundaries
+        second = engine.balancer.profile
+        stays = engine.balancer.advise()
+        stage = engine.layout.coordinate(engine.rank)["pipe"]
+        return {
+            "first": first,
+            "second": second,
+            "advice": advice,
+            "stays": stays,
+            "stage": stage,
+            "busy": apart[0] / passes,
+        }
+
+
+def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path) -> None:
+    ranks = pool.run(measuring, folder=str(tmp_path), seconds=120)
+    first, advice = ranks[0]["first"], ranks[0]["advice"]
+    for name in ("first", "second", "advice", "stays"):
+        assert all(rank[name] == ranks[0][name] for rank in ranks), name
+    assert first == Profile.load(tmp_path / "profile.json")
+    assert (first.train_batch_size, first.micro_batch_size) == (24, 3)
+    assert first.names == tuple(f"{place}.Burning" for place in range(6)) and first.trained.all()
+    assert first.seconds("forward_seconds") == pytest.approx(SECONDS, rel=0.1, abs=8e-4)
+    assert first.seconds("backward_seconds") == pytest.approx([2 * each for each in SECONDS], rel=0.1, abs=8e-4)
+    assert 0 < first.seconds("optimizer_seconds").sum() < 0.05
+    assert first.counts("output_bytes").tolist() == [4 * 3 * 4] * 6
+    assert first.kind_bytes("weight").tolist() == first.kind_bytes("exp_avg").tolist() == [80] * 6
+    for rank in ranks:
+        layers = slice(*EVEN.boundaries[rank["stage"] : rank["stage"] + 2])
+        summed = sum(first.seconds(name)[layers].sum() for name in ("forward_seconds", "backward_seconds"))
+        assert summed == pytest.approx(rank["busy"], rel=0.05)
+    assert advice.proposed.boundaries == (0, 1, 6) and advice.decision.answer is Answer.ACT
+    assert advice.gain > 0.08 and advice.move.nbytes > 0
+    assert ranks[0]["stays"].proposed == ranks[0]["stays"].present
+    assert ranks[0]["second"].seconds("forward_seconds") == pytest.approx(SECONDS, rel=0.1, abs=8e-4)
+
+
+def losses(block: bool, name: str, interval: int = 0) -> list[float]:
+    """Through a change of stages and of boundaries, windows open in each."""
+    more = {"pipeline": {"activation_checkpoint_interval": interval, "use_reentrant": False}} if interval else {}
+    given = settings(layout(2, 2), **more)
+    with job(balanced(given) if block else given, name) as made:
+        found = []
+        for step in range(15):
+            if step in (5, 10):
+                target = {5: layout(4, 1), 10: layout(2, 2, 1, (0, 2, 7))}[step]
+                made.engine.switch(target, at=step)
+            found.append(made.engine.train_batch().item())
+        assert (made.engine.balancer is not None) == block
+        if block:
+            assert len(made.engine.balancer.profile.layers) == 7
+            str(made.engine.balancer.advise())
+        return found
+
+
+@pytest.mark.parametrize(("name", "interval"), [("tied", 0), ("uneven", 2)])
+def test_losses_are_bit_equal_with_and_without_it(pool: RankPool, name: str, interval: int) -> None:
+    plain = pool.run(losses, block=False, name=name, interval=interval)
+    assert pool.run(losses, block=True, name=name, interval=interval) == plain
+
+
+def noting() -> None:
+    """A note of all is followed by a window; one of some is an error that names the others."""
+    given = balanced(settings(EVEN, train_batch_size=12), every_steps=1000, window_steps=1)
+    given["dynatrain"]["timeout_seconds"] = 4
+    with jobs.job(given, burning((0.001,) * 6), data=Points(), groups=False) as made:
+        engine = made.engine
+        for _ in range(4):
+            engine.train_batch()
+        first = engine.balancer.profile
+        engine.train_batch()
+        assert engine.balancer.profile is first
+        engine.balancer.note("other costs")
+        engine.train_batch()
+        assert engine.balancer.profile is not first
+        if engine.rank < 2:
+            with pytest.raises(ConfigError, match=r"note\('half of them'\).*member 2, 3 within"):
+                engine.balancer.note("half of them")
+        engine.train_batch()
+        engine.balancer.note("all again")
+        second = engine.balancer.profile
+        engine.train_batch()
+        assert engine.balancer.profile is not second
+
+
+def test_notes_are_of_all_or_of_nobody(pool: RankPool) -> None:
+    pool.run(noting)
+
+
+def refused() -> None:
+    """What has no stages has no layers to time."""
+    with pytest.raises(UnsupportedError, match=r"dynatrain\.balance times the layers of a PipelineModule"):
+        jobs.run(balanced(jobs.config()), 1)
+    with (
+        pytest.raises(ConfigError, match=r'"act" is not there yet.*advise'),
+        job(balanced(settings(EVEN), mode="act"), "tied"),
+    ):
+        pass
+
+
+def test_what_is_refused(pool: RankPool) -> None:
+    pool.run(refused)
+
+
+SCRIPT = """
+import sys, deepspeed
+import ds_dynatrain
+from tests.engine.burning import Points, burning
+deepspeed.init_distributed("gloo", verbose=False)
+config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+          "zero_optimization": {"stage": 1}, "steps_per_print": 10**9, "dynatrain": {}}
+engine, *_ = ds_dynatrain.initialize(model=burning((0.0, 0.0)), config=config, training_data=Points())
+engine.train_batch()
+assert engine.balancer is None
+found = sorted(name for name in sys.modules if name.startswith("ds_dynatrain.balance") or "stage_timer" in name)
+assert not found, found
+"""
+
+
+def test_nothing_is_imported_without_the_block() -> None:
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
+    names |= {"WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
