@@ -1,12 +1,14 @@
 """Balance: how long the solver takes, what it gains on pipelines of 24 and 48 blocks by simulation, and is that right.
 
 python tools/bench_balance.py
-python tools/bench_balance.py --ranks 8 --write docs/figures.md
+python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures.md
 
 With --ranks a pipeline of layers that sleep is trained in many layouts (two minutes), and its steps are timed beside
-what was predicted. Of the simulated pipelines no step is trained: a dense block takes what one of width 256 took on a
-CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each dynamism changes that by a formula below, there
-are 4 micro-batches for each stage, and messages take no time.
+what was predicted. With --timed a pipeline of two stages, whose layers take 1 ms and more of a processor, is timed in
+so many rounds (40 take three minutes): what windows cost, and whether their sums and predictions are right. It needs
+two cores that are idle. Of the simulated pipelines no step is trained: a dense block takes what one of width 256 took
+on a CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each dynamism changes that by a formula below,
+there are 4 micro-batches for each stage, and messages take no time.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from deepspeed.runtime.utils import partition_balanced
@@ -243,11 +246,40 @@ def measured(ranks: int) -> str:
     )
 
 
+def timed(rounds: int) -> str:
+    """What windows cost and find in a pipeline of two stages: even boundaries, then those that are proposed."""
+    begin, heavy = time.perf_counter(), [0.003] * 4 + [0.001] * 8
+    given: dict[str, Any] = {"seconds": heavy, "rounds": rounds, "batch": 8 * MICRO_BATCH, "micro_batch": MICRO_BATCH}
+    notes = launch("balance_timed_ranks.py", 2, 1800, **given)
+    rows, missed = [], 0
+    for place in range(len(notes[0])):
+        for member, lines in sorted(notes.items()):
+            said = lines[place]
+            found = {
+                "between windows": (said["between"] / said["off"] - 1, 0.003),
+                "in a window": (said["window"] / said["off"] - 1, 0.03),
+                "layers ÷ busy": (abs(said["summed"] / said["busy"] - 1), 0.05),
+                "predicted": (abs(said["predicted"] / said["off"] - 1), WITHIN),
+            }
+            missed += sum(value > bar for value, bar in found.values())
+            cut = ",".join(map(str, said["boundaries"]))
+            rows.append(
+                [f"{cut}, stage {member}", f"{1e3 * said['off']:.1f}", *(f"{value:.4f}" for value, _ in found.values())]
+            )
+    head = ["boundaries", "step without balance, ms", "between windows, more", "in a window, more"]
+    head += ["layers beside busy, off by", "predicted step, off by"]
+    return (
+        f"{table(head, rows)}\n\nBars: 0.003, 0.03, 0.05, {WITHIN}; {missed} of {4 * len(rows)} missed. "
+        f"{rounds} rounds, {time.perf_counter() - begin:.0f} s."
+    )
+
+
 def main() -> None:
     """Measure, simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
     parser.add_argument("--ranks", type=int, help="train layers that sleep in so many processes, and time the steps")
+    parser.add_argument("--timed", type=int, help="time a pipeline of two stages in so many rounds, such as 40")
     asked = parser.parse_args()
     solved = [solver_row(*row) for row in SOLVED] + [choice_row(64, 48), choice_row(1024, 48)]
     rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
@@ -259,6 +291,8 @@ def main() -> None:
     )
     if asked.ranks:
         text += f"\n\nMeasured beside predicted, layers that sleep:\n\n{measured(asked.ranks)}"
+    if asked.timed:
+        text += f"\n\nTimed, layers that burn processor time on two stages:\n\n{timed(asked.timed)}"
     print(text)
     if asked.write:
         keep(asked.write, "bench_balance", text)

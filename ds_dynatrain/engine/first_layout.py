@@ -62,7 +62,7 @@ def check_start(layout: Layout, model: nn.Module, job: Job, processes: int) -> N
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
-    if job.settings.balance is not None:
+    if job.settings.balance is not None and job.settings.balance.profile is not None:
         _check_profile(job, job.settings.balance.profile)
 
 

@@ -43,7 +43,7 @@ class EngineParts(EngineCore):
     buddies: Buddies | None = None
     """None where they are off."""
     balancer: Balancer | None = None
-    """None without a `balance` block; nothing of it is imported then."""
+    """None where nothing is measured; nothing of it is imported then."""
 
     def __post_init__(self) -> None:
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
@@ -55,11 +55,12 @@ class EngineParts(EngineCore):
         self.own_groups = OwnGroups(self.settings)
         if self.settings.buddies.are_on:
             self.buddies = Buddies(self)
-        if self.settings.balance is not None:
+        if self.settings.balance is not None and self.settings.balance.measures:
             from ds_dynatrain.engine.balancer import Balancer
 
             dry_run = partial(self.switcher.dry_run, changes={})
-            self.balancer = Balancer(self, self.settings.balance, dry_run, self.attempts)
+            self.balancer = balancer = Balancer(self, self.settings.balance, dry_run, self.attempts)
+            self.targets.measured = lambda: balancer.profile
 
     @property
     def others(self) -> list[EngineParts]:

@@ -15,6 +15,7 @@ from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.choose import Choice, Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
+from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import LayoutError, ProfileError, SwitchRefused
@@ -44,15 +45,17 @@ def suggest(
     members: int,
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
+    memory_bytes: int | None = None,
     count: int = COUNT,
 ) -> tuple[Choice, ...]:
     """At most `count` layouts for so many members, best first; LayoutError if there is none.
 
     check: raises SwitchRefused for a layout in which so many cannot train this model. Members are as fast as the
     profile says, if it has a speed for each present rank, and else all alike; they are taken in the order of their
-    ranks, as a switch places them, and to have as much memory as this one. The ZeRO stage stays as it
-    is: what tells stages apart is what links take, and no profile knows that.
+    ranks, as a switch places them. memory_bytes: of each; what is configured without it. The ZeRO stage stays as it is:
+    what tells stages apart is what links take, and no profile knows that.
     """
+    room = limit_of(engine) or PLENTY if memory_bytes is None else memory_bytes
     stages, is_pipe = (engine.layout.zero_stage,), is_pipeline(engine.host.module)
     search = Search(zero_stages=stages, pipeline=is_pipe, horizon_steps=horizon_steps, count=count)
 
@@ -66,7 +69,7 @@ def suggest(
     return choose(
         profile,
         engine.layout,
-        Members(_speeds(engine, profile, members), _memory_of(engine), are_placed=True),
+        Members(_speeds(engine, profile, members), room, are_placed=True),
         search,
         refused,
         switch_seconds,
@@ -96,16 +99,20 @@ def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, 
 def best(engine: EngineCore, check: Check, profile: Profile, members: int) -> Iterator[Layout]:
     """`dynatrain.layouts: "best"`, as a rule of `policy`; SwitchRefused with the reason if nothing fits."""
     try:
-        yield from (choice.layout for choice in suggest(engine, check, profile, members))
+        yield from (
+            choice.layout for choice in suggest(engine, check, profile, members, memory_bytes=_memory_of(engine))
+        )
     except LayoutError as error:
         raise SwitchRefused(str(error), "start more members") from error
 
 
+def limit_of(engine: EngineCore) -> int | None:
+    """Bytes of a member as configured."""
+    return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
+
+
 def _memory_of(engine: EngineCore) -> int:
     """Bytes of a member: as configured, or of its device, or its part of the host, which members of a node share."""
-    block = engine.settings.balance
-    if block is not None and block.memory_limit_bytes is not None:
-        return block.memory_limit_bytes
     nodes = engine.candidates.nodes
     here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
-    return total_bytes() // (1 if is_accelerated() else here)
+    return limit_of(engine) or total_bytes() // (1 if is_accelerated() else here)

@@ -106,7 +106,9 @@ class Switcher:
         engine = self.engine
         given = self._targets.profile if profile is None else profile_for(engine.job.batch_sizes, profile)
         if given is None:
-            raise ProfileError("there is no profile: give one, or name its file in dynatrain.balance.profile")
+            raise ProfileError(
+                "nothing was measured yet: give a profile, or name its file in dynatrain.balance.profile"
+            )
         count = len(PROCESS.membership.able(engine)) if members is None else members
         return suggest(
             engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.device import HOST, is_accelerated
@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.policy import rule_of
+from ds_dynatrain.engine.members.policy import growing, rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
@@ -33,21 +33,24 @@ class Targets:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
+        self.measured: Callable[[], Profile | None] = lambda: None
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """The fastest ones by the profile that the configuration names."""
+        """The fastest ones by the profile; before there is one, as many data ranks as there can be."""
+        profile = self.profile
+        if profile is None:
+            yield from growing(members, present)
+            return
         from ds_dynatrain.engine.suggesting import best
 
-        profile = self.profile
-        if profile is not None:
-            yield from best(self.engine, self.check, profile, members)
+        yield from best(self.engine, self.check, profile, members)
 
     @property
     def profile(self) -> Profile | None:
-        """That of the configuration; ProfileError if it is of other batches."""
-        block = self.engine.settings.balance
-        if block is None:
-            return None
+        """What was measured, or else that of the configuration; ProfileError if that is of other batches."""
+        block, measured = self.engine.settings.balance, self.measured()
+        if measured is not None or block is None or block.profile is None:
+            return measured
         from ds_dynatrain.engine.suggesting import profile_for
 
         return profile_for(self.engine.job.batch_sizes, block.profile)

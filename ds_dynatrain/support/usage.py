@@ -266,7 +266,7 @@ USAGE = (
     _start(
         "balance of a model without stages",
         "dynatrain.balance times the layers of a PipelineModule, and proposes boundaries of its stages",
-        "leave dynatrain.balance out, or make the model a PipelineModule",
+        'set dynatrain.balance.mode to "off" and name a profile, or leave dynatrain.balance out',
         f"{_BALANCE}::test_what_is_refused",
     ),
     _switch(

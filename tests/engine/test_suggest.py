@@ -47,7 +47,7 @@ def test_a_pipeline_is_cut_where_the_time_is(pool: RankPool) -> None:
 def slow(file: str) -> tuple[tuple[int, ...] | None, list[int], str]:
     """(the best shares by a file's profile, ranks of the best for three members, what is said of other batches)."""
     settings = jobs.config(start=(4, 1), train_micro_batch_size_per_gpu=3)
-    settings["dynatrain"]["balance"] = {"profile": file}
+    settings["dynatrain"]["balance"] = {"mode": "off", "profile": file}
     with jobs.job(settings) as made:
         engine = made.engine
         best = engine.suggest()[0].layout
@@ -73,7 +73,7 @@ def test_a_slow_member_gets_fewer_samples(pool: RankPool, tmp_path: Path) -> Non
 
 def started_with(file: str) -> str:
     settings = jobs.config()
-    settings["dynatrain"] |= {"layouts": "best", "balance": {"profile": file}}
+    settings["dynatrain"] |= {"layouts": "best", "balance": {"mode": "off", "profile": file}}
     with pytest.raises(ConfigError) as caught, jobs.job(settings):
         pass
     return str(caught.value)

@@ -34,9 +34,9 @@ class Choice:
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
     """The rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: that of an engine."""
     if layouts == BEST:
-        return best or _growing
+        return best or growing
     if isinstance(layouts, str):
-        return _growing if layouts == GROWS else _of_function(layouts)
+        return growing if layouts == GROWS else _of_function(layouts)
     return _of_table({int(size): dict(values) for size, values in layouts.items()})
 
 
@@ -64,7 +64,8 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
         return Choice(layout, tuple(refusals))
 
 
-def _growing(members: int, present: Layout) -> Iterator[Layout]:
+def growing(members: int, present: Layout) -> Iterator[Layout]:
+    """As many data ranks as there can be."""
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)
