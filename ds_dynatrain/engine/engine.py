@@ -197,10 +197,10 @@ class DynatrainEngine(OverridingEngine):
     ) -> tuple[Choice, ...]:
         """The layouts that are fastest by a profile, best first, of those that a switch would not refuse.
 
-        profile: or its file; by default what was measured, or else that of `dynatrain.balance`. members: how many there are; all by default.
-        horizon_steps: over how many steps what a switch takes is spread; without it that counts for nothing. Each has
-        `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError for a profile of other
-        batches, LayoutError if nothing fits.
+        profile: or its file; by default what was measured, or else that of `dynatrain.balance`. members: how many there
+        are; all by default. horizon_steps: over how many steps what a switch takes is spread; without it that counts
+        for nothing. Each has `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError
+        for a profile of other batches, LayoutError if nothing fits.
         """
         return self._parts.switcher.suggest(profile, members, horizon_steps)
 
