@@ -204,3 +204,57 @@ def test_nothing_is_imported_without_the_block() -> None:
         timeout=120,
     )
     assert made.returncode == 0, made.stderr[-2000:]
+
+
+def coming(dtype: str, stage: int) -> list[Any]:
+    """Two members work, then four: what the profile is on each after each window. Tied layers, experts in none."""
+    given = balanced(settings(layout(2, 1, stage), dtype), every_steps=2, window_steps=1)
+    found = []
+    with job(given, "tied") as made:
+        engine = made.engine
+        if engine.idle:
+            with pytest.raises(ProfileError, match="this member is idle"):
+                engine.balancer.advise()
+            with pytest.raises(ConfigError, match="idle"):
+                engine.balancer.note("nothing")
+        while engine.idle or engine.global_steps < 10:
+            if not engine.idle and engine.global_steps == 5 and engine.layout.data == 1:
+                engine.switch(layout(2, 2, stage), at=5)
+            engine.train_batch()
+            found.append((engine.global_steps, engine.balancer.profile))
+        assert engine.last_switch.outcome == "committed", engine.last_switch.reason
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("bf16", 1), ("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0)])
+def test_who_comes_has_it_too(pool: RankPool, dtype: str, stage: int) -> None:
+    ranks = pool.run(coming, dtype=dtype, stage=stage)
+    steps = [dict(each) for each in ranks]
+    assert [sorted(each) for each in steps] == [[*range(1, 11)]] * 2 + [[*range(6, 11)]] * 2
+    for step in (8, 9, 10):
+        assert len({repr(each[step]) for each in steps}) == 1 and steps[0][step] is not None
+    assert steps[2][7] is None and len(steps[0][5].speeds) == 2 and len(steps[0][10].speeds) == 4
+    found = steps[0][10]
+    assert found.layers[0].kind_bytes == found.layers[6].kind_bytes, "a tied layer has its weight at both places"
+    assert (found.seconds("optimizer_seconds") > 0).tolist() == found.trained.tolist()
+    assert found.layers[0].backward_seconds > 0 and (found.counts("activation_bytes") > 0).any()
+
+
+def compiled() -> tuple[int, int]:
+    """Compilations before and after a window."""
+    given = balanced(settings(layout(2, 2)), every_steps=10**6, window_steps=1)
+    with job(given, "tied") as made:
+        engine = made.engine
+        engine.compile(backend="eager")
+        engine.train_batch()
+        engine.train_batch()
+        before = engine._host.compilations.count
+        engine.train_batch()
+        assert engine.balancer.profile is not None
+        engine.train_batch()
+        return before, engine._host.compilations.count
+
+
+def test_nothing_is_compiled_again(pool: RankPool) -> None:
+    for before, after in pool.run(compiled):
+        assert after == before > 0
