@@ -70,7 +70,7 @@ class StageTimer:
         """Inputs of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._count, [0] * self._count
         self._kept: set[int] = set()
-        self._stepped = 0
+        self._stepped, self._began = 0, None
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class StageTimer:
         What that layer was given, too, and handed on, was made before it. A stage's outputs have hooks as well: where
         there are several DeepSpeed goes back from one after the other.
         """
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        wanted = [each for each in tensors if each.requires_grad and not isinstance(each, nn.Parameter)]
         for tensor in wanted:
             if not any(tensor is other for other in self._hooked):
                 tensor.register_hook(partial(self._at, maker))

@@ -57,6 +57,8 @@ class Balancer:
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
         self._timer: StageTimer | None = None
+        self._shared: Session | None = None
+        """The last one in which rows were shared."""
         self._left = 0
         """Steps of the window that is open."""
         self._at: tuple[str, int] = ("", 0)
@@ -172,6 +174,9 @@ class Balancer:
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
         said = session.reduce("rows", {str(engine.rank): rows.tolist()}, _merged, self._joined)
         session.forget("rows")
+        if self._shared is not None and self._shared.board is session.board:
+            self._shared.forget_answer("rows")
+        self._shared = session
         self._averaged, self._pause = Averaged.from_json(said["averaged"]), Pause(*said["pause"])
         self._is_noted = False
         steps = engine.global_steps

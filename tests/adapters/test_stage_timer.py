@@ -106,5 +106,6 @@ def times_in_stages() -> None:
         assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
 
 
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 def test_layers_have_the_times_that_they_take(pool: RankPool) -> None:
     pool.run(times_in_stages)

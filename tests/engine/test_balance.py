@@ -87,6 +87,7 @@ def measuring(folder: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path) -> None:
     ranks = pool.run(measuring, folder=str(tmp_path), seconds=120)
     first, advice = ranks[0]["first"], ranks[0]["advice"]

@@ -237,3 +237,17 @@ def test_waiting_ends_for_a_reason_of_the_callers() -> None:
     session = Session(Control(store, "job", 2, 60.0), "it", MEMBERS, "doing it", stop=over)
     with pytest.raises(MemberMissing, match="member 5"):
         session.all("done", 1)
+
+
+def test_what_is_forgotten_is_off_the_board() -> None:
+    def work(session: Session) -> Any:
+        first = session.reduce("one", mine(session), operator.add)
+        session.forget("one")
+        second = session.reduce("two", mine(session), operator.add)
+        session.forget_answer("one")
+        board = session.board
+        said = board.read(f"{session.key}/one/0/{mine(session)}")
+        hear(session)
+        return first, second, said, board.read(f"{session.key}/one/answer")
+
+    assert together(work) == [(14, 14, None, None)] * 3

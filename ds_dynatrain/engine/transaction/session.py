@@ -178,11 +178,16 @@ class Session:
     def forget(self, step: str) -> None:
         """After `reduce`: take what this member has said back from the board; for what comes again and again.
 
-        The answer stays, as others may not have read it yet.
+        The answer stays, as others may not have read it yet: see `forget_answer`.
         """
         place, member = f"{self.key}/{step}", self.board.member
         levels = len(Tree(self.members).heard_by(member))
         self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
+
+    def forget_answer(self, step: str) -> None:
+        """On the first member, once all have read the answer of a `reduce`: as who has come to a later one has."""
+        if self.is_first:
+            self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
         """On the first member what all say, joined, or by member without `join`; None on the others, which go on."""
