@@ -6,21 +6,16 @@ that is not there yet is known here and refused by name, so that nobody relies o
 
 from __future__ import annotations
 
-import base64
-import binascii
 import difflib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from ds_dynatrain.config_file import Config, read_config, type_name
 from ds_dynatrain.errors import ConfigError
 
 BLOCK = "dynatrain"
-
-Config = str | os.PathLike[str] | Mapping[str, Any]
-"""What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
 
 MINIMUM_BUDGET_BYTES = 64 * 1024
 """What the transfer needs at the least for staging."""
@@ -218,39 +213,6 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
     return own, block.model_copy(update={"layout": layout})
 
 
-def read_config(config: Config) -> dict[str, Any]:
-    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, a key stands once.
-
-    Raises `ConfigError` where nothing can be read or a key stands twice.
-    """
-    if isinstance(config, Mapping):
-        return dict(config)
-    import hjson  # comes with DeepSpeed; not needed for a dictionary
-
-    name = os.fspath(config)
-    try:
-        if os.path.exists(name):
-            with open(name, encoding="utf-8") as file:
-                read = hjson.load(file, object_pairs_hook=_once)
-        else:
-            read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=_once)
-    except (OSError, UnicodeError, binascii.Error, hjson.HjsonDecodeError) as error:
-        raise ConfigError(f"configuration {name!r}: neither a readable file nor JSON in base64 ({error})") from error
-    if not isinstance(read, dict):
-        raise ConfigError(f"configuration {name!r}: expected an object of keys, got {_type_name(read)}")
-    return read
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of one JSON object, whose keys must differ."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f"configuration: the key {key!r} stands twice in one object; remove one of them")
-        found[key] = value
-    return found
-
-
 def _deepspeed_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of DeepSpeed's own part."""
     zero = config.get("zero_optimization", {})
@@ -266,7 +228,7 @@ def _deepspeed_stage(config: Mapping[str, Any]) -> int:
 def _validated(block: object) -> DynatrainConfig:
     """Return the checked block; the first thing that is wrong with it is the error."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({_type_name(block)})")
+        raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({type_name(block)})")
     if block.get("transport") == "ring":
         raise ConfigError(
             f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
@@ -286,7 +248,7 @@ def _validated(block: object) -> DynatrainConfig:
         expected = first["msg"].replace("Input should be ", "").removeprefix("a valid ")
         expected = "an object of keys" if first["type"].startswith("model") else expected
         value = first["input"]
-        raise ConfigError(f"{where}: expected {expected}, got {value!r} ({_type_name(value)})") from error
+        raise ConfigError(f"{where}: expected {expected}, got {value!r} ({type_name(value)})") from error
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
@@ -334,13 +296,3 @@ def _check_together(block: DynatrainConfig) -> None:
             f"{BLOCK}.balance.window_steps: {balance.window_steps} steps are to be timed of every "
             f"{balance.every_steps}; give at most every_steps"
         )
-
-
-def _type_name(value: object) -> str:
-    """Return what a reader of JSON calls the type of a value."""
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-    if isinstance(value, Mapping):
-        return "object"
-    if isinstance(value, list | tuple):
-        return "list"
-    return names.get(type(value), type(value).__name__)

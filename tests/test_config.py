@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.config import DynatrainConfig, LayoutConfig, read_config, split_config
+from ds_dynatrain.config import DynatrainConfig, LayoutConfig, split_config
+from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 
 DEEPSPEED: dict[str, Any] = {"train_batch_size": 12, "zero_optimization": {"stage": 2}}

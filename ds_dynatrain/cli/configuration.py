@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.config import BLOCK, DynatrainConfig, read_config, split_config
+from ds_dynatrain.config import BLOCK, DynatrainConfig, split_config
+from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage

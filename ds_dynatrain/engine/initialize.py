@@ -24,7 +24,8 @@ from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compi
 from ds_dynatrain.adapters.support import refuse_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
-from ds_dynatrain.config import Config, DynatrainConfig, split_config
+from ds_dynatrain.config import DynatrainConfig, split_config
+from ds_dynatrain.config_file import Config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.construction import Construction

@@ -1,0 +1,57 @@
+"""A configuration of DeepSpeed's as a dictionary, in whichever of its ways it is given."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_dynatrain.errors import ConfigError
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+"""What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
+
+
+def read_config(config: Config) -> dict[str, Any]:
+    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, a key stands once.
+
+    Raises `ConfigError` where nothing can be read or a key stands twice.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    import hjson  # comes with DeepSpeed; not needed for a dictionary
+
+    name = os.fspath(config)
+    try:
+        if os.path.exists(name):
+            with open(name, encoding="utf-8") as file:
+                read = hjson.load(file, object_pairs_hook=_once)
+        else:
+            read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=_once)
+    except (OSError, UnicodeError, binascii.Error, hjson.HjsonDecodeError) as error:
+        raise ConfigError(f"configuration {name!r}: neither a readable file nor JSON in base64 ({error})") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"configuration {name!r}: expected an object of keys, got {type_name(read)}")
+    return read
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dictionary of one JSON object, whose keys must differ."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"configuration: the key {key!r} stands twice in one object; remove one of them")
+        found[key] = value
+    return found
+
+
+def type_name(value: object) -> str:
+    """Return what a reader of JSON calls the type of a value."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    if isinstance(value, Mapping):
+        return "object"
+    if isinstance(value, list | tuple):
+        return "list"
+    return names.get(type(value), type(value).__name__)
