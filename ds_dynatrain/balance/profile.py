@@ -154,15 +154,15 @@ class Profile:
         lists = {"layers": tuple(layers), **({"speeds": tuple(given["speeds"])} if "speeds" in given else {})}
         return cls(**{**given, **lists})
 
-    def save(self, file: Path) -> None:
+    def save(self, file: str | Path) -> None:
         """Write it as JSON; OSError where it cannot be written."""
-        file.write_text(self.to_json() + "\n", encoding="utf-8")
+        Path(file).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, file: Path) -> Profile:
+    def load(cls, file: str | Path) -> Profile:
         """Read what `save` wrote; ProfileError with its name if it is no profile, OSError if it cannot be read."""
         try:
-            return cls.from_json(file.read_text(encoding="utf-8"))
+            return cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (ProfileError, UnicodeDecodeError) as error:
             raise ProfileError(f"{file}: {error}") from None
 

@@ -69,7 +69,7 @@ def measuring(folder: str) -> dict[str, Any]:
         advice = engine.balancer.advise()
         assert advice.proposed != engine.layout
         if engine.rank == 0:
-            first.save(Path(folder) / "profile.json")
+            first.save(f"{folder}/profile.json")
         engine.switch(advice.proposed, at=engine.global_steps)
         for _ in range(4):
             engine.train_batch()
