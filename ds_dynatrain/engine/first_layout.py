@@ -13,7 +13,7 @@ from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.job import Job
-from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused, UnsupportedError
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, shared_stages
 from ds_dynatrain.support import Target, refuse_layout
 
@@ -62,18 +62,6 @@ def check_start(layout: Layout, model: nn.Module, job: Job, processes: int) -> N
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:
         raise ConfigError(str(refusal)) from refusal
-    if job.settings.balance is not None and job.settings.balance.profile is not None:
-        _check_profile(job, job.settings.balance.profile)
-
-
-def _check_profile(job: Job, file: str) -> None:
-    """ConfigError if layouts cannot be chosen from this file."""
-    from ds_dynatrain.engine.suggesting import profile_for
-
-    try:
-        profile_for(job.batch_sizes, file)
-    except (OSError, ProfileError) as error:
-        raise ConfigError(f"dynatrain.balance.profile: {error}") from error
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:

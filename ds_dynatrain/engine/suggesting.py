@@ -18,7 +18,7 @@ from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.errors import LayoutError, ProfileError, SwitchRefused
+from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused
 from ds_dynatrain.space import Layout
 
 COUNT = 10
@@ -34,6 +34,20 @@ def profile_for(sizes: BatchSizes, profile: Profile | str | Path) -> Profile:
         raise ProfileError(
             f"the profile is of batches of {timed[0]} samples in micro-batches of {timed[1]}, and this job has "
             f"{here[0]} and {here[1]}: profile again, or give it these batch sizes"
+        )
+    return found
+
+
+def configured(engine: EngineCore, file: str) -> Profile:
+    """The profile of `dynatrain.balance.profile`; ConfigError unless it is of this job's batches and layers."""
+    try:
+        found, shaper = profile_for(engine.job.batch_sizes, file), engine.host.shaper
+    except (OSError, ProfileError) as error:
+        raise ConfigError(f"dynatrain.balance.profile: {error}") from error
+    if isinstance(shaper, PipelineShaper) and len(found.layers) != len(shaper.template.layers):
+        raise ConfigError(
+            f"dynatrain.balance.profile: {file} is of another model: it has {len(found.layers)} layers, and this one "
+            f"has {len(shaper.template.layers)}"
         )
     return found
 

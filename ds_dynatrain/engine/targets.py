@@ -34,6 +34,16 @@ class Targets:
         self.engine = engine
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
         self.measured: Callable[[], Profile | None] = lambda: None
+        self._configured = self._read_profile()
+
+    def _read_profile(self) -> Profile | None:
+        """That of the configuration, once: its file may be gone later. ConfigError if it is none for this job."""
+        block = self.engine.settings.balance
+        if block is None or block.profile is None:
+            return None
+        from ds_dynatrain.engine.suggesting import configured
+
+        return configured(self.engine, block.profile)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
         """The fastest ones by the profile; before there is one, as many data ranks as there can be."""
@@ -47,13 +57,8 @@ class Targets:
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured, or else that of the configuration; ProfileError if that is of other batches."""
-        block, measured = self.engine.settings.balance, self.measured()
-        if measured is not None or block is None or block.profile is None:
-            return measured
-        from ds_dynatrain.engine.suggesting import profile_for
-
-        return profile_for(self.engine.job.batch_sizes, block.profile)
+        """What was measured, or else that of the configuration."""
+        return self.measured() or self._configured
 
     def step_ms(self, target: Layout) -> dict[str, float]:
         """What a step takes in a layout, by the profile; nothing without one."""

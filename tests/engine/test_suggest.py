@@ -23,6 +23,20 @@ def profile_of(seconds: tuple[float, ...], speeds: tuple[float, ...] = (1.0,), b
     return Profile(layers=layers, train_batch_size=batch, micro_batch_size=3, speeds=speeds)
 
 
+def started_with_layers(file: str) -> str:
+    settings = pipeline_walks.settings(Layout(pipe=2, data=2, zero_stage=1))
+    settings["dynatrain"]["balance"] = {"mode": "off", "profile": file}
+    with pytest.raises(ConfigError) as caught, pipeline_walks.job(settings, "tied"):
+        pass
+    return str(caught.value)
+
+
+def test_a_profile_of_another_model_ends_the_start(pool: RankPool, tmp_path: Path) -> None:
+    profile_of((1.0, 1.0)).save(tmp_path / "two")
+    for said in pool.run(started_with_layers, file=str(tmp_path / "two")):
+        assert "it has 2 layers, and this one has 7" in said
+
+
 def cut_anew() -> tuple[Layout, list[str], float]:
     """(the layout after going to the best of two stages, what of all suggestions would be refused, the last loss)."""
     with pipeline_walks.job(pipeline_walks.settings(Layout(pipe=2, data=2, zero_stage=1)), "tied") as made:
@@ -81,6 +95,8 @@ def started_with(file: str) -> str:
 
 def test_a_start_with_a_profile_that_is_none(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "cut").write_text(profile_of((1.0,)).to_json()[:-20])
-    for name, words in (("missing", "No such file"), ("cut", "no JSON, or the end is missing")):
+    profile_of((1.0,), batch=24).save(tmp_path / "batches")
+    cannot = {"missing": "No such file", "cut": "no JSON, or the end is missing", "batches": "of batches of 24 samples"}
+    for name, words in cannot.items():
         for said in pool.run(started_with, file=str(tmp_path / name)):
             assert said.startswith("dynatrain.balance.profile: ") and words in said
