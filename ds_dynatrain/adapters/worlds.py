@@ -21,7 +21,8 @@ from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.held_groups import HeldGroup
 from ds_dynatrain.adapters.pair import Pair
-from ds_dynatrain.adapters.peers import SAME_AS, peers, tied_peers
+from ds_dynatrain.adapters.patient import patient
+from ds_dynatrain.adapters.peers import KINDS, SAME_AS, peers, tied_peers
 from ds_dynatrain.adapters.process_groups import (
     OURS,
     Made,
@@ -109,6 +110,8 @@ def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: 
     made = make_group(store, name, place, len(ranks), seconds)
     if kind == "transfer":
         return made
+    if kind not in KINDS and not is_accelerated():  # of all ranks, where pipelines send, or of the user's
+        made = patient(made)
     if world.status is not None:
         return watched(made, world.status)
     return (Pair(made[0]), made[1]) if is_accelerated() else made

@@ -18,6 +18,7 @@ from deepspeed.utils import groups
 
 from ds_dynatrain.adapters.peers import KINDS
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, drop, install, launch_store, stand_in_world
 from ds_dynatrain.space import Layout
@@ -304,3 +305,29 @@ def alone() -> None:
 
 def test_a_group_of_one_does_what_a_real_one_would(pool: RankPool) -> None:
     pool.run(alone)
+
+
+def late_message(generation: int, is_watched: bool) -> float:
+    """Seconds that rank 1 waits for a message of rank 0's, which comes after the time that connecting was given."""
+    launch, store = LaunchWorld.current(), launch_store()
+    everyone, layout = range(launch.size), Layout(zero_stage=1, data=launch.size)
+    status = GroupStatus() if is_watched else None
+    world = build_world(store, generation, launch.member, everyone, everyone, 1.0, layout, status=status)
+    install(world)
+    begin, told = time.monotonic(), torch.zeros(1)
+    if launch.member == 0:
+        time.sleep(1.5)
+        td.send(torch.ones(1), 1)
+    elif launch.member == 1:
+        td.recv(told, 0)
+        assert told.item() == 1
+    took = time.monotonic() - begin
+    td.barrier()
+    launch.install()
+    drop(world).join()
+    return took
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_message_may_come_late(pool: RankPool, is_watched: bool) -> None:
+    assert pool.run(late_message, generation=900 + is_watched, is_watched=is_watched)[1] > 1.2
