@@ -6,15 +6,18 @@ also keeps whole fp32 gradients, which are zero between two steps: they are buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 
+from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.flat import FlatGroups, Slots, end_to_end, is_empty_group
 from ds_dynatrain.adapters.fragments import relink
 from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.state import Buffers, Scalars
 
 
@@ -26,6 +29,21 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
         if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):
             has_gradient[-1] = True
+
+
+@contextmanager
+def stage_without_gradients(optimizer: Any) -> Iterator[None]:
+    """Inside the block a pipeline stage that counts no gradient adds 0 to the norm; DeepSpeed stacks an empty list."""
+    own = optimizer.get_grads_for_norm
+
+    def at_least_one(for_clipping: bool = False) -> Any:
+        found = own(for_clipping)
+        if for_clipping or found[0]:
+            return found
+        return [torch.zeros(1, device=compute_device())], found[1]
+
+    with replaced(optimizer, "get_grads_for_norm", at_least_one):
+        yield
 
 
 class AccumulatingStage(FlatGroups):

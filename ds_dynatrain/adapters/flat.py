@@ -38,13 +38,14 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
     """Give each empty group one element that belongs to no tensor: DeepSpeed takes no group without one.
 
-    It gets no gradient, and its state is counted along, so a group's counts are the same on all stages. Returns their
-    names: DeepSpeed asks for that of every parameter.
+    Its state is counted along (without ZeRO see `stage0.count_empty_groups`), so a group's counts are the same on all
+    stages. Returns their names: DeepSpeed asks for that of every parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         if is_empty_group(model, number):
-            element: Any = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=compute_device()))
+            shape = (1, 1) if group.get("use_muon") else (1,)  # Muon steps matrices alone
+            element: Any = nn.Parameter(torch.zeros(shape, dtype=model.dtype, device=compute_device()))
             if group.get("moe"):
                 element.allreduce, element.group_name = False, group["name"]
             else:

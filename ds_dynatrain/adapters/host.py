@@ -26,7 +26,6 @@ from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.optimizers import moment_types
 from ds_dynatrain.adapters.placement import ElementTypes, Memory, Placement
-from ds_dynatrain.adapters.rules import parts_without_zero
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
@@ -308,11 +307,8 @@ class Host:
         self._enter_world(world, layout, config)
         self._give_shapes()
         reset_counters()
-        if layout.zero_stage > 0 or parts_without_zero(self):
-            names = {
-                held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)
-            }
-            self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
+        names = {held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
+        self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
         with no_alloc(self.basic_optimizer, keeps_zeros=self._has_gradients_of_its_own(layout)):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -31,19 +31,14 @@ class ModelMap:
     dtype: torch.dtype
 
     @staticmethod
-    def of(
-        module: nn.Module,
-        groups: Sequence[Sequence[nn.Parameter]],
-        shapes: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> ModelMap:
-        """Read names and shapes while the module is whole, or with the `shapes` by the parameters' ids.
+    def of(module: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> ModelMap:
+        """Read names and shapes while the module is whole.
 
         A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
         the parameter or group, for what a switch cannot carry.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
-        shapes = shapes or {key: tuple(parameter.shape) for key, parameter in known.items()}
         tensors: list[LogicalTensor] = []
         parameters: list[nn.Parameter] = []
         for number, group in enumerate(groups):
@@ -56,13 +51,13 @@ class ModelMap:
                         f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not in "
                         "the model; register it in a module"
                     )
-                shape = tuple(shapes[id(parameter)])
-                tensors.append(LogicalTensor(names[id(parameter)], shape, number, _is_expert(parameter)))
+                name, shape = names[id(parameter)], tuple(parameter.shape)
+                tensors.append(LogicalTensor(name, shape, number, _is_expert(parameter)))
                 parameters.append(parameter)
         taken = {id(parameter) for parameter in parameters}
         for key, parameter in known.items():
             if key not in taken:
-                tensors.append(LogicalTensor(names[key], tuple(shapes[key]), FROZEN, _is_expert(parameter)))
+                tensors.append(LogicalTensor(names[key], tuple(parameter.shape), FROZEN, _is_expert(parameter)))
                 parameters.append(parameter)
         flags = tuple(parameter.requires_grad for parameter in parameters)
         held = tuple(map(tuple, groups))
@@ -89,6 +84,35 @@ class ModelMap:
         number = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         groups = tuple(tuple(held[number[id(each)]] for each in group) for group in self.groups)
         return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
+
+    def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
+        """The map of the same parameters in other optimizer groups, by the tensors' names.
+
+        requires_grad: what requires a gradient then; it is not set. Frozen tensors stay in their order.
+        """
+        number = {tensor.name: at for at, tensor in enumerate(self.tensors)}
+        trained = [(number[name], group) for group, listed in enumerate(groups) for name in listed]
+        trained = [(at, group) for at, group in trained if self.tensors[at].name in requires_grad]
+        others = set(range(len(self.tensors))).difference(at for at, _ in trained)
+        order = [*trained, *((at, FROZEN) for at in sorted(others))]
+        return ModelMap(
+            tuple(replace(self.tensors[at], group=group) for at, group in order),
+            tuple(self.parameters[at] for at, _ in order),
+            tuple(tuple(self.parameters[number[name]] for name in listed) for listed in groups),
+            tuple(self.tensors[at].name in requires_grad for at, _ in order),
+            self.dtype,
+        )
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters by their tensors' names."""
+        return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
+
+    @property
+    def group_names(self) -> tuple[tuple[str, ...], ...]:
+        """What each group holds, by the tensors' names."""
+        names = {id(held): name for name, held in self.named.items()}
+        return tuple(tuple(names[id(held)] for held in group) for group in self.groups)
 
     @property
     def trainable(self) -> int:

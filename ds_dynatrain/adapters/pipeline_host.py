@@ -14,11 +14,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
-from ds_dynatrain.adapters.bf16 import count_empty_experts
+from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
@@ -171,4 +172,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:
             count_empty_experts(self.optimizer, self._host.model_map)
+            with stage_without_gradients(self.optimizer):
+                super()._take_model_step(*arguments)
+            return
+        if self.optimizer is self.basic_optimizer:
+            count_empty_groups(self.basic_optimizer, self._host.model_map)
         super()._take_model_step(*arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -61,53 +61,77 @@ class Regrouping:
         ]
 
 
-def regroup(
-    model: ModelMap,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    asked: Sequence[Mapping[str, Any]],
-    begun: bool,
-) -> Regrouping | None:
-    """The groups that follow from the parameters' present `requires_grad` and the asked groups; None: as they are.
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a registration.
 
-    A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
-    listed in: ZeRO counts steps once per group. Before the first step (`begun` false) it stays in that group.
-    SwitchRefused, naming the parameter, for what cannot be.
+    requires_grad: whether each parameter requires a gradient now, by its tensor's name; for those left out it is
+    as it was. groups: of each asked group the names of its parameters, and its other entries. begun: whether the
+    optimizer has states.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    requires_grad: Mapping[str, bool]
+    groups: tuple[tuple[tuple[str, ...], Group], ...]
+    begun: bool
+
+
+def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> Wanted:
+    """What the parameters of this rank and its caller say. SwitchRefused, naming the parameter, for a strange one."""
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
-    trained = {id(parameter) for parameter in model.parameters[: model.trainable]}
-    newly = {
-        id(parameter)
-        for parameter, was in zip(model.parameters, model.requires_grad, strict=True)
-        if parameter.requires_grad and not was and id(parameter) not in trained
-    }
-    wanted = [_asked(group, names, trained, model, optimizer) for group in asked]
-    explicit = {id(parameter) for parameters, *_ in wanted for parameter in parameters}
-    kept, fresh = [], []
-    for number, listed in enumerate(model.groups):
-        moved = [each for each in listed if id(each) in newly - explicit] if begun else []
-        gone = {id(each) for each in moved} | explicit
-        stay = [each for each in listed if id(each) not in gone]
-        if any(each.requires_grad for each in stay):
-            kept.append(NewGroup(number, False, tuple(names[id(each)] for each in stay)))
+    names = {id(parameter): tensor.name for tensor, parameter in zip(model.tensors, model.parameters, strict=True)}
+    asked = []
+    for group in groups:
+        held = group.get("params", ())
+        parameters: list[nn.Parameter] = [held] if isinstance(held, nn.Parameter) else list(held)
+        for each in parameters:
+            if id(each) not in names:
+                raise SwitchRefused(
+                    f"a group holds a parameter of shape {tuple(each.shape)} that is not in the model",
+                    "add parameters before initialize, frozen if need be",
+                )
+        rest = {key: value for key, value in group.items() if key != "params"}
+        asked.append((tuple(names[id(each)] for each in parameters), rest))
+    return Wanted({names[id(each)]: each.requires_grad for each in module.parameters()}, tuple(asked), begun)
+
+
+def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -> Regrouping | None:
+    """The groups that follow from what requires a gradient now, and the asked groups; None: as they are.
+
+    A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
+    listed in: ZeRO counts steps once per group. Before the first step it stays in that group. SwitchRefused, naming the
+    parameter, for what cannot be.
+    """
+    names = [tensor.name for tensor in model.tensors]
+    was = dict(zip(names, model.requires_grad, strict=True))
+    now = {name: wanted.requires_grad.get(name, was[name]) for name in names}
+    trained = set(names[: model.trainable])
+    newly = [name for name in names if now[name] and not was[name] and name not in trained]
+    asked = [_asked(listed, rest, now, trained, model, optimizer) for listed, rest in wanted.groups]
+    explicit = {name for group in asked for name in group.names}
+    implied, kept, fresh = set(newly) - explicit, list[NewGroup](), list[NewGroup]()
+    for number, listed in enumerate(model.group_names):
+        moved = [name for name in listed if name in implied] if wanted.begun else []
+        stay = [name for name in listed if name not in explicit and name not in moved]
+        if any(now[name] for name in stay):
+            kept.append(NewGroup(number, False, tuple(stay)))
         if moved:
-            fresh.append(NewGroup(number, True, tuple(names[id(each)] for each in moved)))
+            fresh.append(NewGroup(number, True, tuple(moved)))
     placed = {name for group in (*kept, *fresh) for name in group.names}
-    lost = [names[key] for key in names if key in newly - explicit and names[key] not in placed]
-    if lost:
+    lost = next((name for name in newly if name in implied - placed), None)
+    if lost is not None:
         raise SwitchRefused(
-            f"{lost[0]!r} requires a gradient now and is listed in no optimizer group",
+            f"{lost!r} requires a gradient now and is listed in no optimizer group",
             "name one: engine.update_param_groups(groups=[{'params': [...], 'like': 0}])",
         )
-    fresh += [NewGroup(like, True, tuple(names[id(each)] for each in held), more) for held, like, more in wanted]
+    fresh += asked
     if not kept and not fresh:
         raise SwitchRefused("no parameter requires a gradient any more", "leave one trainable")
-    _check_fresh(optimizer, fresh, begun)
-    after = Regrouping((*kept, *fresh), tuple(name for name, each in module.named_parameters() if each.requires_grad))
-    return None if after == _present(model, names) else after
+    _check_fresh(optimizer, fresh, wanted.begun)
+    after = Regrouping((*kept, *fresh), tuple(name for name in names if now[name]))
+    before = [NewGroup(number, False, listed) for number, listed in enumerate(model.group_names)]
+    return None if after == Regrouping(tuple(before), tuple(name for name in names if was[name])) else after
 
 
 def changes(
@@ -152,41 +176,34 @@ def _strange(model: ModelMap, module: nn.Module) -> str | None:
 
 
 def _asked(
-    group: Mapping[str, Any],
-    names: Mapping[int, str],
-    trained: set[int],
+    names: tuple[str, ...],
+    rest: Group,
+    now: Mapping[str, bool],
+    trained: Collection[str],
     model: ModelMap,
     optimizer: torch.optim.Optimizer,
-) -> tuple[list[nn.Parameter], int, dict[str, Any]]:
-    """(parameters, origin, other hyper-parameters) of an asked group."""
-    held = group.get("params", ())
-    parameters: list[nn.Parameter] = [held] if isinstance(held, nn.Parameter) else list(held)
-    more = {key: value for key, value in group.items() if key not in ("params", LIKE)}
-    if not parameters:
+) -> NewGroup:
+    """An asked group."""
+    more = {key: value for key, value in rest.items() if key != LIKE}
+    if not names:
         raise SwitchRefused("a group without parameters was given", "give {'params': [...]}")
-    for each in parameters:
-        if id(each) not in names:
-            raise SwitchRefused(
-                f"a group holds a parameter of shape {tuple(each.shape)} that is not in the model",
-                "add parameters before initialize, frozen if need be",
-            )
-        if not each.requires_grad or id(each) in trained:
-            state = "is trained already" if id(each) in trained else "is frozen"
-            raise SwitchRefused(f"{names[id(each)]!r} {state}", "groups= is for newly trainable parameters")
-    like = group.get(LIKE)
+    for name in names:
+        if not now[name] or name in trained:
+            state = "is trained already" if name in trained else "is frozen"
+            raise SwitchRefused(f"{name!r} {state}", "groups= is for newly trainable parameters")
+    like = rest.get(LIKE)
     if like is None:
-        mine = {id(each) for each in parameters}
-        listed = {number for number, old in enumerate(model.groups) if any(id(each) in mine for each in old)}
+        listed = {number for number, old in enumerate(model.group_names) if not set(names).isdisjoint(old)}
         like = listed.pop() if len(listed) == 1 else (0 if len(model.groups) == 1 else None)
     if isinstance(like, bool) or not isinstance(like, int) or not 0 <= like < len(model.groups):
         raise SwitchRefused(
-            f"the group of {names[id(parameters[0])]!r} does not say which present group it is like ({like!r})",
+            f"the group of {names[0]!r} does not say which present group it is like ({like!r})",
             f"give 'like': a number from 0 to {len(model.groups) - 1}",
         )
     unknown = sorted(set(more) - set(optimizer.param_groups[like]))
     if unknown:
         raise SwitchRefused(f"group {like} of the optimizer has no {unknown[0]!r}", "leave it out")
-    return parameters, like, more
+    return NewGroup(like, True, names, more)
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer, fresh: Sequence[NewGroup], begun: bool) -> None:
@@ -197,11 +214,3 @@ def _check_fresh(optimizer: torch.optim.Optimizer, fresh: Sequence[NewGroup], be
             raise SwitchRefused(
                 f"{group.names[0]!r}: with dampening a momentum does not begin as zeros", "set dampening to 0"
             )
-
-
-def _present(model: ModelMap, names: Mapping[int, str]) -> Regrouping:
-    groups = [
-        NewGroup(number, False, tuple(names[id(each)] for each in listed)) for number, listed in enumerate(model.groups)
-    ]
-    flags = {id(each): was for each, was in zip(model.parameters, model.requires_grad, strict=True)}
-    return Regrouping(tuple(groups), tuple(name for key, name in names.items() if flags[key]))

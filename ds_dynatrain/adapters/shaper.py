@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,9 @@ class Shaper:
         UnsupportedError naming the parameter that DeepSpeed does not describe.
         """
         raise LayoutError(f"{layout}: this model has no axis but data and sequence")
+
+    def refuse_to_train(self, names: Collection[str]) -> None:
+        """SwitchRefused, naming it, for a tensor that is to be trained from now on and cannot be in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.

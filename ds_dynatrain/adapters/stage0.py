@@ -2,6 +2,9 @@
 
 In fp32 the engine's optimizer is the user's torch optimizer on the parameters themselves (weight and master are the
 same memory); in bf16 it is FP16_UnfusedOptimizer with one fp32 clone per parameter.
+
+An optimizer group of which a pipeline stage has nothing has an element without meaning there (`fill_empty_groups`),
+which counts the group's steps.
 """
 
 from __future__ import annotations
@@ -12,10 +15,17 @@ import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
+from ds_dynatrain.adapters.flat import is_empty_group, tensors_of
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import fill_absent, held_moments, level_counts, read_state, write_state
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId
+
+
+def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
+    """Before a step, let the elements without meaning be stepped, too."""
+    for holder in _holders_of_empty_groups(optimizer, model).values():
+        holder.grad = torch.zeros_like(holder)
 
 
 class ReplicatedStage:
@@ -35,6 +45,9 @@ class ReplicatedStage:
                 buffers[name, BufferId("tensor", number)] = moment
             for name, value in steps.items():
                 scalars.values.setdefault(name, {})[number] = value
+        for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
+            for name, value in read_state(engine.basic_optimizer, holder, group)[1].items():
+                scalars.values.setdefault(name, {}).update(dict.fromkeys(tensors_of(model, group), value))
         level_counts(engine.basic_optimizer, scalars, groups)
         fill_absent(engine.basic_optimizer, model, buffers, scalars)
         return buffers, scalars
@@ -61,6 +74,17 @@ class ReplicatedStage:
                 continue  # the optimizer would not count its steps
             held = held_moments(engine.basic_optimizer, group, buffers, name)
             write_state(engine.basic_optimizer, master, group, held, scalars.of(number))
+        for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
+            first = tensors_of(model, group)[0]
+            held = held_moments(engine.basic_optimizer, group, buffers, BufferId("tensor", first))
+            moments = {name: torch.zeros(holder.numel(), dtype=each.dtype) for name, each in held.items()}
+            write_state(engine.basic_optimizer, holder, group, moments, scalars.of(first))
+
+
+def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
+    """The elements without meaning, by the number of their group."""
+    groups = enumerate(optimizer.param_groups)
+    return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
 
 def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.stage_experts import StageExperts
-from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.space import AxisCuts, Layout
 
 
@@ -58,6 +58,17 @@ class PipelineShaper(Shaper):
             raise LayoutError(f"tensor={layout.tensor}: DeepSpeed's PipelineEngine knows no tensor axis")
         cuts = self.autoep.cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
+
+    def refuse_to_train(self, names: Collection[str]) -> None:
+        """Of a tied layer what is not in its `tied_weight_attr` stays frozen: stages would train copies of it."""
+        for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
+            tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
+            stray = next((name for name in names if layer_of(name) == f"tied_modules.{key}" and name not in tied), None)
+            if stray is not None:
+                raise SwitchRefused(
+                    f"{stray!r} is in a tied layer and not in its `tied_weight_attr`: stages would train copies of it",
+                    "leave it frozen, or put it into a layer of its own",
+                )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.regroup import Regrouping, regroup
+from ds_dynatrain.adapters.regroup import Regrouping, Wanted, regroup, wanted_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.schedulers import Lists, follow, lists_per_group, put_lists_back
 from ds_dynatrain.adapters.state import Buffers, Scalars
@@ -31,12 +31,13 @@ from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.requires_grad import with_others
 from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CertificateError, OutcomeUnknown, SwitchFailed, SwitchRefused
-from ds_dynatrain.space import MASTER, WEIGHT, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, LogicalTensor, VirtualParameterSpace, is_partitioned
 from ds_dynatrain.transfer import digest
 
 STAYS = ("counters", "windows", "epoch", "scaling", "loaders")
@@ -51,24 +52,43 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
     """
     host = engine.host
     key = f"register/{place}"
-    refusal: tuple[str, str] | None = None
-    asked = None
+    session = Session(engine.control, key, engine.members, "update_param_groups")
+    refusal: SwitchRefused | None = None
+    wanted, asked = Wanted({}, (), False), None
     try:
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
         refuse_at_boundary(host)
-        asked = regroup(host.model_map, host.module, host.basic_optimizer, groups, _has_begun(engine))
-        if asked is not None:
-            lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        wanted = wanted_of(host.model_map, host.module, groups, _has_begun(engine))
     except SwitchRefused as refused:
-        refusal = refused.reason, refused.way_out
-    session = Session(engine.control, key, engine.members, "update_param_groups")
-    request = Request({"groups": None if asked is None else asked.to_json()}, refusal)
+        refusal = refused
+    try:
+        if is_partitioned(engine.layout):
+            wanted = with_others(session, wanted)
+        if refusal is None:
+            asked = _asked(engine, wanted)
+    except SwitchRefused as refused:
+        refusal = refusal or refused
+    request = Request(
+        {"groups": None if asked is None else asked.to_json()},
+        None if refusal is None else (refusal.reason, refusal.way_out),
+    )
     session.agree(request, None, SwitchRefused, _differ)
     if asked is None:
         return False
-    _Registration(engine, asked, session).run()
+    _Registration(engine, asked, session, wanted.begun).run()
     return True
+
+
+def _asked(engine: EngineCore, wanted: Wanted) -> Regrouping | None:
+    """The groups that are to be, None if they are already; SwitchRefused for what cannot be."""
+    host = engine.host
+    asked = regroup(host.model_map, host.basic_optimizer, wanted)
+    if asked is not None:
+        flags = zip(host.model_map.tensors, host.model_map.requires_grad, strict=True)
+        host.shaper.refuse_to_train(set(asked.requires_grad).difference(each.name for each, was in flags if was))
+        lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+    return asked
 
 
 def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
@@ -87,11 +107,10 @@ def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         asked = Regrouping.from_json(record)
         lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
-        for name, parameter in host.module.named_parameters():
-            parameter.requires_grad_(name in asked.requires_grad)
         _adopt(engine, asked, _model_after(engine, asked))
         follow(lists, asked.origins)
-        engine.adopt_space(space_of(engine, engine.layout, engine.members))
+        tensors = _whole_tensors(engine.vps, host.model_map)
+        engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors))
         engine.registered.append(record)
 
 
@@ -103,18 +122,24 @@ def _has_begun(engine: EngineCore) -> bool:
 
 
 def _model_after(engine: EngineCore, asked: Regrouping) -> ModelMap:
-    host = engine.host
-    parameters = dict(host.module.named_parameters())
-    old = host.model_map
-    shapes = {id(each): tensor.shape for each, tensor in zip(old.parameters, old.tensors, strict=True)}
-    return ModelMap.of(host.module, [[parameters[name] for name in group.names] for group in asked.groups], shapes)
+    return engine.host.model_map.regrouped([group.names for group in asked.groups], set(asked.requires_grad))
+
+
+def _whole_tensors(vps: VirtualParameterSpace, model: ModelMap) -> tuple[LogicalTensor, ...]:
+    """The logical tensors in the order and the groups of a rank's local ones."""
+    return tuple(replace(vps.tensors[vps.line.index(each.name)], group=each.group) for each in model.tensors)
 
 
 def _adopt(engine: EngineCore, asked: Regrouping, model: ModelMap) -> None:
-    """Make the new groups those of the optimizer; a group that lives on is the same dictionary."""
+    """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
+
+    What requires a gradient is set for parameters of other members, too.
+    """
     host = engine.host
+    for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
+        parameter.requires_grad_(flag)
     present = list(host.basic_optimizer.param_groups)
-    wanted = asked.groups_of(present, dict(host.module.named_parameters()))
+    wanted = asked.groups_of(present, model.named)
     for group, values in zip(asked.groups, wanted, strict=True):
         if not group.fresh:
             present[group.origin].update(values)
@@ -139,7 +164,7 @@ class _Old:
 class _Registration:
     """The transaction on one working member."""
 
-    def __init__(self, engine: EngineCore, asked: Regrouping, session: Session) -> None:
+    def __init__(self, engine: EngineCore, asked: Regrouping, session: Session, begun: bool) -> None:
         self.engine, self.asked, self.session, host = engine, asked, session, engine.host
         self.control, self.layout = engine.control, engine.layout
         if engine.world is None:
@@ -152,7 +177,7 @@ class _Registration:
         shared = shared_carry(engine, scalars)
         self.old = _Old(host.model_map, groups, engine.vps, buffers, scalars, shared)
         self.kinds: tuple[str, ...] = ()
-        self.begun = _has_begun(engine)
+        self.begun = begun
         self.new_kinds: tuple[str, ...] = ()
         self.swap = Swap(engine)
         self.swap.on_undo(self._require_as_before)
@@ -183,9 +208,9 @@ class _Registration:
         check_census(host, old.vps, engine.rank, old.buffers, "before registering")
         digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
         model = _model_after(engine, self.asked)
-        groups = self.asked.groups_of(host.basic_optimizer.param_groups, dict(host.module.named_parameters()))
+        groups = self.asked.groups_of(host.basic_optimizer.param_groups, model.named)
         with replaced(host.basic_optimizer, "param_groups", groups):
-            vps = space_of(engine, self.layout, engine.members, model)
+            vps = space_of(engine, self.layout, engine.members, _whole_tensors(old.vps, model))
             scalars = self._scalars_after(model)
         self.new_kinds = self._kinds_of(vps)
         self._check_memory(vps)
@@ -233,47 +258,53 @@ class _Registration:
     # ---- filling -------------------------------------------------------------------------------------------------
 
     def _filled(self, vps: VirtualParameterSpace) -> tuple[Buffers, dict[str, int]]:
-        """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters)."""
+        """(new buffers, with zeros for the moments of what is trained anew; digests of the latter's masters).
+
+        The digests are of the part that this rank owns.
+        """
         old, rank = self.old, self.engine.rank
         local = vps.local(self.layout, rank)
         target = provide(local, self.engine.host.memory(self.new_kinds, self.layout), set(), {}, zeros)
         weights = pieces_by_tensor(old.vps, self.layout, rank, WEIGHT)
+        masters = pieces_by_tensor(vps, self.layout, rank, MASTER, owned=True) if MASTER in self.new_kinds else {}
         expected: dict[str, int] = {}
         for kind in self.new_kinds:
             if kind not in self.kinds:
                 continue
-            parts = not old.vps.is_replicated(self.layout, kind)  # which `_value` adds up, so each is to come once
-            here = weights if kind == WEIGHT else pieces_by_tensor(old.vps, self.layout, rank, kind, owned=parts)
+            here = weights if kind == WEIGHT else pieces_by_tensor(old.vps, self.layout, rank, kind)
             there = pieces_by_tensor(vps, self.layout, rank, kind)
             for number, tensor in enumerate(vps.tensors):
                 before = old.vps.line.index(tensor.name)
                 anew = tensor.trainable and not old.vps.tensors[before].trainable and kind != WEIGHT
                 if not (tensor.trainable or kind == WEIGHT) or not vps.has(kind, tensor.group):
                     continue
-                if anew and kind != MASTER:
+                if (anew and kind != MASTER) or before not in weights:  # of other stages, or other experts
                     continue
                 source, rows = (WEIGHT, weights) if anew else (kind, here)
                 first, value = self._value(source, before, rows.get(before, []))
                 for start, numel, name, offset in there.get(number, ()):
-                    place = target[kind, name].narrow(0, offset, numel)
-                    place.copy_(value.narrow(0, start - first, numel))
-                    if anew:
-                        values = value.narrow(0, start - first, numel).to(place.dtype)
-                        expected[tensor.name] = (expected.get(tensor.name, 0) + digest(values, start)) % (1 << 64)
+                    target[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, start - first, numel))
+                for start, numel, name, _ in masters.get(number, ()) if anew else ():
+                    values = value.narrow(0, start - first, numel).to(target[kind, name].dtype)
+                    expected[tensor.name] = (expected.get(tensor.name, 0) + digest(values, start)) % (1 << 64)
         return target, expected
 
     def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
-        """(first index, elements) of a tensor: under stage 3 this rank's part, which stays the same, else the whole."""
+        """(first index, elements) of a tensor: under stage 3 this rank's part, which stays the same, else all that the
+        ranks have among which ZeRO cuts it. What lies between parts is zeros.
+        """
         vps, buffers = self.old.vps, self.old.buffers
-        if self.layout.zero_stage == 3:
-            return (rows[0][0], _run(buffers, kind, rows[0])) if rows else (0, torch.empty(0))
-        whole = torch.zeros(vps.tensors[number].numel, dtype=self.engine.host.element_types.of(kind))
+        tensor, is_cut = vps.tensors[number], self.layout.zero_stage == 3
+        first = min((row[0] for row in rows), default=0) if is_cut else 0
+        stop = max((row[0] + row[1] for row in rows), default=0) if is_cut else tensor.numel
+        value = torch.zeros(stop - first, dtype=self.engine.host.element_types.of(kind))
         for row in rows:
-            whole.narrow(0, row[0], row[1]).copy_(_run(buffers, kind, row))
-        group = self.engine.deepspeed.seq_data_parallel_group
-        if group.size() > 1 and not vps.is_replicated(self.layout, kind):  # elsewhere the bits are zeros
-            td.all_reduce(whole.view(torch.uint8), group=group)
-        return 0, whole
+            value.narrow(0, row[0] - first, row[1]).copy_(_run(buffers, kind, row))
+        group = self.world.group("expert_data" if tensor.expert else "data")
+        if group.size() > 1 and not is_cut and not vps.is_replicated(self.layout, kind):
+            # several may have an element, who has it not has zeros: the largest bytes are the value's
+            td.all_reduce(value.view(torch.uint8), td.ReduceOp.MAX, group=group)
+        return first, value
 
     def _scalars_after(self, model: ModelMap) -> Scalars:
         """The counts of each tensor; those of what is trained anew begin as the optimizer begins."""
@@ -312,11 +343,10 @@ class _Registration:
                     raise CertificateError(f"{kind} of {tensor.name!r} is not what it was, or is to be")
 
     def _masters(self, expected: Mapping[str, int]) -> Digests:
-        """The digests of new masters, which are their weights in the masters' type; of parts they add up."""
+        """The digests of new masters, which are their weights in the masters' type, from those of all owners."""
         new, mine = self.engine.vps, np.zeros(len(self.engine.vps.tensors), np.uint64)
-        if self.session.is_first or not new.is_replicated(self.layout, MASTER):
-            for name, value in expected.items():
-                mine[new.line.index(name)] = value
+        for name, value in expected.items():
+            mine[new.line.index(name)] = value
         found: Digests = self.session.reduce("masters", mine, np.add)
         return found
 

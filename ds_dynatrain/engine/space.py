@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.rules import rules_of
 from ds_dynatrain.adapters.shaping import partition_of
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.space import Layout, Partition, VirtualParameterSpace, standard_kinds
+from ds_dynatrain.space import Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
 
 
 def space_of(
-    engine: EngineCore, layout: Layout, members: tuple[int, ...], model: ModelMap | None = None
+    engine: EngineCore, layout: Layout, members: tuple[int, ...], tensors: tuple[LogicalTensor, ...] | None = None
 ) -> VirtualParameterSpace:
-    """Register every logical tensor, while the module has none of them cut.
+    """Register every logical tensor. What cuts them comes from DeepSpeed's own reading of the configuration.
 
-    What cuts them comes from DeepSpeed's own reading of the configuration.
-
-    model: in place of the engine's.
+    tensors: whole; by default those of the module, which must have none of them cut.
     """
-    tensors = (model or engine.host.model_map).tensors
+    tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
     types = engine.host.element_types
     host_grad = types.master.itemsize if engine.deepspeed.zero_use_cpu_optimizer() else None

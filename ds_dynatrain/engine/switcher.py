@@ -25,7 +25,7 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, memory_of_copies, plan_switch
-from ds_dynatrain.space import Layout, is_partitioned
+from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
     from ds_dynatrain.balance.choose import Choice
@@ -147,10 +147,6 @@ class Switcher:
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
-        layout = self.engine.layout
-        if is_partitioned(layout):
-            plain = layout.replace(pipe=1, expert=1, tensor=1, boundaries=None)
-            raise SwitchRefused(f"{layout}: registering needs every tensor whole", f"switch to {plain} first")
         return registration.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self) -> str:

@@ -343,8 +343,9 @@ def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         return [pair for lows, highs in pairs for pair in zip(lows, highs, strict=True)]
+    here = {id(parameter) for parameter in engine.module.parameters()}  # others are on other stages of a pipeline
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trained = [parameter for parameter in listed if parameter.numel()]  # others are on other stages of a pipeline
+    trained = [parameter for parameter in listed if parameter.numel() and id(parameter) in here]
     return [(parameter, parameter) for parameter in trained]
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
-from tests.engine import jobs, oracle
+from tests.engine import freezing, jobs, oracle
+from tests.engine.freezing import trained, wrong_after
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 
@@ -50,28 +51,7 @@ def settings(dtype: str, start: jobs.Sizes, **more: Any) -> dict[str, Any]:
 
 def flip(model: nn.Module, step: int) -> None:
     """Freeze and unfreeze as `CHANGES` has it."""
-    on, off = CHANGES[step]
-    for name, held in model.named_parameters():
-        held.requires_grad_((held.requires_grad or name.startswith(on)) and not name.startswith(off or "-"))
-
-
-def wrong_after(before: oracle.State, after: oracle.State, model: nn.Module, was: set[str]) -> list[str]:
-    """What of the state is not as a registration should leave it, in words."""
-    now = {name for name, held in model.named_parameters() if held.requires_grad}
-    found = [f"steps of {sorted(after.steps.keys() ^ now)}"] if after.steps.keys() ^ now else []
-    for (name, kind), held in after.tensors.items():
-        if kind == "weight" or (name in now and name in was):
-            expected = before.tensors[name, kind]
-        elif name not in now:
-            continue  # plain torch has its frozen parameters in its groups
-        else:
-            expected = before.tensors[name, "weight"].float() if kind == "master" else torch.zeros_like(held)
-        if not torch.equal(held, expected):
-            found.append(f"{kind} of {name}")
-    found += [name for name in now & was if after.steps[name] != before.steps[name]]
-    found += [f"{name}: {after.steps[name]}" for name in now - was if set(after.steps[name].values()) != {0.0}]
-    found += [name for name in now for kind in ("master", "exp_avg", "exp_avg_sq") if (name, kind) not in after.tensors]
-    return found
+    freezing.flip(model, *CHANGES[step])
 
 
 def change(made: jobs.Job) -> list[str]:
@@ -79,13 +59,13 @@ def change(made: jobs.Job) -> list[str]:
     engine = made.engine
     if engine.global_steps not in CHANGES:
         return []
-    was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
+    was = trained(engine.module)
     flip(engine.module, engine.global_steps)
     before = oracle.gather(engine)
     found = [] if "update_param_groups" in engine.plan(data=1).refusal + engine.plan(data=1).way_out else ["no refusal"]
     assert engine.update_param_groups()
     assert not engine.update_param_groups(), "nothing has changed since"
-    return found + wrong_after(before, oracle.gather(engine), engine.module, was)
+    return found + wrong_after(before, oracle.gather(engine), was, trained(engine.module))
 
 
 def job_case(
@@ -307,17 +287,17 @@ def failing_case(stage: int) -> tuple[list[str], str, jobs.Record]:
         engine = made.engine
         if engine.global_steps != 3:
             return
-        was = {name for name, held in engine.module.named_parameters() if held.requires_grad}
+        was = trained(engine.module)
         before = oracle.gather(engine)
         flip(engine.module, 4)
         with patch.object(Host, "attach", _flipping(Host.attach)), pytest.raises(SwitchFailed) as caught:
             engine.update_param_groups()
         said.append(str(caught.value))
         found.extend(oracle.differences(before, oracle.gather(engine)))
-        found.extend(["flags"] * ({n for n, held in engine.module.named_parameters() if held.requires_grad} != was))
+        found.extend(["flags"] * (trained(engine.module) != was))
         flip(engine.module, 4)
         engine.update_param_groups()
-        found.extend(wrong_after(before, oracle.gather(engine), engine.module, was))
+        found.extend(wrong_after(before, oracle.gather(engine), was, trained(engine.module)))
 
     model = partly_trained()
     with jobs.job(settings("fp32", (2, stage)), model=model, model_parameters=groups_of(model)) as made:
