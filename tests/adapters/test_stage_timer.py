@@ -82,30 +82,31 @@ def timed_in_a_stage(interval: int, frozen: int, pairs: bool = False, reentrant:
     return timer.times()
 
 
-def close(measured: Any, expected: list[float]) -> bool:
-    """Within 1 ms: what DeepSpeed does in a pass is some layer's, too."""
-    return bool((np.abs(np.median(measured, axis=0) - expected) <= 1e-3).all())
+def close(measured: Any, expected: list[float], share: float) -> bool:
+    """Within 1 ms, since what DeepSpeed does in a pass is some layer's, too; and a share, where other work disturbs."""
+    return bool((np.abs(np.median(measured, axis=0) - expected) <= 1e-3 + share * np.array(expected)).all())
 
 
-def times_in_stages() -> None:
+def times_in_stages(share: float) -> None:
     """Each way of running the layers has its times."""
     recomputed = [back + forth for back, forth in zip(BACKWARD, FORWARD, strict=True)]
     for frozen, pairs in ((0, False), (0, True), (2, False)):
         found = timed_in_a_stage(0, frozen, pairs)
         assert found.forward.shape == found.backward.shape == (PASSES, 4)
-        assert close(found.forward, [*FORWARD, 0])
+        assert close(found.forward, [*FORWARD, 0], share)
         expected = [0.0 if place < frozen else seconds for place, seconds in enumerate(BACKWARD)]
-        assert close(found.backward, [*expected, 0]), found.backward
+        assert close(found.backward, [*expected, 0], share), found.backward
         assert found.stepped > 0 and 0 < found.step_seconds < 0.1
         assert found.output_bytes == ((2 if pairs else 1) * 32,) * 4
         assert found.kept_bytes[0 if frozen == 0 else 2] > 0 and (frozen == 0 or found.kept_bytes[0] == 0)
     for interval, reentrant in ((1, True), (2, False)):
         found = timed_in_a_stage(interval, 0, reentrant=reentrant)
-        assert close(found.forward, [*FORWARD, 0])
-        assert close(found.backward, [*recomputed, 0]), (interval, reentrant, np.median(found.backward, axis=0))
+        assert close(found.forward, [*FORWARD, 0], share)
+        assert close(found.backward, [*recomputed, 0], share), (interval, reentrant, np.median(found.backward, axis=0))
         assert found.kept_bytes == tuple(32 if place % interval == 0 else 0 for place in range(4))
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
-def test_layers_have_the_times_that_they_take(pool: RankPool) -> None:
-    pool.run(times_in_stages)
+@pytest.mark.parametrize("share", [0.25, pytest.param(0.0, marks=pytest.mark.full, id="on a quiet machine")])
+def test_layers_have_the_times_that_they_take(pool: RankPool, share: float) -> None:
+    pool.run(times_in_stages, share=share)
