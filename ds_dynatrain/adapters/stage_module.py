@@ -70,6 +70,15 @@ class PipelineShaper(Shaper):
                     "leave it frozen, or put it into a layer of its own",
                 )
 
+    def refuse_untrained(self, layout: Layout, names: Collection[str]) -> None:
+        """The first stage has to train something: DeepSpeed's goes backward on its outputs, which need a graph."""
+        parts = self.template.boundaries(layout)
+        if {layer_of(name) for name in names}.isdisjoint(self.template.prefixes()[: parts[1]]):
+            raise SwitchRefused(
+                f"layers 0 to {parts[1] - 1}, which are the first stage of pipe={layout.pipe}, would train nothing",
+                "let the first stage have a layer that is trained: other boundaries, fewer stages, or train one of these",
+            )
+
     def make(self, layout: Layout, rank: int) -> Made | None:
         """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""
         return Made(self.autoep.make(layout, rank)) if self.autoep else None

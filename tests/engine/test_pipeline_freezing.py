@@ -145,3 +145,31 @@ def test_a_group_that_stages_name_together(pool: RankPool) -> None:
     found = pool.run(groups_by_hand)
     assert all(rank == found[0] for rank in found) and [rate for _, rate in found[0]][-1] == 0.25
     assert found[0][-1][0] == 7 + 2, "of a block and of the norm"
+
+
+def first_stage_frozen() -> tuple[list[str], int]:
+    """What is said where the first stage would train nothing: now, and after a switch; and the steps that are made."""
+    said = []
+    with job(settings(layout(2, 2, 1, (0, 2, 6))), "pruned") as made:
+        engine = made.engine
+        engine.train_batch()
+        held = [name for name, _ in engine.module.named_parameters()]
+        freezing.flip(engine.module, (), ("0.", "1."))
+        with pytest.raises(SwitchRefused) as caught:
+            engine.update_param_groups()
+        said.append(str(caught.value))
+        freezing.flip(engine.module, tuple(name for name in held if name.startswith("1.")), ())
+        assert engine.update_param_groups()
+        engine.train_batch()
+        with pytest.raises(SwitchRefused) as caught:
+            engine.switch(boundaries=(0, 1, 6))
+        said.append(str(caught.value))
+        engine.train_batch()
+        return said, int(engine.global_steps)
+
+
+def test_the_first_stage_goes_on_training(pool: RankPool) -> None:
+    for said, steps in pool.run(first_stage_frozen):
+        assert "layers 0 to 1, which are the first stage of pipe=2, would train nothing" in said[0]
+        assert "layers 0 to 0, which are the first stage of pipe=2, would train nothing" in said[1]
+        assert steps == 3
