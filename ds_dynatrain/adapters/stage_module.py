@@ -76,7 +76,7 @@ class PipelineShaper(Shaper):
         if {layer_of(name) for name in names}.isdisjoint(self.template.prefixes()[: parts[1]]):
             raise SwitchRefused(
                 f"layers 0 to {parts[1] - 1}, which are the first stage of pipe={layout.pipe}, would train nothing",
-                "let the first stage have a layer that is trained: other boundaries, fewer stages, or train one of these",
+                "let it have a layer that is trained: other boundaries, fewer stages, or train one of these",
             )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
