@@ -11,88 +11,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as td
+from burning import Burning, Points, busy
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from launch import Notes
 from torch import nn
 from workload import quiet
 
 import ds_dynatrain
-from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.balance.advice import Advice
 from ds_dynatrain.balance.profile import Profile
 
-WIDTH = 8
 ROUND = ("off", "between", "window")
-
-
-def burn(seconds: float) -> None:
-    """Processor time of this thread."""
-    begin = time.thread_time()
-    while time.thread_time() - begin < seconds:
-        pass
-
-
-class Burn(torch.autograd.Function):
-    """Hands a tensor on, and its gradient back, each after so many seconds of processor time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Burn, and copy."""
-        ctx.seconds = seconds
-        burn(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Burn twice as long."""
-        burn(2 * ctx.seconds)
-        return gradient, None
-
-
-class Burning(nn.Module):
-    """A small matrix, and the seconds of a large one for each micro-batch."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.matrix, self._seconds = nn.Linear(WIDTH, WIDTH), seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, WIDTH] to the same."""
-        return Burn.apply(self.matrix(x), self._seconds)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    """Always the same."""
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(WIDTH), torch.zeros(WIDTH)
-
-
-class Apart:
-    """The processor time of a rank's passes, taken around DeepSpeed's instructions."""
-
-    def __init__(self, engine: Any) -> None:
-        self.seconds, known = 0.0, engine._INSTRUCTION_MAP
-        self.passes = {**known, **{kind: self._timed(known[kind]) for kind in (ForwardPass, BackwardPass)}}
-
-    def _timed(self, run: Callable[..., None]) -> Callable[..., None]:
-        def call(engine: Any, **given: Any) -> None:
-            begin = time.thread_time()
-            run(engine, **given)
-            self.seconds += time.thread_time() - begin
-
-        return call
 
 
 def steps_of(engine: Any, kind: str) -> float:
@@ -113,22 +48,21 @@ def measure(engine: Any, rounds: int) -> tuple[dict[str, Any], Advice]:
     for _ in range(4):
         engine.train_batch()
     found: dict[str, list[float]] = {kind: [] for kind in ROUND}
-    summed, busy = [], []
+    summed, stages = [], []
     place = engine.layout.coordinate(engine.rank)["pipe"]
     for _ in range(rounds):
         for kind in ROUND:
             found[kind].append(steps_of(engine, kind))
         summed.append(_stage(engine.balancer.profile, engine.balancer.advise().present.boundaries, place))
-        apart = Apart(engine)
-        with replaced(engine, "_INSTRUCTION_MAP", apart.passes):
+        with busy(engine) as apart:
             steps_of(engine, "off")
-        busy.append(apart.seconds / engine.gradient_accumulation_steps())
+        stages.append(apart[0] / engine.gradient_accumulation_steps())
     advice = engine.balancer.advise()
     said = {
         "boundaries": list(advice.present.boundaries),
         **{kind: median(each) for kind, each in found.items()},
         "summed": median(summed),
-        "busy": median(busy),
+        "busy": median(stages),
         "predicted": advice.present_time.seconds,
     }
     return said, advice
@@ -145,7 +79,7 @@ def main() -> None:
     quiet()
     deepspeed.init_distributed(verbose=False)
     notes, count = Notes(folder, td.get_rank()), len(wanted["seconds"])
-    layers = [LayerSpec(Burning, each) for each in wanted["seconds"]]
+    layers = [LayerSpec(Burning, each, 2 * each) for each in wanted["seconds"]]
     model = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss())
     layout = {"data": 1, "pipe": 2, "zero_stage": 1, "boundaries": [0, count // 2, count]}
     config = {

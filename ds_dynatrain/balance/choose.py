@@ -71,7 +71,8 @@ class Search:
     that much faster, which they are on no device once they are small. pipeline: whether the model is a PipelineModule;
     others have no stages. must_train: whether a stage must train something. slack: by how much the slowest stage may
     exceed the optimum to move fewer bytes. horizon_steps: over which the cost of a switch is spread; without it that
-    counts for nothing. count: of answers.
+    counts for nothing. count: of answers. accumulation: the number of micro-batches that a job makes in a layout, in
+    place of those that could be tried.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -83,9 +84,13 @@ class Search:
     slack: float = 0.0
     horizon_steps: float | None = None
     count: int = 10
+    accumulation: Callable[[Layout], int] | None = None
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
         """All numbers of micro-batches that a layout may have."""
+        if self.accumulation is not None:
+            yield Deal.of(profile, layout, self.accumulation(layout))
+            return
         share = max(layout.shares or (-(-profile.train_batch_size // layout.data),))
         fewest = -(-share // profile.micro_batch_size)
         most = max(fewest, share // (self.least_micro_batch or profile.micro_batch_size))

@@ -1,16 +1,15 @@
 """Which layouts would be fastest, from a profile: of those that a switch would not refuse, the best first.
 
-`balance` is imported by this file alone, and this file by those who ask.
+`balance` is imported by this file and `balancer`, and these by those who ask, when they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_dynatrain.adapters.device import is_accelerated, total_bytes
 from ds_dynatrain.adapters.pipeline import is_pipeline
-from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.choose import Choice, Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
@@ -26,30 +25,31 @@ COUNT = 10
 Check = Callable[[Layout, int], None]
 
 
-def profile_for(sizes: BatchSizes, profile: Profile | str | Path) -> Profile:
-    """A profile, read if it is the name of a file; ProfileError unless it was timed with this job's batches."""
+def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
+    """A profile, read if it is the name of a file; ProfileError unless it is of this job's global batch and layers.
+
+    Its micro-batches may have another size: a job's have, in some layouts, and seconds go with the samples.
+    """
     found = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
-    timed, here = (found.train_batch_size, found.micro_batch_size), (sizes.train_batch_size, sizes.micro_batch_size)
-    if timed != here:
+    size, shaper = engine.job.batch_sizes.train_batch_size, engine.host.shaper
+    if found.train_batch_size != size:
         raise ProfileError(
-            f"the profile is of batches of {timed[0]} samples in micro-batches of {timed[1]}, and this job has "
-            f"{here[0]} and {here[1]}: profile again, or give it these batch sizes"
+            f"the profile is of a train_batch_size of {found.train_batch_size}, and this job has {size}: profile again"
+        )
+    if isinstance(shaper, PipelineShaper) and len(found.layers) != len(shaper.template.layers):
+        raise ProfileError(
+            f"the profile is of another model: it has {len(found.layers)} layers, and this one has "
+            f"{len(shaper.template.layers)}"
         )
     return found
 
 
 def configured(engine: EngineCore, file: str) -> Profile:
-    """The profile of `dynatrain.balance.profile`; ConfigError unless it is of this job's batches and layers."""
+    """The profile of `dynatrain.balance.profile`; ConfigError if it cannot be used."""
     try:
-        found, shaper = profile_for(engine.job.batch_sizes, file), engine.host.shaper
+        return profile_for(engine, file)
     except (OSError, ProfileError) as error:
         raise ConfigError(f"dynatrain.balance.profile: {error}") from error
-    if isinstance(shaper, PipelineShaper) and len(found.layers) != len(shaper.template.layers):
-        raise ConfigError(
-            f"dynatrain.balance.profile: {file} is of another model: it has {len(found.layers)} layers, and this one "
-            f"has {len(shaper.template.layers)}"
-        )
-    return found
 
 
 def suggest(
@@ -64,14 +64,19 @@ def suggest(
 ) -> tuple[Choice, ...]:
     """At most `count` layouts for so many members, best first; LayoutError if there is none.
 
-    check: raises SwitchRefused for a layout in which so many cannot train this model. Members are as fast as the
-    profile says, if it has a speed for each present rank, and else all alike; they are taken in the order of their
+    check: raises SwitchRefused for a layout in which so many cannot train this model. The members that work now are as
+    fast as the profile says, if it has a speed for each; others are all alike. They are taken in the order of their
     ranks, as a switch places them. memory_bytes: of each; what is configured without it. The ZeRO stage stays as it is:
     what tells stages apart is what links take, and no profile knows that.
     """
     room = limit_of(engine) or PLENTY if memory_bytes is None else memory_bytes
-    stages, is_pipe = (engine.layout.zero_stage,), is_pipeline(engine.host.module)
-    search = Search(zero_stages=stages, pipeline=is_pipe, horizon_steps=horizon_steps, count=count)
+    search = Search(
+        zero_stages=(engine.layout.zero_stage,),
+        pipeline=is_pipeline(engine.host.module),
+        horizon_steps=horizon_steps,
+        count=count,
+        accumulation=lambda layout: engine.batch_for(layout).accumulation,
+    )
 
     def refused(layout: Layout, deal: Deal) -> bool:
         try:
@@ -90,24 +95,24 @@ def suggest(
     )
 
 
-def step_ms(engine: EngineCore, profile: Profile, layout: Layout) -> dict[str, float]:
-    """Predicted milliseconds of a step of a layout, term by term, and their `total`.
-
-    ProfileError for a profile of another number of layers.
-    """
-    shaper = engine.host.shaper
+def step_ms(engine: EngineCore, profile: Profile, layout: Layout, members: Sequence[int]) -> dict[str, float]:
+    """Predicted milliseconds of a step of a layout, term by term, and their `total`. members: by rank."""
+    shaper, known = engine.host.shaper, dict(zip(engine.members, profile.speeds, strict=False))
     if isinstance(shaper, PipelineShaper):
         layout = layout.replace(boundaries=shaper.template.boundaries(layout))
-    try:
-        return step_time(profile, layout, Deal.of(profile, layout), _speeds(engine, profile, layout.world_size)).step_ms
-    except LayoutError as error:
-        raise ProfileError(f"the profile is of another model: {error}") from error
+    is_known = len(profile.speeds) == len(engine.members)
+    speeds = [known.get(member, 1.0) if is_known else 1.0 for member in members]
+    deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation)
+    return step_time(profile, layout, deal, speeds).step_ms
 
 
 def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, ...]:
-    """Of so many by rank: the present ranks', if the profile has one for each; else all are alike."""
-    known = profile.speeds if len(profile.speeds) == len(engine.members) else ()
-    return (*known, *(1.0,) * members)[:members]
+    """Of so many by rank: the present ranks', if the profile has one for each and they are as many; else all are alike.
+
+    Of other numbers nobody knows who they are.
+    """
+    is_known = len(profile.speeds) == len(engine.members) == members
+    return profile.speeds if is_known else (1.0,) * members
 
 
 def best(engine: EngineCore, check: Check, profile: Profile, members: int) -> Iterator[Layout]:

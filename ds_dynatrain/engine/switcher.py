@@ -95,7 +95,7 @@ class Switcher:
         nodes = [engine.candidates.nodes[member] for member in members]
         buddies = engine.settings.buddies
         copies = memory_of_copies(engine.vps, target, nodes, buddies.copies) if buddies.are_on else (0,)
-        return SwitchEstimate(target, members, *figures, max(copies), self._targets.step_ms(target))
+        return SwitchEstimate(target, members, *figures, max(copies), self._targets.step_ms(target, members))
 
     def suggest(
         self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
@@ -104,7 +104,7 @@ class Switcher:
         from ds_dynatrain.engine.suggesting import profile_for, suggest
 
         engine = self.engine
-        given = self._targets.profile if profile is None else profile_for(engine.job.batch_sizes, profile)
+        given = self._targets.profile if profile is None else profile_for(engine, profile)
         if given is None:
             raise ProfileError(
                 "nothing was measured yet: give a profile, or name its file in dynatrain.balance.profile"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.device import HOST, is_accelerated
@@ -60,14 +60,14 @@ class Targets:
         """What was measured, or else that of the configuration."""
         return self.measured() or self._configured
 
-    def step_ms(self, target: Layout) -> dict[str, float]:
-        """What a step takes in a layout, by the profile; nothing without one."""
+    def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
+        """What a step takes in a layout, by the profile; nothing without one. members: by rank."""
         profile = self.profile
         if profile is None:
             return {}
         from ds_dynatrain.engine.suggesting import step_ms
 
-        return step_ms(self.engine, profile, target)
+        return step_ms(self.engine, profile, target, members)
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
         """The layout that is asked for; SwitchRefused if it cannot be."""

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynatrain.adapters.stage_timer import StageTimer
-from tests.engine.burning import Burn, Burning
 from tests.engine.pool import RankPool
+from tools.burning import Burn, Burning
 
 WAYS: dict[str, Callable[..., Any]] = {
     "plain": lambda run, x: run(x),

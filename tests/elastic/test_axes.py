@@ -84,7 +84,7 @@ def test_the_best_layout_by_a_profile(train: Callable[..., Job], tmp_path: Path)
     variables = {"KIND": "pipeline", "STEPS": "150"}
     static = Static(tmp_path / "static", [{"data": 1, "pipe": 2}, {"data": 2, "pipe": 2}], **variables)
     variables["STEPS"] = "100000"
-    balance = {"profile": str(tmp_path / "profile.json"), "memory_limit_bytes": 800}
+    balance = {"mode": "off", "profile": str(tmp_path / "profile.json"), "memory_limit_bytes": 800}
     block = {"layout": {"data": 1, "pipe": 2, "zero_stage": 0}, "layouts": "best", "balance": balance}
     job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
     job.coordinator("coordinator")

@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 
-from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import ConfigError, ProfileError, UnsupportedError
 from tests.engine import jobs
-from tests.engine.burning import Points, burning
+from tests.engine.burning import burning
 from tests.engine.pipeline_walks import job, layout, settings
 from tests.engine.pool import ROOT, RankPool, free_port
+from tools.burning import Points, busy
 
 SECONDS = (0.008, 0.004, 0.002, 0.002, 0.001, 0.001)
 """Forward; the first layer weighs almost as much as all others."""
@@ -32,24 +28,6 @@ def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     """With a block that times two steps of every four."""
     block = {"every_steps": 4, "window_steps": 2, **more}
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
-
-
-@contextmanager
-def busy(engine: Any) -> Iterator[list[float]]:
-    """The processor time of this rank's passes in the block, taken around DeepSpeed's instructions."""
-    found, known = [0.0], engine._INSTRUCTION_MAP
-
-    def timed(run: Any) -> Any:
-        def call(engine: Any, **given: Any) -> None:
-            begin = time.thread_time()
-            run(engine, **given)
-            found[0] += time.thread_time() - begin
-
-        return call
-
-    passes = {kind: timed(known[kind]) for kind in (ForwardPass, BackwardPass)}
-    with replaced(engine, "_INSTRUCTION_MAP", {**known, **passes}):
-        yield found
 
 
 def measuring(folder: str) -> dict[str, Any]:
@@ -181,7 +159,8 @@ def test_what_is_refused(pool: RankPool) -> None:
 SCRIPT = """
 import sys, deepspeed
 import ds_dynatrain
-from tests.engine.burning import Points, burning
+from tests.engine.burning import burning
+from tools.burning import Points
 deepspeed.init_distributed("gloo", verbose=False)
 config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
           "zero_optimization": {"stage": 1}, "steps_per_print": 10**9, "dynatrain": {}}

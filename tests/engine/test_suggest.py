@@ -82,7 +82,25 @@ def test_a_slow_member_gets_fewer_samples(pool: RankPool, tmp_path: Path) -> Non
     for shares, three, said in pool.run(slow, file=str(file)):
         assert shares == (2, 4, 2, 4)
         assert max(three) == 3
-        assert "batches of 24 samples in micro-batches of 3, and this job has 12 and 3" in said
+        assert "of a train_batch_size of 24, and this job has 12" in said
+
+
+def ruled(profile: str | None) -> list[Layout]:
+    """What `"layouts": "best"` has for three members, best first."""
+    settings = pipeline_walks.settings(Layout(pipe=2, data=2, zero_stage=1))
+    block = {"every_steps": 50} if profile is None else {"mode": "off", "profile": profile}
+    settings["dynatrain"] |= {"layouts": "best", "balance": block}
+    with pipeline_walks.job(settings, "tied") as made:
+        return list(made.engine._parts.targets.rule(3, made.engine.layout))
+
+
+def test_the_best_layouts_for_other_numbers_of_members(pool: RankPool, tmp_path: Path) -> None:
+    profile_of(LAST_IS_SLOW).save(tmp_path / "profile.json")
+    for found in pool.run(ruled, profile=str(tmp_path / "profile.json")):
+        assert {each.zero_stage for each in found} == {1} and max(each.world_size for each in found) == 3
+        assert Layout(pipe=2, zero_stage=1, boundaries=(0, 6, 7)) in found
+    for found in pool.run(ruled, profile=None):
+        assert found == [Layout(pipe=2, zero_stage=1)], "nothing was measured: as many data ranks as there can be"
 
 
 def started_with(file: str) -> str:
@@ -96,7 +114,11 @@ def started_with(file: str) -> str:
 def test_a_start_with_a_profile_that_is_none(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "cut").write_text(profile_of((1.0,)).to_json()[:-20])
     profile_of((1.0,), batch=24).save(tmp_path / "batches")
-    cannot = {"missing": "No such file", "cut": "no JSON, or the end is missing", "batches": "of batches of 24 samples"}
+    cannot = {
+        "missing": "No such file",
+        "cut": "no JSON, or the end is missing",
+        "batches": "of a train_batch_size of 24",
+    }
     for name, words in cannot.items():
         for said in pool.run(started_with, file=str(tmp_path / name)):
             assert said.startswith("dynatrain.balance.profile: ") and words in said
