@@ -13,19 +13,15 @@ from typing import Any
 from deepspeed.constants import default_pg_timeout
 from torch._C._distributed_c10d import Work
 
+from ds_dynatrain.adapters.forwarded import ForwardedWork
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 
 MESSAGES = ("send", "recv", "recv_anysource")
-QUESTIONS = ("exception", "get_future", "is_completed", "is_success", "result", "source_rank", "synchronize")
 
 
-class PatientWork(Work):
+class PatientWork(ForwardedWork):
     """A message that was begun."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        self._work = work
 
     def wait(self, timeout: timedelta = default_pg_timeout) -> bool:
         """Until it has gone, or come; RuntimeError after the time-out."""
@@ -49,11 +45,5 @@ def _message(name: str) -> Callable[..., Work]:
     return call
 
 
-def _question(name: str) -> Callable[..., Any]:
-    return lambda self: getattr(self._work, name)()
-
-
 for _name in MESSAGES:
     setattr(PatientGroup, _name, _message(_name))
-for _name in QUESTIONS:
-    setattr(PatientWork, _name, _question(_name))

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 import torch.distributed as td
 from torch._C._distributed_c10d import Work
 
+from ds_dynatrain.adapters.forwarded import WAITS, ForwardedWork
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
-
-WAITS = ("wait", "synchronize", "result")
-QUESTIONS = ("exception", "get_future", "is_completed", "is_success", "source_rank")
 
 T = TypeVar("T")
 
@@ -61,12 +59,11 @@ class GroupStatus:
             ) from error
 
 
-class WatchedWork(Work):
+class WatchedWork(ForwardedWork):
     """A collective that was begun."""
 
     def __init__(self, work: Work, status: GroupStatus) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._status = status
 
 
@@ -113,13 +110,7 @@ def _wait(name: str) -> Callable[..., Any]:
     return wait
 
 
-def _question(name: str) -> Callable[..., Any]:
-    return lambda self: getattr(self._work, name)()
-
-
 for _name in COLLECTIVES:
     setattr(WatchedGroup, _name, _collective(_name))
 for _name in WAITS:
     setattr(WatchedWork, _name, _wait(_name))
-for _name in QUESTIONS:
-    setattr(WatchedWork, _name, _question(_name))

@@ -110,7 +110,7 @@ def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: 
     made = make_group(store, name, place, len(ranks), seconds)
     if kind == "transfer":
         return made
-    if kind not in KINDS and not is_accelerated():  # of all ranks, where pipelines send, or of the user's
+    if kind not in KINDS and not is_accelerated():  # of all ranks, where stages send, and the user's own
         made = patient(made)
     if world.status is not None:
         return watched(made, world.status)

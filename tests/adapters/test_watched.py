@@ -11,8 +11,9 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_dynatrain.adapters.forwarded import QUESTIONS, WAITS
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
-from ds_dynatrain.adapters.watched import COLLECTIVES, QUESTIONS, WAITS, GroupStatus, WatchedGroup, watched
+from ds_dynatrain.adapters.watched import COLLECTIVES, GroupStatus, WatchedGroup, watched
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

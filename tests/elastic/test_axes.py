@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.balance.profile import LayerCost, Profile
+from ds_dynatrain.elastic.messages import Status
 from tests.elastic.agents import Job, processes
 from tests.elastic.kinds import KINDS
 from tests.elastic.runs import Static, check_history, finish_together, gated, open_gate, steps_on
@@ -49,6 +50,17 @@ def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Pa
     check_history(job, static, kills=1)
 
 
+def joined_by_another(job: Job) -> tuple[Status, Status]:
+    """A node of two workers trains, and a second one comes: how the job is before and after."""
+    job.coordinator("coordinator")
+    for name in "ab":
+        gated(job, name)
+    open_gate(job, "a")
+    first = job.settled(2)
+    open_gate(job, "b")
+    return first, job.settled(4, first.generation)
+
+
 def test_a_pipeline_that_reads_an_iterator_of_ones_own(train: Callable[..., Job], tmp_path: Path) -> None:
     """A node joins and dies while it reads: `on_switch` gives another iterator, from which the batch is dealt again."""
     variables = {"KIND": "pipeline", "FEED": "own", "STEPS": "150"}
@@ -56,13 +68,7 @@ def test_a_pipeline_that_reads_an_iterator_of_ones_own(train: Callable[..., Job]
     variables["STEPS"] = "100000"
     block = {"layout": {"data": 1, "pipe": 2, "zero_stage": 0}}
     job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
-    job.coordinator("coordinator")
-    for name in "ab":
-        gated(job, name)
-    open_gate(job, "a")
-    first = job.settled(2)
-    open_gate(job, "b")
-    joined = job.settled(4, first.generation)
+    first, joined = joined_by_another(job)
     steps_on(job)
     (job.folder / "hold").touch()
     job.wait(lambda: job.rows("held") or None, "a member that reads")
@@ -87,13 +93,7 @@ def test_the_best_layout_by_a_profile(train: Callable[..., Job], tmp_path: Path)
     balance = {"mode": "off", "profile": str(tmp_path / "profile.json"), "memory_limit_bytes": 800}
     block = {"layout": {"data": 1, "pipe": 2, "zero_stage": 0}, "layouts": "best", "balance": balance}
     job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
-    job.coordinator("coordinator")
-    for name in "ab":
-        gated(job, name)
-    open_gate(job, "a")
-    first = job.settled(2)
-    open_gate(job, "b")
-    joined = job.settled(4, first.generation)
+    first, joined = joined_by_another(job)
     steps_on(job)
     went = job.rows("switch")[-1]["layout"]
     assert (went["pipe"], went["data"], went["boundaries"]) == (2, 2, [0, 3, 7]), went
