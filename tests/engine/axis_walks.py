@@ -12,10 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
+from tests.engine.pipelines import buffer_bytes_taken
 from tests.engine.pool import RankPool
 from tests.engine.walks import continued
 from tools.minimum import bytes_minimum
@@ -158,10 +160,16 @@ def walk_case(
         batch = next(batches)  # a member that starts idle wakes in here
         if engine.generation == 1:
             subject.step(engine, batch)
+        held: frozenset[str] | None = None  # buffers before the last switch; None if this member was idle
+        least = 0
         while True:
             number = engine.generation - 1
             if number:
                 assert engine.layout == path[number]
+                by_layers = isinstance(engine.module, PipelineModule)
+                taken = buffer_bytes_taken(engine, held or ()) if by_layers else 0
+                if held is not None:
+                    _check_event(engine, path[number - 1], path[number], least + taken)
                 assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
                 _check_answer(subject, engine, dtype, answers)
                 found[number] = some_steps(made, subject, batches, batch)
@@ -171,10 +179,11 @@ def walk_case(
             assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
             _check_answer(subject, engine, dtype, answers)
             least = _least_bytes(engine, path[number + 1], state)
+            held = frozenset(name for name, _ in engine.module.named_buffers())
             engine.switch(path[number + 1], at=engine.global_steps)
             batch = next(batches)
-            if engine.generation == number + 2:  # this member went from one place to the next, not idle in between
-                _check_event(engine, path[number], path[number + 1], least)
+            if engine.generation != number + 2:  # it was idle for a while
+                held = None
     return found
 
 

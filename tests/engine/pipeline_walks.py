@@ -14,7 +14,7 @@ import torch
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.models import Sequences
-from tests.engine.pipelines import pipeline
+from tests.engine.pipelines import buffer_bytes_taken, pipeline
 from tools.minimum import bytes_minimum
 
 STEPS = 3
@@ -55,19 +55,20 @@ def walk(
     with job(settings(path[0], dtype, **(more or {})), name) as made:
         engine = made.engine
         engine.boundary()  # members that start idle wait here
-        state = None
+        state, held, least = None, frozenset[str](), 0
         while True:
             number = engine.generation - 1
             assert engine.layout == path[number]
-            arrived = oracle.gather(engine)
+            arrived, taken = oracle.gather(engine), buffer_bytes_taken(engine, held)
             if state is not None:
                 assert oracle.differences(state, arrived) == [], f"{path[number - 1]} -> {path[number]}"
                 event = engine.last_switch
                 assert event.outcome == "committed", event.reason
                 assert event.warnings == () and event.certificate is not None
+                assert event.bytes_sent == least + taken
                 found.sent[number] = (event.bytes_sent, event.bytes_minimum)
                 found.compared.append(number)
-            before = [weakref.ref(held) for held in engine.module.parameters()]
+            before = [weakref.ref(each) for each in engine.module.parameters()]
             found.losses[number] = [engine.train_batch().item() for _ in range(steps)]
             if number + 1 == len(path):
                 return found
@@ -75,15 +76,14 @@ def walk(
             target = path[number + 1]
             kinds = sorted({kind for _, kind in state.tensors})
             least = bytes_minimum(engine._parts.vps, target, engine.plan(target).members, kinds)
+            held = frozenset(name for name, _ in engine.module.named_buffers())
             engine.switch(target, at=engine.global_steps)
             engine.boundary()
             if engine.generation != number + 2:
-                state = None  # it was idle for a while
+                state, held = None, frozenset()  # it was idle for a while
             elif (path[number].pipe, path[number].boundaries) != (target.pipe, target.boundaries):
                 gc.collect()
-                assert not any(held() is not None for held in before), "an old parameter is held"
-            if state is not None:
-                assert engine.last_switch.bytes_sent == least
+                assert not any(each() is not None for each in before), "an old parameter is held"
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as td
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -198,3 +199,14 @@ def pipeline(name: str, stages: int = 1, seed: int = 7, **arguments: Any) -> Pip
             whole = PipelineModule(LAYERS[name](), num_stages=1, loss_fn=loss).state_dict()
             module.load_state_dict({key: whole[key] for key in module.state_dict()})
     return module
+
+
+def buffer_bytes_taken(engine: Any, held: Collection[str]) -> int:
+    """Of buffers that members of this place did not hold before, in all; a collective of all working ranks.
+
+    held: the names of those that this member held.
+    """
+    mine = sum(buffer.nbytes for name, buffer in engine.module.named_buffers() if name not in held)
+    everyone: list[int] = [0] * td.get_world_size()
+    td.all_gather_object(everyone, mine)
+    return sum(everyone)
