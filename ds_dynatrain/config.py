@@ -110,10 +110,10 @@ class BuddiesConfig(_Block):
 
 
 class BalanceConfig(_Block):
-    """Layers are timed as they train, and boundaries of pipeline stages proposed from that."""
+    """Layers and members are timed as they train, and what would be faster is proposed, or done."""
 
-    mode: Literal["advise", "act", "off"] = "advise"
-    """"advise" measures and proposes; "act" is refused: nothing moves by itself yet; "off" measures nothing."""
+    mode: Literal["act", "advise", "off"] = "act"
+    """"act" measures and moves; "advise" measures and proposes; "off" measures nothing."""
     profile: Annotated[str, Field(min_length=1)] | None = None
     """A file that `balance.profile.Profile.save` has written: what counts until a profile was measured."""
     every_steps: Size = 50
@@ -126,6 +126,16 @@ class BalanceConfig(_Block):
     """Steps over which a move must pay at the most; `None`: as long as costs stayed as they were so far."""
     safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     """Gain over the horizon by the cost of the move, at least."""
+    cooldown_steps: Annotated[int, Field(ge=0)] = 20
+    """After a move, before the next one; doubled each time one is taken back."""
+    shape: Literal["boundaries", "any"] = "boundaries"
+    """What may move: boundaries of stages; "any": also how many stages and data ranks the same members form, and how
+    many samples each data rank gets."""
+    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
+    """A member counts as slow that takes so many times as long as the middle one of its stage; `None`: none does."""
+    slow_steps: Annotated[int, Field(ge=3)] = 20
+    """A member that has become slow counts as slow within so many steps: once two windows have found it so, of which
+    there is one every third of these steps."""
     memory_limit_bytes: Size | None = None
     """What a member may hold by prediction; `None`: anything, and in `layouts: "best"` what its device has, or its part
     of the host."""
@@ -134,6 +144,16 @@ class BalanceConfig(_Block):
     def measures(self) -> bool:
         """Whether layers are timed."""
         return self.mode != "off"
+
+    @property
+    def slow_seen_steps(self) -> int:
+        """From the first window that finds a member slow to the one in which it counts."""
+        return self.slow_steps // 3
+
+    @property
+    def acts(self) -> bool:
+        """Whether layers move by themselves."""
+        return self.mode == "act"
 
 
 class ElasticConfig(_Block):
@@ -285,11 +305,6 @@ def _check_together(block: DynatrainConfig) -> None:
     if block.layouts == BEST and (balance is None or not (balance.profile or balance.measures)):
         raise ConfigError(
             f'{BLOCK}.layouts: "{BEST}" chooses from a profile of the model: name its file in {BLOCK}.balance.profile'
-        )
-    if balance is not None and balance.mode == "act":
-        raise ConfigError(
-            f'{BLOCK}.balance.mode: "act" is not there yet, nothing moves by itself; use "advise", and switch to what '
-            "engine.balancer.advise() proposes: engine.switch(boundaries=...)"
         )
     if balance is not None and balance.window_steps > balance.every_steps:
         raise ConfigError(

@@ -6,63 +6,40 @@ mark is where a layer is called. Backward, it is where the gradient of a layer's
 tensor, or where a layer is called again to recompute its activations. So all of a pass is some layer's: the loss is the
 last one's, and what waits for other stages is between passes.
 
-On a CPU it is the time of this thread, in which torch makes both passes: wall time on cores that others share says
-little. On an accelerator the marks are events on the present stream, read after the step.
+On a CPU torch makes both passes in the thread that is timed.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.device import synchronize
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
 
-Floats = npt.NDArray[np.float64]
 Layer = Callable[[Any], Any]
 _Mark = tuple[int, Any]
 """From when on time is which layer's; the last mark of a pass ends it."""
-
-
-@dataclass(frozen=True, eq=False)
-class StageTimes:
-    """What was timed on one rank. forward, backward: [passes, layers of the stage], seconds.
-
-    step_seconds: of the optimizer, norms and messages not included, for `stepped` elements. output_bytes: of each
-    layer's output for one micro-batch. kept_bytes: of what its forward pass leaves for the backward pass; with
-    activation checkpointing the inputs of what is computed again; 0 for a layer that is compiled.
-    """
-
-    forward: Floats
-    backward: Floats
-    step_seconds: float
-    stepped: int
-    output_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
 
 
 class StageTimer:
     """Of the stage that a pipeline engine has now. optimizer: the one that steps the elements, without ZeRO."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._engine, self._module, self._optimizer = engine, engine.module, optimizer
+        self._engine, self._module, self._updates = engine, engine.module, UpdateTimer(optimizer)
         self._count = len(self._module.forward_funcs)
         self._forward: list[list[_Mark]] = []
         self._backward: list[list[_Mark]] = []
-        self._steps: list[tuple[Any, Any]] = []
         self._marks: list[_Mark] | None = None
         """Of the pass that is under way."""
         self._is_backward = False
@@ -70,7 +47,6 @@ class StageTimer:
         """Inputs of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._count, [0] * self._count
         self._kept: set[int] = set()
-        self._stepped, self._began = 0, None
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -84,12 +60,16 @@ class StageTimer:
         with ExitStack() as stack:
             stack.enter_context(replaced(self._module, "forward_funcs", layers))
             stack.enter_context(replaced(self._engine, "_INSTRUCTION_MAP", {**known, **passes}))
-            for handle in (
-                self._optimizer.register_step_pre_hook(self._before_step),
-                self._optimizer.register_step_post_hook(self._after_step),
-            ):
-                stack.callback(handle.remove)
+            stack.enter_context(self._updates.timing())
             yield
+
+    def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
+        """Nothing: a pass is timed within its step."""
+        return nullcontext()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Nothing: the optimizer is timed within its step."""
+        return nullcontext()
 
     def times(self) -> StageTimes:
         """Of all passes so far; once they are done."""
@@ -97,8 +77,8 @@ class StageTimer:
         return StageTimes(
             self._seconds(self._forward),
             self._seconds(self._backward),
-            sum(_between(*each) for each in self._steps),
-            self._stepped,
+            self._updates.seconds,
+            self._updates.stepped,
             tuple(self._output_bytes),
             tuple(self._kept_bytes),
         )
@@ -107,7 +87,7 @@ class StageTimer:
         found = np.zeros((len(passes), self._count))
         for row, marks in zip(found, passes, strict=True):
             for (layer, begin), (_, end) in itertools.pairwise(marks):
-                row[layer] += _between(begin, end)
+                row[layer] += between(begin, end)
         return found
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
@@ -117,7 +97,7 @@ class StageTimer:
 
         def timed(engine: Any, buffer_id: int) -> None:
             self._is_backward = passes is self._backward
-            self._marks = [(first, _now())]
+            self._marks = [(first, now())]
             try:
                 run(engine, buffer_id)
                 self._at(first)
@@ -132,7 +112,7 @@ class StageTimer:
     def _at(self, layer: int, _: Any = None) -> None:
         """From now on time is a layer's."""
         if self._marks is not None:
-            self._marks.append((layer, _now()))
+            self._marks.append((layer, now()))
 
     def _hook(self, tensors: Sequence[torch.Tensor], maker: int) -> None:
         """Once the gradients of these are there, time is that of the layer which made them.
@@ -186,30 +166,6 @@ class StageTimer:
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-
-    # ---- the optimizer -----------------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held = [each for group in optimizer.param_groups for each in group["params"]]
-        self._stepped += sum(each.numel() for each in held if each.grad is not None)
-        self._began = _now()
-
-    def _after_step(self, *_: Any) -> None:
-        self._steps.append((self._began, _now()))
-
-
-def _now() -> Any:
-    """A moment on this thread's clock, or on the device's."""
-    if not is_accelerated():
-        return time.thread_time()
-    event = get_accelerator().Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    """Seconds; of events the device must have reached the second."""
-    return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

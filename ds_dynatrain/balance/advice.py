@@ -1,23 +1,29 @@
-"""Which boundaries the members that there are would best have, and whether to move there: from what was measured."""
+"""Which layout the members that there are would best have, and whether to move there: from what was measured."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from ds_dynatrain.balance.choose import Members, Refuses, Search, choose
+from ds_dynatrain.balance.choose import Choice, Members, Search, choose
 from ds_dynatrain.balance.cost import StepTime, step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.decision import Decision, History, Offer, Rules, decide
 from ds_dynatrain.balance.partition import PLENTY, Bools
 from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
 """By so much the slowest stage may exceed the optimum where that moves fewer bytes."""
+Shape = Literal["boundaries", "any"]
+"""What may change: boundaries alone, or also how many stages and data ranks the same members form, and their shares."""
+MoveTo = Callable[[Layout, tuple[int, ...]], "Move | None"]
+"""What it takes to get to a layout without some ranks, by number; None if a switch refuses it."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Advice:
-    """Both boundaries, what a step takes in each, by prediction, and whether a move pays. `print` shows it.
+    """Both layouts, what a step takes in each, by prediction, and whether a move pays. `print` shows it.
 
-    move: to the proposed layout. decision: the answer, with its arithmetic. Where nothing better is known the proposed
-    layout is the present one.
+    move: to the proposed layout. decision: the answer, with its arithmetic. without: ranks that would be let go, since
+    they are slow. Where nothing better is known the proposed layout is the present one.
     """
 
     present: Layout
@@ -42,6 +48,7 @@ class Advice:
     proposed_time: StepTime
     move: Move
     decision: Decision
+    without: tuple[int, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -51,57 +58,126 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [self._row("present", self.present, self.present_time)]
-        if self.proposed == self.present:
-            return "\n".join([*rows, "no boundaries are predicted to be faster"])
+        if self.proposed == self.present and not self.without:
+            return "\n".join([*rows, "no layout is predicted to be faster"])
         rows.append(self._row("proposed", self.proposed, self.proposed_time))
+        if self.without:
+            rows.append(f"it lets go of rank {', '.join(map(str, self.without))}, which is slow")
         move = f"{self.move.nbytes} bytes would move, about {self.move.seconds:.3g} s"
         return "\n".join([*rows, f"{move}; {self.decision.why}"])
 
-    @staticmethod
-    def _row(name: str, layout: Layout, time: StepTime) -> str:
+    def _row(self, name: str, layout: Layout, time: StepTime) -> str:
+        """One line; boundaries alone where nothing else differs."""
+        what = str(layout)
+        if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
+            what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
         busy = ", ".join(f"{1e3 * seconds:.4g}" for seconds in time.busy)
-        cut = ",".join(map(str, layout.boundaries or ()))
-        return f"{name} boundaries {cut}: a step takes {1e3 * time.seconds:.4g} ms, its stages compute {busy} ms"
+        return f"{name} {what}: a step takes {1e3 * time.seconds:.4g} ms, its stages compute {busy} ms"
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Where training is. present: with its boundaries. history: of decisions. memory_bytes: of a member."""
+    """Where training is.
+
+    present: with its boundaries. accumulation: micro-batches that a layout makes of a global batch. history: of
+    decisions. memory_bytes: of a member. slow: ranks that count as slow; only these have a speed. spares: idle
+    members, who could take their place. step_seconds: of a step, measured; 0 if it was not. pipeline: whether the model
+    is a PipelineModule.
+    """
 
     present: Layout
-    micro_batches: int
+    accumulation: Callable[[Layout], int]
     step: int
     history: History
     rules: Rules
     memory_bytes: int = PLENTY
+    shape: Shape = "boundaries"
+    slow: frozenset[int] = frozenset()
+    spares: int = 0
+    step_seconds: float = 0.0
+    pipeline: bool = True
+
+    def deal(self, profile: Profile) -> Deal:
+        """Of the present layout."""
+        return Deal.of(profile, self.present, self.accumulation(self.present))
+
+    def speeds(self, profile: Profile) -> tuple[float, ...]:
+        """By rank: who does not count as slow is as fast as all others."""
+        return tuple(speed if rank in self.slow else 1.0 for rank, speed in enumerate(profile.speeds))
 
 
-def advise(
-    profile: Profile, at: Situation, move_to: Callable[[Layout], Move], refused: Refuses = lambda layout, deal: False
-) -> Advice:
-    """The best boundaries of the same layout, and whether to move to them.
+def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
+    """The best layout of the shapes that may be, and whether to move to it.
 
-    move_to: what that takes. refused: what a switch refuses. LayoutError if no boundaries fit into the memory.
+    A slow member is answered by the best of other boundaries, other shares, and letting it go. LayoutError if nothing
+    fits into the memory.
     """
-    present, deal = at.present, Deal.of(profile, at.present, at.micro_batches)
-    members = Members(profile.speeds, at.memory_bytes, are_placed=True)
-    search = Search(
-        pipes=(present.pipe,),
-        zero_stages=(present.zero_stage,),
-        micro_batches=at.micro_batches,
+    profile = replace(profile, speeds=at.speeds(profile))
+    now = step_time(profile, at.present, at.deal(profile), profile.speeds)
+    best, without = _best(profile, at, move_to), tuple[int, ...]()
+    if at.slow and (fewer := _without(profile, at, move_to)) is not None and fewer.seconds < best.seconds:
+        best, without = fewer, tuple(sorted(at.slow))
+    move = move_to(best.layout, without) if without or best.layout != at.present else None
+    moved = move or Move(0, 0.0)
+    # What is saved is predicted; what a step takes beside that (messages, data) is in the measured one.
+    present = max(now.seconds, at.step_seconds)
+    error = _error(profile, at.deal(profile), at.present, best.layout)
+    offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
+    decision = decide(at.rules, at.history, at.step, offer)
+    return Advice(at.present, best.layout, now, best.time, moved, decision, without)
+
+
+def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
+    """Of the layouts that all present members may form."""
+    present = at.present
+
+    def is_other(layout: Layout, deal: Deal) -> bool:
+        if layout == present:
+            return False
+        is_of_shape = at.shape == "any" or layout.data == present.data
+        may_share = at.shape == "any" or at.slow or present.shares  # who is slow no more gets its samples back
+        has_new_shares = layout.shares != present.shares and not may_share
+        is_same_size = layout.world_size == present.world_size
+        return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None
+
+    return choose(profile, present, _members(profile.speeds, at), _search(at), is_other)[0]
+
+
+def _without(profile: Profile, at: Situation, move_to: MoveTo) -> Choice | None:
+    """Of the layouts that the others may form, without those that are slow; None if there is none.
+
+    Idle members may take the place of these, and of no more.
+    """
+    gone = tuple(sorted(at.slow))
+    rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
+    if not rest:
+        return None
+    try:
+        found = choose(
+            profile,
+            at.present.replace(shares=None),
+            _members(rest, at),
+            _search(at),
+            lambda layout, deal: layout.world_size > at.present.world_size or move_to(layout, gone) is None,
+        )
+    except LayoutError:
+        return None
+    return found[0]
+
+
+def _members(speeds: tuple[float, ...], at: Situation) -> Members:
+    return Members(speeds, at.memory_bytes, are_placed=True)
+
+
+def _search(at: Situation) -> Search:
+    return Search(
+        pipes=(at.present.pipe,) if at.shape == "boundaries" else None,
+        zero_stages=(at.present.zero_stage,),
+        accumulation=at.accumulation,
+        pipeline=at.pipeline,
         slack=SLACK,
         count=2,
     )
-    now = step_time(profile, present, deal, profile.speeds)
-
-    def is_other(layout: Layout, deal: Deal) -> bool:
-        return layout.data != present.data or (layout != present and refused(layout, deal))
-
-    best = choose(profile, present, members, search, is_other)[0]
-    move = Move(0, 0.0) if best.layout == present else move_to(best.layout)
-    error = _error(profile, deal, at.present, best.layout)
-    offer = Offer(now.seconds, best.time.seconds, error, move.seconds)
-    return Advice(present, best.layout, now, best.time, move, decide(at.rules, at.history, at.step, offer))
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -142,6 +144,16 @@ class History:
     def moved(self, move: Move) -> History:
         """A move was made, and waits for its judgement."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives the same."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> History:
+        """The inverse of `to_json`."""
+        open_move = None if said["open"] is None else Move(**said["open"])
+        return cls(**{**said, "since": tuple(said["since"]), "open": open_move})
 
     def horizon(self, rules: Rules, step: int) -> float:
         """Steps for which costs may be expected to stay: as long as they did in the mean, or have by now.

@@ -36,7 +36,9 @@ class Proposal:
 
     generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
     after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
-    cannot be used any more. late: whether what no forward pass reads moves during the next global batch.
+    cannot be used any more. late: whether what no forward pass reads moves during the next global batch. cause: what
+    has asked for it, if not the script; such a switch gives way to one of the script's. predicted_gain: share of a step
+    that it is to save, where that is why it is made.
     """
 
     generation: int
@@ -47,6 +49,8 @@ class Proposal:
     at: int | None
     forms_anew: bool = False
     late: bool = False
+    cause: str = ""
+    predicted_gain: float | None = None
 
     @property
     def moves_nothing(self) -> bool:

@@ -29,7 +29,7 @@ from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_recompile, logger
+from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_gain, log_recompile, logger
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 
@@ -292,6 +292,24 @@ class Attempts:
             log_recompile(engine.last_switch)
             if self._writer is not None:
                 self._writer.write_recompile(engine.last_switch)
+
+    def note_gain(self, event: SwitchEvent, gain: float) -> None:
+        """A later window has measured what a switch was worth, as a share of a step; `last_switch`, if it is that one,
+        gets the new event, the file a line of its own."""
+        engine, known = self.engine, replace(event, measured_gain=gain)
+        if engine.last_switch is not None and engine.last_switch.generation == event.generation:
+            engine.last_switch = replace(engine.last_switch, measured_gain=gain)
+        if engine.rank == 0:
+            log_gain(known)
+            if self._writer is not None:
+                self._writer.write_gain(known)
+
+    def withdraw(self, reason: str) -> None:
+        """Let go of a pending switch, on all working members at the same place; the idle ones read it on the board."""
+        preparation = self._prepared()
+        if self.engine.rank == 0:
+            preparation.board.decide(f"record/{preparation.proposal.generation}", {"commit": False, "reason": reason})
+        self.give_up(reason)
 
     @property
     def _writer(self) -> EventWriter | None:

@@ -1,37 +1,42 @@
-"""Layers are timed in windows, all members get one profile of them, and boundaries are proposed from it.
+"""Layers are timed in windows, all members get one profile of them, and what would be faster is proposed, or done.
 
 All members come by the same steps and open windows at the same ones. What each has timed goes to the first member of
-the world, which puts it together with the windows before; its answer is everybody's, also that of members which have
-just come.
+the world, which puts it together with the windows before, and decides; its answer is everybody's, also that of members
+which have just come.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from dataclasses import astuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
-from ds_dynatrain.adapters.stage_module import PipelineShaper
-from ds_dynatrain.adapters.stage_timer import StageTimer, StageTimes
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.timing import StageTimes
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.course import ENOUGH_STEPS, Course
 from ds_dynatrain.balance.decision import History, Rules
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.pause import Pause
-from ds_dynatrain.balance.profile import Floats, Profile
-from ds_dynatrain.balance.window import Averaged, Known, Window, rows_of
+from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.slow import Slow
+from ds_dynatrain.balance.steps import Measured, StepSeconds
+from ds_dynatrain.balance.window import Averaged, Window
 from ds_dynatrain.config import BalanceConfig
+from ds_dynatrain.engine.acting import Acting
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.pending import SwitchEstimate
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.engine.timed_model import Timer, timed_model
 from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, WorldChanged
 from ds_dynatrain.report import SwitchEvent, logger
-from ds_dynatrain.space import Layout, LogicalTensor
-from ds_dynatrain.space.kind import WEIGHT
+from ds_dynatrain.space import Layout
 
 SETTLING = 2
 """Steps after the members or the layout have changed, or another state was loaded: memory is touched anew in them."""
@@ -47,20 +52,24 @@ class Balancer:
 
     profile: Profile | None = None
 
-    def __init__(
-        self, engine: EngineCore, settings: BalanceConfig, dry_run: Callable[[Layout], SwitchEstimate], made: Attempts
-    ) -> None:
-        """dry_run: what a switch to a layout would cost, or why it is refused."""
-        self._engine, self._settings, self._dry_run, self._made = engine, settings, dry_run, made
-        self._rules = Rules(settings.least_gain, settings.horizon_steps, settings.safety)
+    def __init__(self, engine: EngineCore, settings: BalanceConfig, switcher: Switcher, made: Attempts) -> None:
+        self._engine, self._settings, self._switcher, self._made = engine, settings, switcher, made
+        self._rules = Rules(
+            settings.least_gain, settings.horizon_steps, settings.safety, cooldown_steps=settings.cooldown_steps
+        )
+        self._model = timed_model(engine)
+        self._acting = Acting(engine, made, switcher, Course.new(self._rules))
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
-        self._timer: StageTimer | None = None
+        self._timer: Timer | None = None
+        self._steps, self._began = StepSeconds(), 0.0
+        self._step_seconds = 0.0
+        """Of the slowest member, as of the last window; the same on all."""
         self._shared: Session | None = None
         """The last one in which rows were shared."""
-        self._left = 0
-        """Steps of the window that is open."""
+        self._left = self._opened = 0
+        """Steps that are left of the window that is open, and the step at which it was due."""
         self._at: tuple[str, int] = ("", 0)
         """Segment of training, and how often what is trained has changed."""
         self._settled = self._next = 0
@@ -94,11 +103,12 @@ class Balancer:
         session = Session(engine.control, key, engine.members, what, stop=stop)
         session.agree(Request({"step": engine.global_steps}), True, _cannot_note, ask_for_different_things)
         self._is_noted, self._next, self._timer = True, engine.global_steps, None
+        self._steps.forget()
         if engine.rank == 0:
             logger.info("balance: %s: layers are timed at the next step", text)
 
     def advise(self) -> Advice:
-        """The best boundaries of the present stages, and whether it would pay to move; asks nobody, changes nothing.
+        """The best layout of the present members, and whether it would pay to move; asks nobody, changes nothing.
 
         The same on all working members. ProfileError before a window has ended in a world of these sizes; LayoutError
         if nothing fits into `memory_limit_bytes`.
@@ -112,28 +122,35 @@ class Balancer:
                 f"balancer.advise: the profile is of {len(profile.speeds)} members, and {engine.layout.world_size} "
                 f"work now; the next window begins at step {self._due}"
             )
-        rules, settings = self._rules, self._settings
-        history = History(rules.cooldown_steps, self._averaged.since)
-        memory = settings.memory_limit_bytes or PLENTY
-        at = Situation(self._present, engine.accumulation, engine.global_steps, history, rules, memory)
-        return advise(profile, at, self._move, lambda layout, deal: bool(self._dry_run(layout).refusal))
+        course = self._acting.course.at(self._averaged.since)
+        return self._advise(profile, course.slow, self._step_seconds, course.history)
 
-    def _move(self, layout: Layout) -> Move:
-        nbytes = self._dry_run(layout).bytes_sent
-        return Move(nbytes, self._pause.seconds(nbytes))
+    def _advise(self, profile: Profile, slow: Slow, step_seconds: float, history: History) -> Advice:
+        engine, settings = self._engine, self._settings
+        counted = slow.counted(engine.global_steps, settings.slow_seen_steps)
+        at = Situation(
+            present=self._model.present,
+            accumulation=lambda layout: engine.batch_for(layout).accumulation,
+            step=engine.global_steps,
+            history=history,
+            rules=self._rules,
+            memory_bytes=settings.memory_limit_bytes or PLENTY,
+            shape=settings.shape,
+            slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
+            spares=sum(member not in engine.members for member in PROCESS.membership.able(engine)),
+            step_seconds=step_seconds,
+            pipeline=is_pipeline(engine.host.module),
+        )
+        return advise(profile, at, self._move_to)
 
-    @property
-    def _present(self) -> Layout:
-        layout = self._engine.layout
-        return layout.replace(boundaries=self._template.boundaries(layout))
+    def _move_to(self, layout: Layout, without: tuple[int, ...]) -> Move | None:
+        """What it takes to get to a layout without some ranks; None if that is refused."""
+        estimate = self._switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
+        return None if estimate.refusal else Move(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
     @property
     def _due(self) -> int:
         return max(self._next, self._settled)
-
-    @property
-    def _template(self) -> PipelineTemplate:
-        return cast("PipelineShaper", self._engine.host.shaper).template
 
     def _note_switch(self, event: SwitchEvent) -> None:
         if event.bytes_sent:
@@ -142,19 +159,49 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Around a step of DeepSpeed's; it is timed if it is of a window."""
+        """Around a whole step, where that is one call; it is timed if it is of a window."""
+        self._begin_step()
+        return nullcontext() if self._timer is None else self._timer.timing()
+
+    def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
+        """Around a pass of training, where a step is several calls; it is timed if its step is of a window."""
+        engine = self._engine
+        if not is_backward and engine.micro_steps % engine.accumulation == 0:
+            self._begin_step()
+        if self._timer is None:
+            return nullcontext()
+        return self._timer.passing(is_backward, self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu())
+
+    def _samples(self) -> int:
+        """Of the open micro-batch, on this rank."""
+        engine = self._engine
+        dealt = engine.batch_for(engine.layout).deal(engine.open_batch.samples or engine.host.global_batch_size)
+        return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
+
+    def timed_update(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        return nullcontext() if self._timer is None else self._timer.updating()
+
+    def _begin_step(self) -> None:
         engine = self._engine
         now, step = (engine.segment, len(engine.registered)), engine.global_steps
         if now != self._at:
             self._at, self._timer = now, None
             self._settled = self._next = step + SETTLING
-        if self._timer is None and step >= self._due:
-            self._timer = StageTimer(engine.deepspeed, engine.host.basic_optimizer)
-            self._left, self._next = self._settings.window_steps, step + self._settings.every_steps
-        return nullcontext() if self._timer is None else self._timer.timing()
+            self._steps.forget()
+        if self._timer is None and step >= (self._settled if self._model.is_cheap else self._due):
+            self._timer, self._opened = self._model.timer(), max(step, self._due)
+            self._left = self._opened - step + self._settings.window_steps
+        self._began = time.monotonic()
 
     def finish_step(self) -> None:
         """After a step. MemberMissing, naming them, if others do not come to the end of a window."""
+        engine = self._engine
+        if engine.micro_steps % engine.accumulation:
+            return
+        self._acting.look()
+        if engine.global_steps > self._settled:
+            self._steps.add(time.monotonic() - self._began)
         if self._timer is None:
             return
         self._left -= 1
@@ -162,76 +209,69 @@ class Balancer:
             return
         timer, self._timer = self._timer, None
         try:
-            self._share(timer.times())
+            course = self._share(timer.times())
         except WorldChanged as error:  # training finds it, too
-            logger.debug("balance: the window of step %d is lost: %s", self._engine.global_steps, error)
+            logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
+            return
+        self._acting.follow(course, self._model.present)
+        self._next = self._opened + self._interval()
 
-    def _share(self, times: StageTimes) -> None:
-        """Let all have the profile of all."""
-        engine, layers = self._engine, self._layers()
-        rows = self._rows(times)
-        key = f"profile/{engine.segment}/{engine.global_steps}"
+    def _interval(self) -> int:
+        """Steps from the begin of a window to that of the next, the same on all: they have one course by now.
+
+        Moves are judged as soon as there are steps enough, and a member that becomes slow is to be seen in time.
+        """
+        settings = self._settings
+        limits = [settings.every_steps]
+        if settings.acts and settings.slow_ratio is not None:
+            limits.append(settings.slow_seen_steps)
+        if self._acting.is_open:
+            limits.append(ENOUGH_STEPS)
+        return max(settings.window_steps, min(limits))
+
+    def _share(self, times: StageTimes) -> Course:
+        """Let all have the profile of all, and what is decided from it."""
+        engine, steps = self._engine, self._engine.global_steps
+        measured = self._steps.measured(), self._steps.measured(self._settings.window_steps)
+        seconds = dict(zip(("steps", "window"), map(astuple, measured), strict=True))
+        mine = {"rows": self._model.rows(times).tolist(), **seconds}
+        key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
-        said = session.reduce("rows", {str(engine.rank): rows.tolist()}, _merged, self._joined)
+        said = session.reduce("rows", {str(engine.rank): mine}, _merged, partial(self._joined, steps))
         session.forget("rows")
         if self._shared is not None and self._shared.board is session.board:
             self._shared.forget_answer("rows")
         self._shared = session
         self._averaged, self._pause = Averaged.from_json(said["averaged"]), Pause(*said["pause"])
-        self._is_noted = False
-        steps = engine.global_steps
-        source = f"measured at step {steps} on {engine.layout}, windows: {self._averaged.windows}"
-        self.profile = self._averaged.profile(layers, source)
+        self._is_noted, self._step_seconds = False, float(said["step_seconds"])
+        self.profile = self._profile(self._averaged)
+        return Course.from_json(said["course"])
 
-    def _joined(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _profile(self, averaged: Averaged) -> Profile:
+        engine = self._engine
+        source = f"measured at step {engine.global_steps} on {engine.layout}, windows: {averaged.windows}"
+        return averaged.profile(self._model.layers(), source)
+
+    def _joined(self, step: int, said: dict[str, Any]) -> dict[str, Any]:
         """On the first member: its own history goes on with what all ranks say."""
-        engine = self._engine
-        by_rank = {int(rank): np.array(rows, dtype=np.float64) for rank, rows in said.items()}
-        window = Window.of(by_rank, engine.layout, self._present.boundaries or ())
+        engine, settings = self._engine, self._settings
+        by_rank = {int(rank): np.array(each["rows"], dtype=np.float64) for rank, each in said.items()}
+        window = Window.of(by_rank, engine.layout, self._model.cut)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
-        step, least = engine.global_steps, self._settings.least_gain
-        averaged = Averaged.after(self._averaged, window, batch, step, least, self._is_noted)
-        pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)
-        return {"averaged": averaged.to_json(), "pause": [pause.fixed_seconds, pause.seconds_per_byte]}
-
-    def _rows(self, times: StageTimes) -> Floats:
-        """Of this rank's stage. The optimizer's seconds are shared out by the elements that it steps."""
-        engine = self._engine
-        start = (self._present.boundaries or ())[engine.place("pipe")]
-        elements = np.array(self._trained()[start : start + times.forward.shape[1]], dtype=np.float64)
-        rate = times.step_seconds / times.stepped if times.stepped else 0.0
-        return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
-
-    # ---- the model ---------------------------------------------------------------------------------------------------
-
-    def _trained(self) -> list[int]:
-        """Elements of each layer that are trained; a tied layer has them at each of its places."""
-        return [sum(tensor.numel for tensor in held if tensor.trainable) for held in self._tensors()]
-
-    def _layers(self) -> list[Known]:
-        """Of the whole model, in the present registration."""
-        template, vps = self._template, self._engine.vps
-        kinds = [vps.kind(name) for name in vps.present_kinds()]
-        found = []
-        for number, (name, held) in enumerate(zip(template.names, self._tensors(), strict=True)):
-            sizes = {
-                kind.name: sum(
-                    tensor.numel * kind.itemsize
-                    for tensor in held
-                    if kind.name == WEIGHT or (tensor.trainable and kind.is_of(tensor.group))
-                )
-                for kind in kinds
-            }
-            known = {kind: size for kind, size in sizes.items() if size or kind == WEIGHT}
-            found.append(Known(f"{number}.{name or 'function'}", known, any(tensor.trainable for tensor in held)))
-        return found
-
-    def _tensors(self) -> list[list[LogicalTensor]]:
-        """Of each layer, the logical tensors."""
-        by_prefix: dict[str, list[LogicalTensor]] = {prefix: [] for prefix in self._template.prefixes()}
-        for tensor in self._engine.vps.tensors:
-            by_prefix[layer_of(tensor.name)].append(tensor)
-        return [by_prefix[prefix] for prefix in self._template.prefixes()]
+        averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._is_noted)
+        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)
+        has_changed = averaged.windows == 1  # and what was before this window took another time
+        steps = (Measured(*each["window" if has_changed else "steps"]) for each in said.values())
+        measured = max(steps, key=lambda each: each.seconds)
+        slow = self._acting.course.slow.after(engine.members, window.speeds, step, settings.slow_ratio)
+        course = self._acting.course.at(averaged.since, slow)
+        if settings.acts:
+            profile = self._profile(averaged)
+            decide = partial(self._advise, profile, slow, measured.seconds)
+            course = course.after(self._rules, step, measured, self._model.present, profile, decide)
+        pause = [self._pause.fixed_seconds, self._pause.seconds_per_byte]
+        found = {"averaged": averaged.to_json(), "pause": pause, "course": course.to_json()}
+        return {**found, "step_seconds": measured.seconds}
 
 
 def _cannot_note(reason: str, way_out: str) -> ConfigError:

@@ -160,8 +160,6 @@ def _refuse_beside(
     others: list[EngineCore], settings: DynatrainConfig, model: nn.Module, place: WorkerPlace | None
 ) -> None:
     """UnsupportedError, ConfigError: the model, or the other engines of this process, do not go with these settings."""
-    if settings.balance is not None and settings.balance.measures and not is_pipeline(model):
-        raise usage("balance of a model without stages").error()
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     if others and any(one.buddies.are_on for one in (settings, *(other.settings for other in others))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -98,6 +98,10 @@ class OverridingEngine(HostEngine):
         return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._parts.timed_pass(is_backward=False):
+            return self._forward_of_slot(*inputs, **kwargs)
+
+    def _forward_of_slot(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
             return super().forward(*inputs, **kwargs)
         before = [(held, held.detach().clone()) for held in self.module.buffers()]
@@ -115,7 +119,12 @@ class OverridingEngine(HostEngine):
         if self._parts.is_discarded:
             return loss
         loss, run = plain(loss), super().backward
-        backward = partial(run, loss, retain_graph, scale_wrt_gas, tokens)
+
+        def backward() -> torch.Tensor:
+            with self._parts.timed_pass(is_backward=True):
+                made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens)
+            return made
+
         return PROCESS.membership.surviving(self._parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:

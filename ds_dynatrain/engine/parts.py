@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import drop
@@ -58,8 +58,7 @@ class EngineParts(EngineCore):
         if self.settings.balance is not None and self.settings.balance.measures:
             from ds_dynatrain.engine.balancer import Balancer
 
-            dry_run = partial(self.switcher.dry_run, changes={})
-            self.balancer = balancer = Balancer(self, self.settings.balance, dry_run, self.attempts)
+            self.balancer = balancer = Balancer(self, self.settings.balance, self.switcher, self.attempts)
             self.targets.measured = lambda: balancer.profile
 
     @property
@@ -82,13 +81,23 @@ class EngineParts(EngineCore):
         if self.buddies is not None:
             self.buddies.settle()
 
-    def watched_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched_step(self) -> Iterator[None]:
         """In it the optimizer makes its step, and buddies that replay steps make it, too."""
-        return nullcontext() if self.buddies is None else self.buddies.watched_step()
+        watched = nullcontext() if self.buddies is None else self.buddies.watched_step()
+        timed = nullcontext() if self.balancer is None else self.balancer.timed_update()
+        with watched, timed:
+            yield
 
     def timed_step(self) -> AbstractContextManager[None]:
         """In it a pipeline makes a step, whose layers are timed if it is time."""
         return nullcontext() if self.balancer is None else self.balancer.timed_step()
+
+    def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
+        """In it a model without stages makes a pass, which is timed if it is time; not in evaluation."""
+        if self.balancer is None or not self.deepspeed.module.training:
+            return nullcontext()
+        return self.balancer.timed_pass(is_backward)
 
     def finish_step(self) -> None:
         """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""

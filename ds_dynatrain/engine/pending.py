@@ -13,7 +13,8 @@ from ds_dynatrain.space import Layout
 class PendingSwitch:
     """A switch that was agreed to and has not happened yet, or has: then `event` tells how it went.
 
-    at: the step that was asked for, or None: the first boundary at which all members are prepared.
+    at: the step that was asked for, or None: the first boundary at which all members are prepared. cause: what has
+    asked for it, if not the script: "balance".
     """
 
     layout: Layout
@@ -21,6 +22,7 @@ class PendingSwitch:
     at: int | None
     event: SwitchEvent | None = None
     late: bool = False
+    cause: str = ""
 
     @property
     def done(self) -> bool:

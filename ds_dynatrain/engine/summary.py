@@ -48,6 +48,8 @@ def event_of(
         connect_ms=everyone["connect_ms"],
         connect_pause_ms=everyone["connect_pause_ms"],
         memory_bound_bytes=figures.peak_bytes if figures is not None else 0,
+        cause=proposal.cause,
+        predicted_gain=proposal.predicted_gain,
         certificate=certificate,
         reason=measured.reason,
         warnings=tuple(measured.warnings),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,19 @@ if TYPE_CHECKING:
     from ds_dynatrain.balance.profile import Profile
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a switch is asked for. cause: what asks, if not the script. predicted_gain: see `Proposal`. without: members
+    that are to have no rank in it."""
+
+    cause: str = ""
+    predicted_gain: float | None = None
+    without: tuple[int, ...] = ()
+
+
+SCRIPT = Reason()
+
+
 class Switcher:
     """Where an engine's switches come from and take place; see the module."""
 
@@ -45,25 +59,37 @@ class Switcher:
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def ask(
-        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool | None = None
+        self,
+        layout: Layout | None,
+        at: int | None,
+        changes: Mapping[str, Any],
+        late: bool | None = None,
+        reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """See `DynatrainEngine.switch`."""
+        """See `DynatrainEngine.switch`. What something else than the script has asked for gives way to the script."""
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
             raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
         if self.engine.pending is not None and self._is_pending(layout, at, changes, late):
             return self.engine.pending
         PROCESS.membership.reopen(self.engine)
-        request, proposal = self._request(layout, at, changes, late)
+        request, proposal = self._request(layout, at, changes, late, reason)
         try:
             agreed = agreement.agree(
                 self.engine.control, self.place_in_training(), request, self.engine.members, proposal
             )
         except (td.DistError, WorldChanged) as error:
             raise SwitchRefused(f"the board is gone: {error}", "ask again later") from error
+        if self._gives_way(reason):
+            self._attempts.withdraw("the script asks for another switch, which goes first")
         self._attempts.prepare(agreed)
-        self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at, late=late)
+        self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at, late=late, cause=agreed.cause)
         return self.engine.pending
+
+    def _gives_way(self, reason: Reason) -> bool:
+        """Whether what is pending was not asked for by the script, and this is."""
+        pending = self.engine.pending
+        return pending is not None and not pending.done and bool(pending.cause) and not reason.cause
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
         """Whether the very same switch was asked for before (a loop turns several times per optimizer step)."""
@@ -80,12 +106,14 @@ class Switcher:
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
 
-    def dry_run(self, layout: Layout | None, changes: Mapping[str, Any]) -> SwitchEstimate:
-        """See `DynatrainEngine.plan`."""
+    def dry_run(
+        self, layout: Layout | None, changes: Mapping[str, Any], without: tuple[int, ...] = ()
+    ) -> SwitchEstimate:
+        """See `DynatrainEngine.plan`. without: members that are to have no rank in it."""
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
-            members = self._targets.members_for(target)
+            members = self._targets.members_for(target, without)
         except SwitchRefused as refusal:
             wanted = layout if layout is not None else engine.layout
             return SwitchEstimate(wanted, refusal=refusal.reason, way_out=refusal.way_out)
@@ -120,7 +148,7 @@ class Switcher:
         )
 
     def _request(
-        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool
+        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool, reason: Reason
     ) -> tuple[SwitchRequest, Proposal]:
         """This member's record, with its refusal if it has one, and the proposal that follows from it."""
         engine, refusal = self.engine, None
@@ -130,20 +158,23 @@ class Switcher:
             target = self._targets.checked(layout, changes)
             if late:
                 self._targets.check_late(target)
-            if self.engine.pending is not None and not self.engine.pending.done:
+            gives_way = self._gives_way(reason)
+            if self.engine.pending is not None and not self.engine.pending.done and not gives_way:
                 raise SwitchRefused(f"a switch to {self.engine.pending.layout} is pending", "wait until it is done")
-            if self.engine.preparation is not None:
+            if self.engine.preparation is not None and not gives_way:
                 raise SwitchRefused("a change of members is under way", "ask again after it")
             if at is not None and (isinstance(at, bool) or not isinstance(at, int)):
                 raise SwitchRefused(f"at={at!r} is not a whole number", "give a number of optimizer steps")
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
-            members = self._targets.members_for(target)
+            members = self._targets.members_for(target, reason.without)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout
         request = SwitchRequest(target.to_dict(), at, engine.global_steps, refusal, late)
-        return request, Proposal(self.engine.attempt + 1, engine.layout, engine.members, target, members, at, late=late)
+        places = engine.layout, engine.members, target, members, at
+        why = reason.cause, reason.predicted_gain
+        return request, Proposal(self.engine.attempt + 1, *places, False, late, *why)
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""

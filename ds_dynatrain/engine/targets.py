@@ -123,10 +123,18 @@ class Targets:
             reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
-    def members_for(self, target: Layout) -> tuple[int, ...]:
-        """Who would hold which rank; SwitchRefused if this node has not the memory for it."""
+    def members_for(self, target: Layout, without: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Who would hold which rank; SwitchRefused if too few are left, or this node has not the memory for it.
+
+        without: members that are to have none.
+        """
         pool, engine = self.engine.candidates, self.engine
-        members = assign_slots(engine.vps, target, PROCESS.membership.able(engine), pool.nodes)
+        able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
+        if len(able) < target.world_size:
+            raise SwitchRefused(
+                f"{target} has {target.world_size} ranks, and {len(able)} members may take one", "choose fewer ranks"
+            )
+        members = assign_slots(engine.vps, target, able, pool.nodes)
         feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)
         return members
 

@@ -85,6 +85,12 @@ class SwitchEvent:
     recompile_ms: float | None = None
     """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
     None before that step, and where nothing is compiled."""
+    cause: str = ""
+    """What has asked for it: "balance", or nothing where the script or a change of members did."""
+    predicted_gain: float | None = None
+    """Share of a step that it was to save, where that is why it was made."""
+    measured_gain: float | None = None
+    """Share of a step that was saved, by the clock; None until the next window has judged it."""
     certificate: CertificateSummary | None = None
     reason: str = ""
     """Why it was rolled back."""
@@ -126,7 +132,8 @@ class SwitchEvent:
         notes = "".join(f"; warning: {warning}" for warning in self.warnings)
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
-        return f"{head} in {took}, {self._bytes()}, {self._proof()}{self._late()}{self._connections()}{notes}"
+        more = f"{self._late()}{self._connections()}{self._gain()}{notes}"
+        return f"{head} in {took}, {self._bytes()}, {self._proof()}{more}"
 
     def _bytes(self) -> str:
         """Return what was sent, against the minimum."""
@@ -145,6 +152,13 @@ class SwitchEvent:
         counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
         ahead = "" if self.connect_pause_ms else ", before the pause"
         return f", communicators: {counts} ({self.connect_ms:.0f} ms{ahead})"
+
+    def _gain(self) -> str:
+        """Return what it is for; nothing of a switch that nobody predicted anything of."""
+        if self.predicted_gain is None:
+            return ""
+        measured = "" if self.measured_gain is None else f", measured {100 * self.measured_gain:.1f} %"
+        return f", for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step{measured}"
 
     def _proof(self) -> str:
         """Return what the certificate says."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ds_dynatrain.report.event import SwitchEvent
 
-_RECOMPILE = "recompile"
+_LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
+"""What is known of an event only after it was written, by the kind of the line that says it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,14 @@ class EventWriter:
 
     def write_recompile(self, event: SwitchEvent) -> None:
         """Append what is known of an event only after the next step: `{"event": "recompile", ...}`."""
-        record = {"event": _RECOMPILE, "generation": event.generation, "recompile_ms": event.recompile_ms}
+        self._write_later("recompile", event)
+
+    def write_gain(self, event: SwitchEvent) -> None:
+        """Append what a later window has measured of an event: `{"event": "gain", ...}`."""
+        self._write_later("gain", event)
+
+    def _write_later(self, kind: str, event: SwitchEvent) -> None:
+        record = {"event": kind, "generation": event.generation, _LATER[kind]: getattr(event, _LATER[kind])}
         self._append(json.dumps(record, separators=(",", ":")))
 
     def _append(self, line: str) -> None:
@@ -38,25 +47,27 @@ class EventWriter:
 def read_events(path: str | Path) -> list[SwitchEvent]:
     """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line.
 
-    A line about compiling again goes into the event that it is about.
+    A line of what became known later goes into the event that it is about.
     """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            if not _add_recompile(line, events):
+            if not _add_later(line, events):
                 events.append(SwitchEvent.from_json(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return events
 
 
-def _add_recompile(line: str, events: list[SwitchEvent]) -> bool:
-    """Whether the line is about compiling again; then the last event of its generation knows of it."""
+def _add_later(line: str, events: list[SwitchEvent]) -> bool:
+    """Whether the line is of what became known later; then the last event of its generation knows of it."""
     record = json.loads(line)
-    if not isinstance(record, dict) or record.get("event") != _RECOMPILE:
+    if not isinstance(record, dict) or record.get("event") not in _LATER:
         return False
+    name = _LATER[record["event"]]
     for place in reversed(range(len(events))):
         if events[place].generation == record.get("generation"):
-            events[place] = replace(events[place], recompile_ms=record.get("recompile_ms"))
+            changes: dict[str, Any] = {name: record.get(name)}
+            events[place] = replace(events[place], **changes)
             return True
-    raise ValueError(f"compiled again after a switch that is not in the file: {line[:80]!r}")
+    raise ValueError(f"a {record['event']} line of a switch that is not in the file: {line[:80]!r}")

@@ -12,7 +12,7 @@ import pytest
 
 from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import Profile
-from ds_dynatrain.errors import ConfigError, ProfileError, UnsupportedError
+from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
 from tests.engine.burning import burning
 from tests.engine.pipeline_walks import job, layout, settings
@@ -25,8 +25,8 @@ EVEN = layout(2, 2, 1, (0, 3, 6))
 
 
 def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """With a block that times two steps of every four."""
-    block = {"every_steps": 4, "window_steps": 2, **more}
+    """With a block that times two steps of every four, and moves nothing."""
+    block = {"mode": "advise", "every_steps": 4, "window_steps": 2, **more}
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 
@@ -139,21 +139,6 @@ def noting() -> None:
 
 def test_notes_are_of_all_or_of_nobody(pool: RankPool) -> None:
     pool.run(noting)
-
-
-def refused() -> None:
-    """What has no stages has no layers to time."""
-    with pytest.raises(UnsupportedError, match=r"dynatrain\.balance times the layers of a PipelineModule"):
-        jobs.run(balanced(jobs.config()), 1)
-    with (
-        pytest.raises(ConfigError, match=r'"act" is not there yet.*advise'),
-        job(balanced(settings(EVEN), mode="act"), "tied"),
-    ):
-        pass
-
-
-def test_what_is_refused(pool: RankPool) -> None:
-    pool.run(refused)
 
 
 SCRIPT = """

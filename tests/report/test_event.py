@@ -142,5 +142,5 @@ def test_a_line_about_compiling_again_goes_into_its_event(tmp_path: Path) -> Non
     assert [event.recompile_ms for event in found] == [12.5 * event.generation for event in (EVENT, later)]
     assert [replace(event, recompile_ms=None) for event in found] == [EVENT, later]
     writer.write_recompile(replace(EVENT, generation=99, recompile_ms=1.0))
-    with pytest.raises(ValueError, match="line 5: compiled again after a switch that is not in the file"):
+    with pytest.raises(ValueError, match="line 5: a recompile line of a switch that is not in the file"):
         read_events(path)

@@ -1,0 +1,215 @@
+"""What all members remember of moves, and what a window adds to that: the last move is judged, the next one decided.
+
+A pure function of numbers: the first member of a world asks it, and its answer is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ds_dynatrain.balance.advice import Advice
+from ds_dynatrain.balance.decision import History, Rules, Verdict, costs_differ, judge
+from ds_dynatrain.balance.decision import Move as Made
+from ds_dynatrain.balance.partition import Bools
+from ds_dynatrain.balance.profile import Ints, Profile
+from ds_dynatrain.balance.slow import Slow
+from ds_dynatrain.balance.steps import Measured
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.layout import Layout
+
+ENOUGH_STEPS = 4
+"""That must have been seen after a move for it to be judged."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of both passes of each layer, and their standard errors."""
+
+    seconds: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @classmethod
+    def of(cls, profile: Profile) -> Costs:
+        """As measured."""
+        passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
+        errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
+        return cls(tuple(passes.tolist()), tuple(errors.tolist()))
+
+    def differ(self, now: Costs, places: Bools, least: float) -> bool:
+        """Whether those at some places are others now, by `least` of the whole at least."""
+        before, after = (np.array(each.seconds)[places] for each in (self, now))
+        error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
+        return bool(len(before)) and costs_differ(before, after, error, least)
+
+    def to_json(self) -> list[list[float]]:
+        """Plain JSON; `from_json` gives the same."""
+        return [list(self.seconds), list(self.errors)]
+
+    @classmethod
+    def from_json(cls, said: Sequence[Sequence[float]]) -> Costs:
+        """The inverse of `to_json`."""
+        return cls(tuple(said[0]), tuple(said[1]))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A move that is to be made now. before, costs: as they are before it. without: ranks that are let go. back:
+    whether it takes the last move back.
+    """
+
+    layout: Layout
+    predicted_gain: float
+    why: str
+    before: Measured
+    costs: Costs
+    without: tuple[int, ...] = ()
+    back: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives the same."""
+        before = [self.before.seconds, self.before.error, self.before.count]
+        return {
+            "layout": self.layout.to_dict(),
+            "predicted_gain": self.predicted_gain,
+            "why": self.why,
+            "before": before,
+            "costs": self.costs.to_json(),
+            "without": list(self.without),
+            "back": self.back,
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Wanted:
+        """The inverse of `to_json`."""
+        layout, costs = Layout.from_dict(said["layout"]), Costs.from_json(said["costs"])
+        found = {"layout": layout, "before": Measured(*said["before"]), "costs": costs}
+        return cls(**{**said, **found, "without": tuple(said["without"])})
+
+
+@dataclass(frozen=True)
+class Course:
+    """See the module.
+
+    left, costs: the layout before the move that is open, and what layers took there. verdict, gain: of the move that
+    the last window has judged; gain is what a step takes less since, as a share; None where nobody can say. wanted: the
+    next move. why: what was decided, in words.
+    """
+
+    history: History
+    slow: Slow = field(default_factory=Slow)
+    left: Layout | None = None
+    costs: Costs | None = None
+    verdict: Verdict | None = None
+    gain: float | None = None
+    wanted: Wanted | None = None
+    why: str = ""
+
+    @classmethod
+    def new(cls, rules: Rules, step: int = 0) -> Course:
+        """Before anything was measured."""
+        return cls(History.new(rules, step))
+
+    def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
+        """With what is known of costs by now. since: see `History`."""
+        return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
+
+    def after(
+        self,
+        rules: Rules,
+        step: int,
+        measured: Measured,
+        present: Layout,
+        profile: Profile,
+        advise: Callable[[History], Advice],
+    ) -> Course:
+        """With one more window. measured: a step by the clock. present: with its boundaries. advise: what would be
+        faster; LayoutError if nothing fits.
+        """
+        course, open_move = replace(self, verdict=None, gain=None, wanted=None, why=""), self.history.open
+        if open_move is not None and measured.count >= ENOUGH_STEPS:
+            changed = self._has_changed(rules, present, Costs.of(profile))
+            course = course._judged(rules, open_move, step, measured, Costs.of(profile), changed)
+            if course.wanted is not None:
+                return course
+        try:
+            advice = advise(course.history)
+        except LayoutError as error:
+            return replace(course, why=str(error))
+        if not advice.decision.acts:
+            return replace(course, why=advice.decision.why)
+        saved = advice.present_time.seconds - advice.proposed_time.seconds
+        gain = saved / max(advice.present_time.seconds, measured.seconds)
+        wanted = Wanted(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
+        return replace(course, wanted=wanted, why=advice.decision.why)
+
+    def _has_changed(self, rules: Rules, present: Layout, now: Costs) -> bool:
+        """Whether layers that have stayed where they were take another time since the move: then nobody can say what it
+        was worth. What has become slower by being moved speaks against the move.
+        """
+        if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
+            return True
+        stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
+        return self.costs.differ(now, stages[0] == stages[1], rules.least_gain)
+
+    def _judged(self, rules: Rules, move: Made, step: int, measured: Measured, costs: Costs, changed: bool) -> Course:
+        verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, changed)
+        gain = None if changed else 1 - measured.seconds / move.before_seconds
+        course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
+        if verdict is not Verdict.BACK or self.left is None:
+            return course
+        worse = 1 - move.before_seconds / measured.seconds
+        back = Wanted(self.left, worse, verdict.value, measured, costs, back=True)
+        return replace(course, wanted=back, why=verdict.value)
+
+    def moved(self, wanted: Wanted, step: int, left: Layout) -> Course:
+        """What was wanted has been done. A move back is judged by no window."""
+        if wanted.back:
+            return replace(self, wanted=None)
+        move = Made(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
+        return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
+
+    def overtaken(self) -> Course:
+        """Another switch was made, by the script or as members changed: no window can judge the last move any more."""
+        return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
+
+    def failed(self, step: int) -> Course:
+        """What was wanted did not come about: the next try waits as long as after a move."""
+        history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
+        return replace(self, history=history, wanted=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; `from_json` gives the same."""
+        return {
+            "history": self.history.to_json(),
+            "slow": self.slow.to_json(),
+            "left": None if self.left is None else self.left.to_dict(),
+            "costs": None if self.costs is None else self.costs.to_json(),
+            "verdict": None if self.verdict is None else self.verdict.name,
+            "gain": self.gain,
+            "wanted": None if self.wanted is None else self.wanted.to_json(),
+            "why": self.why,
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Course:
+        """The inverse of `to_json`."""
+        return cls(
+            History.from_json(said["history"]),
+            Slow.from_json(said["slow"]),
+            None if said["left"] is None else Layout.from_dict(said["left"]),
+            None if said["costs"] is None else Costs.from_json(said["costs"]),
+            None if said["verdict"] is None else Verdict[said["verdict"]],
+            said["gain"],
+            None if said["wanted"] is None else Wanted.from_json(said["wanted"]),
+            said["why"],
+        )
+
+
+def _stages(layout: Layout, layers: int) -> Ints:
+    """[layers], the stage of each."""
+    cut = layout.boundaries or (0, layers)
+    return np.searchsorted(np.array(cut[1:]), np.arange(layers), side="right")

@@ -1,0 +1,223 @@
+"""Balance that acts: layers and samples move by themselves, and moves are judged by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.report import read_events
+from tests.engine import jobs
+from tests.engine.burning import burning
+from tests.engine.pipeline_walks import layout, settings
+from tests.engine.pool import RankPool
+from tools.burning import WIDTH, Burn, Points, burn
+
+SECONDS = (0.008, 0.004, 0.002, 0.002, 0.001, 0.001)
+EVEN = layout(2, 2, 1, (0, 3, 6))
+FRONT = (0, 1, 6)
+"""What is best for these seconds."""
+
+
+def acting(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """With a block that times a step of every four, and whose moves need not pay soon.
+
+    By the clock a step takes longer where cores are shared, so what these small layers save may be a small share of it.
+    """
+    block = {"every_steps": 4, "horizon_steps": 10**6, "cooldown_steps": 0, "least_gain": 0.005, **more}
+    return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
+
+
+def trained(given: dict[str, Any], model: Any, steps: int, each: Any = None) -> tuple[list[float], list[Any]]:
+    """Losses of a pipeline, and the events of its switches."""
+    events: list[Any] = []
+    with jobs.job(given, model, data=Points(), groups=False) as made:
+        made.engine.on_switch(events.append)
+        losses = []
+        while made.engine.idle or made.engine.global_steps < steps:
+            if each is not None and not made.engine.idle:
+                each(made.engine)
+            losses.append(made.engine.train_batch().item())
+        last = made.engine.last_switch
+        return losses, [*events, last] if last is not None else events
+    return [], events
+
+
+def moving(file: str, block: bool) -> tuple[list[float], list[Any]]:
+    given = settings(EVEN, train_batch_size=24)
+    given["dynatrain"]["report"] = {"jsonl": file}
+    return trained(acting(given) if block else given, burning(SECONDS), 16)
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_layers_move_to_where_the_time_is(pool: RankPool, tmp_path: Any) -> None:
+    file = tmp_path / "switches.jsonl"
+    ranks = pool.run(moving, file=str(file), block=True, seconds=120)
+    losses, events = ranks[0]
+    assert all(rank[0] == losses for rank in ranks)
+    first = events[0]
+    assert tuple(first.target.layout["boundaries"]) == FRONT and first.bytes_sent == first.bytes_minimum > 0
+    assert first.cause == "balance" and first.predicted_gain >= 0.005 and first.step <= 6
+    said = read_events(file)
+    assert said[0].predicted_gain == first.predicted_gain and said[0].measured_gain is not None
+    assert "for balance: predicted gain" in said[0].line() and "measured" in said[0].line()
+    assert losses == pool.run(moving, file=str(tmp_path / "none"), block=False, seconds=120)[0][0]
+
+
+class Placed(nn.Module):
+    """A layer that takes longer on some stages than on others, and so long on one that it has no business there."""
+
+    def __init__(self, seconds: float, by_stage: Sequence[float]) -> None:
+        super().__init__()
+        self.matrix, self.seconds, self.by_stage, self.stage = nn.Linear(WIDTH, WIDTH), seconds, by_stage, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        seconds = self.seconds * self.by_stage[STAGE[0]]
+        burn(seconds)
+        made: torch.Tensor = Burn.apply(self.matrix(hidden), 2 * seconds, [])
+        return made
+
+
+STAGE = [0]
+
+
+def placed() -> PipelineModule:
+    """Six layers; the second one costs six times as much on the second stage, which nobody can know before."""
+    layers = [LayerSpec(Placed, each, (1.0, 6.0 if place == 1 else 1.0)) for place, each in enumerate(SECONDS)]
+    return PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss())
+
+
+def harmed() -> list[Any]:
+    given = acting(settings(EVEN, train_batch_size=24), cooldown_steps=8)
+
+    def note_stage(engine: Any) -> None:
+        STAGE[0] = engine.layout.coordinate(engine.rank)["pipe"]
+
+    return trained(given, placed(), 24, note_stage)[1]
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_a_move_that_made_steps_slower_is_taken_back(pool: RankPool) -> None:
+    """A layer turns out to cost more where it was moved to. The next try has to wait for twice as long."""
+    events = pool.run(harmed, seconds=120)[0]
+    cuts = [tuple(event.target.layout["boundaries"]) for event in events]
+    assert cuts[:2] == [FRONT, EVEN.boundaries]
+    assert events[1].cause == "balance" and events[1].step - events[0].step <= 9
+    assert len(events) == 2 or events[2].step >= events[1].step + 15
+
+
+def asking(at: int) -> tuple[list[float], list[Any]]:
+    """The script asks at a step, for what balance would not: while a move of balance's is on its way, or before it."""
+
+    def ask(engine: Any) -> None:
+        if engine.global_steps == at:
+            engine.switch(layout(2, 2, 0, (0, 2, 6)))
+
+    return trained(acting(settings(EVEN, train_batch_size=24), cooldown_steps=100), burning(SECONDS), 12, ask)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_switch_of_the_script_goes_first(pool: RankPool, at: int) -> None:
+    """The first window ends with step 3, and balance asks there."""
+    for _, events in pool.run(asking, at=at, seconds=120):
+        assert events[0].cause == "" and events[0].target.layout["zero_stage"] == 0
+        assert all(event.outcome == "committed" for event in events)
+
+
+def failing() -> tuple[list[float], list[Any]]:
+    """The first switch fails on all before its vote."""
+    whole, left = Transaction._verify, [True]
+
+    def fail(self: Transaction, *arguments: Any) -> Any:
+        if left and left.pop():
+            raise RuntimeError("on purpose")
+        return whole(self, *arguments)
+
+    with patch.object(Transaction, "_verify", fail):
+        return trained(acting(settings(EVEN, train_batch_size=24), cooldown_steps=6), burning(SECONDS), 20)
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_a_move_that_fails_is_tried_again_after_the_cooldown(pool: RankPool) -> None:
+    for _, events in pool.run(failing, seconds=120):
+        assert tuple(events[0].target.layout["boundaries"]) == FRONT and events[0].generation == 3
+        assert events[0].step >= 4 + 6
+
+
+class Paced(nn.Module):
+    """A model of which a member burns so much for each sample. pace: by member."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.matrix, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        seconds = self.seconds * PACE[0] * len(hidden)
+        burn(seconds)
+        made = Burn.apply(self.matrix(hidden), 2 * seconds, [])
+        return (made - wanted).square().mean()
+
+
+PACE = [1.0]
+
+
+def slowed(pace: float, from_step: int, steps: int, ranks: int, **more: Any) -> tuple[list[float], list[Any]]:
+    """Rank 1 becomes slow at a step."""
+    given = jobs.config(start=(ranks, 1), train_batch_size=24, train_micro_batch_size_per_gpu=12)
+    events: list[Any] = []
+    losses: list[float] = []
+    with jobs.job(acting(given, **more), Paced(0.001), data=Points(), groups=False) as made:
+        engine = made.engine
+        engine.on_switch(events.append)
+        mine = engine.rank == 1
+        while engine.idle or engine.global_steps < steps:
+            for batch in made.loader:
+                PACE[0] = pace if mine and engine.global_steps >= from_step else 1.0
+                loss = engine(*batch)
+                engine.backward(loss)
+                losses.append(float(engine.mean(loss, made.loader.samples)))
+                engine.step()
+                if engine.global_steps >= steps:
+                    break
+    return losses, events
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+@pytest.mark.parametrize(
+    ("pace", "ranks", "answer"),
+    [
+        pytest.param(2.0, 4, {"data": 4, "shares": [7, 3, 7, 7]}, id="fewer samples"),
+        pytest.param(40.0, 4, {"data": 3}, id="let go"),
+        pytest.param(4.0, 2, {"data": 2}, id="an idle member takes its place"),
+    ],
+)
+def test_a_slow_member_is_answered(pool: RankPool, pace: float, ranks: int, answer: dict[str, Any]) -> None:
+    """With a quarter of the speed and one other, an idle member is worth more than other shares."""
+    found = pool.run(slowed, pace=pace, from_step=6, steps=24, ranks=ranks, seconds=120, slow_steps=9)
+    losses, events = found[0]
+    assert events and events[0].cause == "balance" and 6 < events[0].step <= 6 + 9 + 5
+    layout = {name: size for name, size in events[0].target.layout.items() if name in ("data", "shares")}
+    assert layout == answer
+    has_stayed = "shares" in answer
+    assert (1 in events[0].target.members) == has_stayed and (events[0].bytes_sent == 0) == has_stayed
+    plain = pool.once(slowed, pace=1.0, from_step=0, steps=24, ranks=4, seconds=120, slow_ratio=None)[0]
+    assert plain[1] == [] and jobs.furthest(losses, plain[0]) <= 1e-6
+
+
+def widened() -> list[Any]:
+    given = acting(settings(EVEN, train_batch_size=24), shape="any")
+    return trained(given, burning((0.002,) * 6), 12)[1]
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_other_shapes_of_the_same_members(pool: RankPool) -> None:
+    """Without a pipeline nobody waits for a neighbour."""
+    events = pool.run(widened, seconds=120)[0]
+    assert events[0].cause == "balance"
+    assert (events[0].target.layout["pipe"], events[0].target.layout["data"]) == (1, 4)
