@@ -95,7 +95,9 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
             "dynatrain.buddies.mode: expected 'off', 'copy', 'auto' or 'replay', got 'ring'",
         ),
         ({"balance": {"every_step": 1}}, "dynatrain.balance.every_step: unknown key; did you mean 'every_steps'?"),
-        ({"balance": {"mode": "act"}}, 'dynatrain.balance.mode: "act" is not there yet'),
+        ({"balance": {"mode": "moves"}}, "dynatrain.balance.mode: expected 'act', 'advise' or 'off', got 'moves'"),
+        ({"balance": {"slow_ratio": 1}}, "dynatrain.balance.slow_ratio: expected greater than 1, got 1"),
+        ({"balance": {"shape": "all"}}, "dynatrain.balance.shape: expected 'boundaries' or 'any', got 'all'"),
         ({"balance": {"least_gain": 1}}, "dynatrain.balance.least_gain: expected less than 1, got 1"),
         ({"balance": {"horizon_steps": 0}}, "dynatrain.balance.horizon_steps: expected greater than or equal to 1"),
         (

@@ -13,7 +13,6 @@ _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
 _USAGE = "tests/engine/test_usage.py"
 _BUDDIES = "tests/engine/test_buddies.py"
-_BALANCE = "tests/engine/test_balance.py"
 _LATE = "tests/engine/test_late.py"
 
 
@@ -259,15 +258,9 @@ USAGE = (
     ),
     _works(
         "balance",
-        "layers of a PipelineModule are timed, and boundaries proposed; nothing moves by itself yet: see "
+        "layers of a PipelineModule and the members of any model are timed, and move to where the time is: see "
         "[balance](balance.md#in-a-job)",
-        f"{_BALANCE}::test_all_members_have_one_profile",
-    ),
-    _start(
-        "balance of a model without stages",
-        "dynatrain.balance times the layers of a PipelineModule, and proposes boundaries of its stages",
-        'set dynatrain.balance.mode to "off" and name a profile, or leave dynatrain.balance out',
-        f"{_BALANCE}::test_what_is_refused",
+        "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
     ),
     _switch(
         "open accumulation window",
