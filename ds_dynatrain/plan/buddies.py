@@ -10,6 +10,10 @@ Further buddies, where more than one is asked for, are assigned by the Hungarian
 `linear_sum_assignment`): on nodes that have no copy of that rank yet, and not on its own node as long as there is
 another rank elsewhere; then as evenly as that allows.
 
+Idle members keep copies first: they have memory to spare, and nothing is lost with them. Where there are any, the first
+buddies are assigned by that method, too: never on the own node if there are two; each keeps one copy before anybody
+keeps two; idle ones before those that work, and of these the one that it would be without idle ones.
+
 On a single node each rank counts as a node of its own: a process that dies alone is what is left to be guarded against.
 """
 
@@ -34,7 +38,7 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
 
     What stages or tensor ranks compute each for itself counts as one rank's: copies of it may have drifted apart.
     """
-    if layout.world_size == 1 or not vps.is_held(layout, kind):
+    if not vps.is_held(layout, kind):
         return False
     if not vps.is_replicated(layout, kind):
         return True
@@ -54,16 +58,17 @@ def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: Buffe
 
 
 def memory_of_copies(
-    vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str], copies: int = 1
+    vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str], copies: int = 1, idle: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Bytes that the member at each rank needs for copies, with all the moments that there will be.
+    """Bytes that the member at each rank needs for copies, then each idle one, with all the moments that there will be.
 
-    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one rank is alone.
+    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one member is alone.
     """
-    buddies, own = buddies_of(nodes, copies), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
+    buddies, own = buddies_of(nodes, copies, idle), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
+    own += [0] * len(idle)
     return tuple(
-        MOMENTS * (own[rank] + sum(own[ward] for ward in wards_of(buddies, rank))) if buddies else 0
-        for rank in range(len(nodes))
+        MOMENTS * (each + sum(own[ward] for ward in wards_of(buddies, place))) if buddies else 0
+        for place, each in enumerate(own)
     )
 
 
@@ -74,22 +79,25 @@ def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int) -> int:
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
-def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """The buddies of each rank, so many or all others; nobody has any where there is one rank.
+def buddies_of(nodes: Sequence[str], copies: int = 1, idle: Sequence[str] = ()) -> tuple[tuple[int, ...], ...]:
+    """The buddies of each rank, so many or all others; nobody has any where one member is alone.
 
-    nodes[rank] is the node of a rank. The first buddies are the same however many there are.
+    nodes[rank] is the node of a rank, idle[number] that of an idle member, who is called len(nodes) + number. The first
+    buddies are the same however many there are.
     """
-    if len(nodes) < 2:
+    everybody = [*nodes, *idle]
+    if len(everybody) < 2 or not nodes:
         return ()
-    names = list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
-    found = [_first(names)]
-    while len(found) < min(copies, len(nodes) - 1):
-        found.append(_further(names, found))
+    names = everybody if len(set(everybody)) > 1 else [str(place) for place in range(len(everybody))]
+    without = _first(names[: len(nodes)]) if len(set(names[: len(nodes)])) > 1 else []
+    found = [_further(names, len(nodes), [], without) if idle else without]
+    while len(found) < min(copies, len(everybody) - 1):
+        found.append(_further(names, len(nodes), found))
     return tuple(zip(*found, strict=True))
 
 
 def _first(names: Sequence[str]) -> list[int]:
-    """One buddy of each rank."""
+    """One buddy of each rank, where nobody is idle."""
     found: dict[int, int] = {}
     pairs, group = _grouped(_by_size(names))
     for one, other in pairs:
@@ -98,21 +106,27 @@ def _first(names: Sequence[str]) -> list[int]:
     return [found[rank] for rank in range(len(names))]
 
 
-def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
-    """One more buddy of each rank. before: those that there are, each of all ranks.
+def _further(
+    names: Sequence[str], working: int, before: Sequence[Sequence[int]], without: Sequence[int] = ()
+) -> list[int]:
+    """One more buddy of each rank. names: of the nodes of all members, the first `working` of which have ranks; before:
+    the buddies that there are; without: those that there would be if nobody were idle.
 
-    A rank keeps one copy more, or as many more as it takes to leave out nodes of their own.
+    A member keeps one copy more, or as many more as it takes to leave out nodes of their own.
     """
-    count, ranks, node = len(names), np.arange(len(names)), np.unique(names, return_inverse=True)[1]
-    is_own, is_barred, near = node[:, None] == node, ranks[:, None] == ranks, np.zeros((count, count), np.int64)
+    count, members, node = len(names), np.arange(len(names)), np.unique(names, return_inverse=True)[1]
+    ranks, is_own = members[:working], node[:working, None] == node
+    is_barred, near = ranks[:, None] == members, np.zeros((working, count), np.int64)
     is_barred |= is_own & ((~is_own).sum(axis=1) > len(before))[:, None]
     for buddies in before:
         is_barred[ranks, buddies] = True
         near += node[list(buddies)][:, None] == node
     largest = int(np.bincount(node).max())
-    most = -(-largest // (count - largest))
+    most, unwanted = -(-largest // (count - largest)), _unwanted(node, working, without)
+    number_costs = working * (int(unwanted.max()) + 1)
     while True:
-        costs = [np.where(is_barred, np.inf, near * (count * most + 1) + number) for number in range(most)]
+        near_costs = (working * most + 1) * number_costs
+        costs = [np.where(is_barred, np.inf, near * near_costs + n * number_costs + unwanted) for n in range(most)]
         try:
             _, places = linear_sum_assignment(np.hstack(costs))
         except ValueError:  # somebody must keep more than so many
@@ -121,8 +135,18 @@ def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]
             return [int(place) % count for place in places]
 
 
+def _unwanted(node: np.ndarray, working: int, without: Sequence[int]) -> np.ndarray:
+    """What speaks against each member as the buddy of each rank, where they keep as many copies: that it works, or that
+    it is not the one `without` idle ones. Idle ones keep all copies of a node before they keep any of the next."""
+    place = np.argsort(np.argsort(node[:working], kind="stable"))[:, None]
+    found = np.where(np.arange(len(node)) < working, 2 * working**2, place)
+    if without:
+        found[:, :working] += working * (np.arange(working) != np.asarray(without)[:, None])
+    return found
+
+
 def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """The ranks whose copies a rank keeps, ascending."""
+    """The ranks whose copies a rank or an idle member keeps, ascending."""
     return tuple(ward for ward, keepers in enumerate(buddies) if rank in keepers)
 
 
