@@ -17,12 +17,22 @@ from ds_dynatrain.balance.decision import Move as Made
 from ds_dynatrain.balance.partition import Bools
 from ds_dynatrain.balance.profile import Ints, Profile
 from ds_dynatrain.balance.slow import Slow
-from ds_dynatrain.balance.steps import Measured
+from ds_dynatrain.balance.steps import REMEMBERED, Measured
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 ENOUGH_STEPS = 4
-"""That must have been seen after a move for it to be judged."""
+"""That must have been seen before a move, and after it, for it to be judged."""
+EXPLAINS = 0.5
+"""Layers that take so much less, as a share of what a step takes less since a move, may be why."""
+
+
+def can_judge(move: Made, measured: Measured) -> bool:
+    """Whether enough steps were seen after a move. Where they look slower, which may be noise, more are waited for, up
+    to all that are remembered.
+    """
+    looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
+    return measured.count >= (REMEMBERED if looks_slower else ENOUGH_STEPS)
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,8 @@ class Course:
 
     left, costs: the layout before the move that is open, and what layers took there. verdict, gain: of the move that
     the last window has judged; gain is what a step takes less since, as a share; None where nobody can say. wanted: the
-    next move. why: what was decided, in words.
+    next move. needs_steps: whether one would be made, had enough steps been seen before it. why: what was decided, in
+    words.
     """
 
     history: History
@@ -106,6 +117,7 @@ class Course:
     verdict: Verdict | None = None
     gain: float | None = None
     wanted: Wanted | None = None
+    needs_steps: bool = False
     why: str = ""
 
     @classmethod
@@ -129,9 +141,11 @@ class Course:
         """With one more window. measured: a step by the clock. present: with its boundaries. advise: what would be
         faster; LayoutError if nothing fits.
         """
-        course, open_move = replace(self, verdict=None, gain=None, wanted=None, why=""), self.history.open
-        if open_move is not None and measured.count >= ENOUGH_STEPS:
-            changed = self._has_changed(rules, present, Costs.of(profile))
+        course = replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why="")
+        open_move = self.history.open
+        if open_move is not None and can_judge(open_move, measured):
+            least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / open_move.before_seconds))
+            changed = self._has_changed(least, present, Costs.of(profile))
             course = course._judged(rules, open_move, step, measured, Costs.of(profile), changed)
             if course.wanted is not None:
                 return course
@@ -141,19 +155,22 @@ class Course:
             return replace(course, why=str(error))
         if not advice.decision.acts:
             return replace(course, why=advice.decision.why)
+        if measured.count < ENOUGH_STEPS:
+            why = f"steps were measured: {measured.count}, before a move {ENOUGH_STEPS} are"
+            return replace(course, needs_steps=True, why=why)
         saved = advice.present_time.seconds - advice.proposed_time.seconds
         gain = saved / max(advice.present_time.seconds, measured.seconds)
         wanted = Wanted(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
         return replace(course, wanted=wanted, why=advice.decision.why)
 
-    def _has_changed(self, rules: Rules, present: Layout, now: Costs) -> bool:
-        """Whether layers that have stayed where they were take another time since the move: then nobody can say what it
-        was worth. What has become slower by being moved speaks against the move.
+    def _has_changed(self, least: float, present: Layout, now: Costs) -> bool:
+        """Whether layers that have stayed where they were take another time since the move, by that share at least:
+        then nobody can say what it was worth. What has become slower by being moved speaks against the move.
         """
         if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
             return True
         stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
-        return self.costs.differ(now, stages[0] == stages[1], rules.least_gain)
+        return self.costs.differ(now, stages[0] == stages[1], least)
 
     def _judged(self, rules: Rules, move: Made, step: int, measured: Measured, costs: Costs, changed: bool) -> Course:
         verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, changed)
@@ -191,6 +208,7 @@ class Course:
             "verdict": None if self.verdict is None else self.verdict.name,
             "gain": self.gain,
             "wanted": None if self.wanted is None else self.wanted.to_json(),
+            "needs_steps": self.needs_steps,
             "why": self.why,
         }
 
@@ -205,6 +223,7 @@ class Course:
             None if said["verdict"] is None else Verdict[said["verdict"]],
             said["gain"],
             None if said["wanted"] is None else Wanted.from_json(said["wanted"]),
+            said["needs_steps"],
             said["why"],
         )
 

@@ -103,6 +103,10 @@ class Move:
     before_seconds: float
     before_error: float
 
+    def slower_from(self, error: float) -> float:
+        """Steps of more seconds than these are slower than before it, and that is no noise. error: of such a step."""
+        return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -218,7 +222,7 @@ def judge(
     move, closed = history.open, dataclasses.replace(history, open=None)
     if changed:
         return Verdict.UNKNOWN, closed
-    if seconds - move.before_seconds > ERRORS * math.hypot(error, move.before_error):
+    if seconds > move.slower_from(error):
         waits = max(1, 2 * history.waits)
         return Verdict.BACK, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
     share = (1 - seconds / move.before_seconds) / move.predicted_gain

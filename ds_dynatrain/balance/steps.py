@@ -33,9 +33,10 @@ class StepSeconds:
         """One more step."""
         self._seconds.append(seconds)
 
-    def forget(self) -> None:
-        """What follows is another layout, or other members."""
-        self._seconds.clear()
+    def forget(self, but: int = 0) -> None:
+        """What follows is another layout, or other members; or other costs, which the newest so many steps had, too."""
+        while len(self._seconds) > but:
+            self._seconds.popleft()
 
     def measured(self, newest: int | None = None) -> Measured:
         """Of the newest so many; all by default. What spreads them is taken from all, as a share of the middle one.

@@ -29,7 +29,7 @@ class Acting:
     @property
     def is_open(self) -> bool:
         """Whether a move waits to be judged, or to be made."""
-        return self._asked is not None or self.course.history.open is not None
+        return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
 
     def follow(self, course: Course, present: Layout) -> None:
         """A window has ended; all members have the same course."""

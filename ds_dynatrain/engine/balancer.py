@@ -244,6 +244,8 @@ class Balancer:
         self._shared = session
         self._averaged, self._pause = Averaged.from_json(said["averaged"]), Pause(*said["pause"])
         self._is_noted, self._step_seconds = False, float(said["step_seconds"])
+        if said["has_changed"]:  # steps before this window had other costs
+            self._steps.forget(but=self._settings.window_steps)
         self.profile = self._profile(self._averaged)
         return Course.from_json(said["course"])
 
@@ -260,7 +262,7 @@ class Balancer:
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._is_noted)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)
-        has_changed = averaged.windows == 1  # and what was before this window took another time
+        has_changed = self._averaged is not None and averaged.windows == 1
         steps = (Measured(*each["window" if has_changed else "steps"]) for each in said.values())
         measured = max(steps, key=lambda each: each.seconds)
         slow = self._acting.course.slow.after(engine.members, window.speeds, step, settings.slow_ratio)
@@ -271,7 +273,7 @@ class Balancer:
             course = course.after(self._rules, step, measured, self._model.present, profile, decide)
         pause = [self._pause.fixed_seconds, self._pause.seconds_per_byte]
         found = {"averaged": averaged.to_json(), "pause": pause, "course": course.to_json()}
-        return {**found, "step_seconds": measured.seconds}
+        return {**found, "step_seconds": measured.seconds, "has_changed": has_changed}
 
 
 def _cannot_note(reason: str, way_out: str) -> ConfigError:

@@ -73,6 +73,13 @@ def test_a_move_waits_for_steps_enough_to_be_judged() -> None:
     assert course.verdict is None and course.history.open is not None and course.wanted is None
 
 
+def test_what_could_not_be_judged_waits_for_steps() -> None:
+    course = after(Course.new(RULES), 20, Measured(100.0, 100.0, 1), EVEN)
+    assert course.wanted is None and course.needs_steps and "1, before a move 4" in course.why
+    course = after(course, 24, STEP, EVEN)
+    assert course.wanted is not None and not course.needs_steps
+
+
 @pytest.mark.parametrize(
     ("seconds", "verdict", "gain"),
     [(85.0, Verdict.KEPT, 0.15), (99.0, Verdict.LESS, 0.01), (120.0, Verdict.BACK, -0.2)],
@@ -82,6 +89,13 @@ def test_the_clock_judges(seconds: float, verdict: Verdict, gain: float) -> None
     assert course.verdict is verdict and course.gain == pytest.approx(gain)
     assert course.history.open is None and course.left is None
     assert (course.wanted is not None) == (verdict is Verdict.BACK)
+
+
+def test_what_may_be_noise_waits_for_more_steps_before_it_is_taken_back() -> None:
+    course = after(moved(), 24, Measured(140.0, 15.0, 5), FRONT)
+    assert course.verdict is None and course.history.open is not None
+    assert after(course, 28, Measured(140.0, 9.0, 9), FRONT).verdict is Verdict.BACK
+    assert after(course, 36, Measured(120.0, 15.0, 16), FRONT).verdict is Verdict.LESS
 
 
 def test_back_is_where_it_came_from_and_is_not_judged() -> None:
@@ -96,6 +110,8 @@ def test_other_costs_of_layers_that_stayed_leave_it_open_to_nobody() -> None:
     """Layer 0 and layers 2 and 3 stayed on their stages, layer 1 was moved."""
     dearer = profile((3.0, 1.0, 2.0, 1.0), batch=8, speeds=(1.0, 1.0))
     assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, dearer).verdict is Verdict.UNKNOWN
+    tripled = after(moved(), 40, Measured(300.0, 0.5, 8), FRONT, dearer)
+    assert tripled.verdict is Verdict.BACK, "they explain too little of it"
     by_moving = profile((3.0, 4.0, 1.0, 1.0), batch=8, speeds=(1.0, 1.0))
     assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, by_moving).verdict is Verdict.BACK
 
@@ -135,6 +151,9 @@ def test_the_middle_of_the_last_steps() -> None:
     for _ in range(20):
         steps.add(1.0)
     assert steps.measured() == Measured(1.0, 0.0, 16)
+    steps.add(5.0)
+    steps.forget(but=2)
+    assert steps.measured() == Measured(3.0, steps.measured().error, 2)
     steps.forget()
     assert steps.measured().count == 0
 

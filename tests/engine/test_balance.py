@@ -32,7 +32,8 @@ def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def measuring(folder: str) -> dict[str, Any]:
     """Two windows in the first layout, a switch to what is proposed, and one window there."""
-    given = balanced(settings(EVEN, train_batch_size=24), horizon_steps=10**6)
+    by_the_clock = {"least_gain": 0.005}  # where four ranks share two cores, and these with others, a step takes longer
+    given = balanced(settings(EVEN, train_batch_size=24), horizon_steps=10**6, **by_the_clock)
     with jobs.job(given, burning(SECONDS), data=Points(), groups=False) as made:
         engine = made.engine
         with pytest.raises(ProfileError, match="the first window begins at step"):
@@ -146,6 +147,7 @@ import sys, deepspeed
 import ds_dynatrain
 from tests.engine.burning import burning
 from tools.burning import Points
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
 deepspeed.init_distributed("gloo", verbose=False)
 config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
           "zero_optimization": {"stage": 1}, "steps_per_print": 10**9, "dynatrain": {}}
