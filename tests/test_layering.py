@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "balance": {"plan"},
     "transfer": {"plan"},
     "support": {"space"},
-    "data": {"errors"},
+    "data": {"space"},
     "elastic": {"errors"},
     "checkpoint": {"transfer", "version"},
     "adapters": {"support", "version"},

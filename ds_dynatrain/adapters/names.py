@@ -46,8 +46,8 @@ NAMES: Names = {
         initialize_optimizer_states refresh_fp32_params _update_scale
     """,
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
-        _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _take_model_step compile
-        reset_activation_shape
+        _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _scale_loss_by_gas
+        _take_model_step compile eval_batch reset_activation_shape train_batch
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner

@@ -10,15 +10,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
 from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
+from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
 from ds_dynatrain.adapters.world import World
@@ -66,7 +67,7 @@ class StageHost(Host):
     def _after_attach(self) -> None:
         super()._after_attach()
         self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
-        self.engine.micro_batches = self.engine.gradient_accumulation_steps()
+        self.engine._enter_columns(self.layout)
         self.engine.batch_timer.batch_size = self.engine.train_batch_size()
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
@@ -89,7 +90,7 @@ class StageHost(Host):
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
-class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
+class PipelineHostEngine(HostEngine, ColumnEngine):
     """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
     _HOST = StageHost
@@ -101,7 +102,12 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         """groups: of the world to start in, which may be a stand-in; it is installed."""
         grid = StageGrid(groups, groups.rank or 0)
         take_stage(model, grid)
-        super().__init__(model=model, mpu=grid, **arguments)
+        parsed = arguments["config_class"]
+        product = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * groups.layout.data
+        with replaced(parsed, "train_batch_size", product):  # columns may differ, and DeepSpeed insists
+            super().__init__(model=model, mpu=grid, **arguments)
+        self._enter_columns(groups.layout)
+        self.batch_timer.batch_size = self.tput_timer.batch_size = self.train_batch_size()
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
             place(model, self._host.shaper.template, groups.layout, grid)
 

@@ -30,6 +30,10 @@ class Shaper:
         """
         raise LayoutError(f"{layout}: this model has no axis but data and sequence")
 
+    def whole(self, root: nn.Module) -> nn.Module:
+        """A module with all layers of the model, of which the root may have some; without memory."""
+        return root
+
     def refuse_to_train(self, names: Collection[str]) -> None:
         """SwitchRefused, naming it, for a tensor that is to be trained from now on and cannot be in every layout."""
 

@@ -59,6 +59,10 @@ class PipelineShaper(Shaper):
         cuts = self.autoep.cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
+    def whole(self, root: nn.Module) -> nn.Module:
+        """That of the template."""
+        return self.template.whole
+
     def refuse_to_train(self, names: Collection[str]) -> None:
         """Of a tied layer what is not in its `tied_weight_attr` stays frozen: stages would train copies of it."""
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:

@@ -5,7 +5,7 @@ training stands, `source` takes a data set or a torch loader apart, `loader` and
 over, `host` is what they need from an engine. The package knows torch, and no DeepSpeed.
 """
 
-from ds_dynatrain.data.batch import BatchArithmetic, Slot, SlotTable, Unevenness, uneven
+from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Slot, SlotTable, Unevenness, uneven
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.evaluation import EvaluationLoader
 from ds_dynatrain.data.host import Host
@@ -17,6 +17,7 @@ from ds_dynatrain.data.workers import WorkerStart
 __all__ = [
     "STOCK_WORKERS",
     "BatchArithmetic",
+    "ColumnArithmetic",
     "Cursor",
     "EpochOrder",
     "EvaluationLoader",

@@ -17,8 +17,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_dynatrain.errors import DataError
+from ds_dynatrain.space.columns import Columns
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class BatchArithmetic:
         """Micro-batches per global batch over all ranks: data * accumulation."""
         return self.data * self.accumulation
 
+    def micro_batches(self, rank: int) -> int:
+        """Of one rank: `accumulation` of them."""
+        return self.accumulation
+
     def even(self, samples: int | None = None) -> bool:
         """Whether all slots of a global batch of `samples` (default: a full one) have the same size, and weight 1."""
         count = self.train_batch_size if samples is None else samples
@@ -89,14 +95,7 @@ class BatchArithmetic:
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
         """The places of a rank's samples in a global batch of so many, in the order in which they are dealt."""
-        if self.shares is None:
-            return range(rank, samples, self.data)
-        rounds = range(self.shares[rank])
-        places = (
-            sum(min(share, each) for share in self.shares) + sum(share > each for share in self.shares[:rank])
-            for each in rounds
-        )
-        return [place for place in places if place < samples]
+        return range(rank, samples, self.data) if self.shares is None else _in_turn(self.shares, rank, samples)
 
     def deal(self, samples: int) -> SlotTable:
         """The slots of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
@@ -116,18 +115,84 @@ class SlotTable:
     samples: int
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
-        """The `accumulation` slots of one rank of the data axis, in the order in which they are trained."""
+        """The slots of one rank of the data axis, in the order in which they are trained."""
         if not 0 <= rank < self.batch.data:
             raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
-        mine = self.batch.positions(rank, self.samples)
-        small, larger = divmod(len(mine), self.batch.accumulation)
-        starts = [index * small + min(index, larger) for index in range(self.batch.accumulation + 1)]
+        mine, count = self.batch.positions(rank, self.samples), self.batch.micro_batches(rank)
+        small, larger = divmod(len(mine), count)
+        starts = [index * small + min(index, larger) for index in range(count + 1)]
         return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
 
     def _slot(self, positions: Sequence[int]) -> Slot:
         if not positions:
             return Slot((0,), 0, 0.0)
         return Slot(tuple(positions), len(positions), len(positions) * self.batch.slots / self.samples)
+
+
+@dataclass(frozen=True)
+class ColumnArithmetic(BatchArithmetic):
+    """That of pipelines: micro-batches of one size, of which data ranks may have different numbers, see `Columns`.
+
+    Then slots all weigh 1, and a rank divides its sum by `columns.mean`, not by `accumulation`, which is the number of
+    the rank that has most.
+    """
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Micro-batches by data rank."""
+        return Columns.of(self.train_batch_size, self.micro_batch_limit, self.data, self.shares)
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of the rank that has most."""
+        return max(self.columns.shares)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per global batch of the rank that has most."""
+        return self.columns.longest
+
+    @property
+    def largest_slot(self) -> int:
+        """Samples of every micro-batch."""
+        return self.columns.size
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches per global batch over all ranks."""
+        return self.columns.total
+
+    def micro_batches(self, rank: int) -> int:
+        """Of one rank."""
+        return self.columns.counts[rank]
+
+    def even(self, samples: int | None = None) -> bool:
+        """Whether all ranks have as many micro-batches; a global batch is always a full one."""
+        return self.columns.is_even
+
+    def positions(self, rank: int, samples: int) -> Sequence[int]:
+        """The places of a rank's samples in a global batch, in the order in which they are dealt."""
+        if self.columns.is_even:
+            return range(rank, samples, self.data)
+        return _in_turn(self.columns.shares, rank, samples)
+
+    def deal(self, samples: int) -> SlotTable:
+        """The slots of a full global batch; `DataError` for any other, whose micro-batches would differ in size."""
+        if samples != self.train_batch_size:
+            raise DataError(
+                f"a global batch of {samples} of {self.train_batch_size} samples cannot be dealt to pipelines, which "
+                "send buffers of one size; set dataloader_drop_last to true"
+            )
+        return SlotTable(self, samples)
+
+
+def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
+    """The places of a rank: all take one in turn, and who has its share is left out of further rounds."""
+    places = (
+        sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
+        for each in range(shares[rank])
+    )
+    return [place for place in places if place < samples]
 
 
 @dataclass(frozen=True)

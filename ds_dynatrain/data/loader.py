@@ -113,8 +113,9 @@ class TrainLoader:
         return self._resume
 
     def __len__(self) -> int:
-        """Micro-batches per epoch on each rank in the present world."""
-        return self.order.steps * self._host.batch.accumulation
+        """Micro-batches per epoch on this rank in the present world; on an idle member those of the rank with most."""
+        host = self._host
+        return self.order.steps * (host.batch.accumulation if host.idle else host.batch.micro_batches(host.data_rank))
 
     def __iter__(self) -> Pass:
         """An iterator over what remains of the epoch; see the rules of this file.
@@ -124,7 +125,7 @@ class TrainLoader:
         if self._micro:
             raise DataError(
                 f"loader {self.name!r}: iter() in the middle of global batch {self._at.step}, epoch {self._at.epoch}: "
-                f"{self._micro} of {self._host.batch.accumulation} micro-batches are dealt; leave the loop only after "
+                f"{self._micro} of {len(self) // self.order.steps} micro-batches are dealt; leave the loop only after "
                 "a complete accumulation window (engine.is_gradient_accumulation_boundary())"
             )
         with self._host.turn():

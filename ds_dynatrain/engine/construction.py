@@ -70,13 +70,13 @@ class Construction:
     def _arguments(self) -> tuple[dict[str, Any], Ties]:
         """(the engine's arguments, the sets of stages that share a tensor)."""
         job, layout = self.job, self.layout
-        check_start(layout, self.arguments["model"], job, max(self.entry.size, layout.world_size))
+        check_start(layout, self.arguments["model"], self.shaper, job, max(self.entry.size, layout.world_size))
         ties = check_axes(self.shaper, layout) if is_partitioned(layout) else ()
         config = copy.deepcopy(job.user_config)
         uncut = layout.replace(data=layout.data * layout.tensor, tensor=1)  # AutoTP's layers come with the first shape
         self.shaper.configure(config, uncut)
         whole = self.incoming.is_whole and not is_partitioned(layout)
-        settings = layout_config(config, layout, dealt(job.batch_sizes, layout))
+        settings = layout_config(config, layout, dealt(job.batch_sizes, layout, job.has_stages))
         if not whole:
             self.incoming.take_apart(settings[1])
         given = {"settings": settings, "job": job, "context": self.context, "layout": layout}

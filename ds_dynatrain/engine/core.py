@@ -203,7 +203,7 @@ class EngineCore:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a global batch, on each rank."""
+        """Micro-batches of a global batch, on each rank; in pipelines, in the longest column."""
         return int(self.deepspeed.gradient_accumulation_steps())
 
     @property
@@ -253,7 +253,7 @@ class EngineCore:
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:
         """How a global batch is dealt under a layout."""
-        return dealt(self.job.batch_sizes, layout)
+        return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     # ---- what happens to it ------------------------------------------------------------------------------------------
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
-from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.data import BatchArithmetic, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, uneven
 from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
@@ -60,13 +59,20 @@ def check_size(target: Layout, processes: int) -> None:
         )
 
 
-def dealt(sizes: BatchSizes, layout: Layout) -> BatchArithmetic:
-    """How a global batch is dealt under a layout; DataError for shares that are not of all its samples."""
-    return BatchArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
+def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
+    """How a global batch is dealt under a layout; DataError for shares that are not of all its samples.
+
+    has_stages: whether the model is a PipelineModule.
+    """
+    kind = ColumnArithmetic if has_stages else BatchArithmetic
+    return kind(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
 
 
-def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module) -> None:
-    """SwitchRefused where the global batch cannot be dealt to `target` with the same result."""
+def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages: bool = False) -> None:
+    """SwitchRefused where the global batch cannot be dealt to `target` with the same result.
+
+    module: with all layers of the model. has_stages: whether that is a PipelineModule.
+    """
     size = sizes.train_batch_size
     if target.data > size:
         raise SwitchRefused(
@@ -75,24 +81,28 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module) -> None:
             f"nearest: {axes.smaller(target, target.world_size, size)}",
         )
     try:
-        batch = dealt(sizes, target)
+        batch = dealt(sizes, target, has_stages)
     except DataError as error:
         raise SwitchRefused(str(error), f"give {target.data} shares that are {size} samples together") from error
     if batch.even():
         return
+    cut, way_out = _evener(batch)
+    if isinstance(batch, ColumnArithmetic):
+        gives = f"gives pipelines of {', '.join(map(str, batch.columns.counts))} micro-batches"
+        if target.expert > 1:
+            raise SwitchRefused(f"{cut} {gives}, and ranks that share experts exchange tokens in each of them", way_out)
+    else:
+        gives = "gives micro-batches of different sizes"
     routed = dropping(module)
     normed = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    cut, way_out = _evener(batch)
-    if is_pipeline(module):
-        why = f" (at most {batch.micro_batch_limit} samples), and a pipeline sends buffers of one size"
-    elif routed is not None:
-        why = f", and experts of {routed!r} drop tokens beyond a capacity that follows from them"
+    if routed is not None:
+        why = f"experts of {routed!r} drop tokens beyond a capacity that follows from them"
         way_out += ", or drop_tokens=False"
     elif normed:
-        why = f", and {normed[0]!r} is a BatchNorm: its statistics would weigh samples unequally"
+        why = f"{normed[0]!r} is a BatchNorm: its statistics would weigh samples unequally"
     else:
         return
-    raise SwitchRefused(f"{cut} gives micro-batches of different sizes{why}", way_out)
+    raise SwitchRefused(f"{cut} {gives}, and {why}", way_out)
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 An iterator of the user's own gives what one member reads in one world: so many micro-batches, of one share of each
 global batch, from where it stands on this member. None of this can be dealt again, so it serves until somebody's place
-in the pipelines is another one; the ZeRO stage and the boundaries of stages may change.
+in the pipelines, or its pipeline's share, is another one; the ZeRO stage and the boundaries of stages may change.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ class Passes:
 
 @dataclass(frozen=True)
 class Places:
-    """Who trains, and by that in which stage of which pipeline."""
+    """Who trains, and by that in which stage of which pipeline. shares: of the pipelines, if they have any."""
 
     members: tuple[int, ...]
     pipe: int
     data: int
+    shares: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        return f"members {', '.join(map(str, self.members))} as pipe={self.pipe} data={self.data}"
+        shares = "" if self.shares is None else f" shares={','.join(map(str, self.shares))}"
+        return f"members {', '.join(map(str, self.members))} as pipe={self.pipe} data={self.data}{shares}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Own:
 
 def places_of(engine: EngineCore) -> Places:
     """Those of the present world."""
-    return Places(engine.members, engine.layout.pipe, engine.layout.data)
+    layout = engine.layout
+    return Places(engine.members, layout.pipe, layout.data, layout.shares)
 
 
 def feed_of(engine: EngineCore, given: Any) -> Feed:

@@ -53,11 +53,11 @@ def first_layout(
     return layout
 
 
-def check_start(layout: Layout, model: nn.Module, job: Job, processes: int) -> None:
+def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
     """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
     try:
         feasible.check_combination(job.features, layout, processes)
-        feasible.check_batch(layout, job.batch_sizes, model)
+        feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:

@@ -9,7 +9,7 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.support.axes import ULYSSES, Features
+from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 OnIdle = Callable[[Any], object]
 """Of the user's: called with the engine."""
@@ -32,6 +32,11 @@ class Job:
     described: dict[str, str]
     on_idle: OnIdle | None
     number: int = 1
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is a PipelineModule, in whatever number of stages."""
+        return PIPELINE in self.features
 
     @property
     def has_sequence(self) -> bool:

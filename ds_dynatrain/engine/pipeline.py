@@ -82,7 +82,11 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     @in_turn
     def eval_batch(self, data_iter: Iterator[Any], *arguments: Any, **named: Any) -> Any:
-        """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader."""
+        """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader.
+
+        Without `num_micro_batches` each pipeline reads as many micro-batches as of a global batch of training, where
+        pipelines may have different numbers of them; what is returned is the mean over all.
+        """
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         feed = self._feed
         try:

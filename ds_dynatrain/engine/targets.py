@@ -86,7 +86,9 @@ class Targets:
             refuse_changes(engine.host)
         feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
         feasible.check_size(target, processes)
-        feasible.check_batch(target, engine.job.batch_sizes, engine.host.module)
+        feasible.check_batch(
+            target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages
+        )
         self.check_features(target, processes)
 
     def check_late(self, target: Layout) -> None:

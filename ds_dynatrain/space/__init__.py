@@ -17,6 +17,7 @@ Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 
 from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned, shared_stages
 from ds_dynatrain.space.box import Box, row_major, runs_of_box
+from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.cut import (
     Cut,
     DimCut,
@@ -58,6 +59,7 @@ __all__ = [
     "AxisCuts",
     "Box",
     "BufferId",
+    "Columns",
     "Cut",
     "DimCut",
     "Kind",

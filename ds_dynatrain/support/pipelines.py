@@ -23,9 +23,16 @@ PIPELINES = (
     Row(
         "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
         Verdict.NOTE,
-        "it serves until a switch changes pipe, data or the members, then train_batch asks for another one: see "
-        "[pipelines](pipeline.md#batches)",
+        "it serves until a switch changes pipe, data, shares or the members, then train_batch asks for another one: "
+        "see [pipelines](pipeline.md#batches)",
         proof="tests/engine/test_pipeline_data.py::test_iterators_of_ones_own_across_changes",
+    ),
+    Row(
+        "pipelines side by side with different numbers of micro-batches",
+        Verdict.NOTE,
+        "by layout.shares, or where data does not divide them; refused with BatchNorm, with experts that drop tokens "
+        "and with an expert axis: see [pipelines](pipeline.md#batches)",
+        proof="tests/engine/test_columns.py::test_walks",
     ),
     Row(
         "layers of deepspeed.moe in a pipeline",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import BatchArithmetic, EpochOrder, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, EpochOrder, uneven
 from ds_dynatrain.errors import DataError
 
 sizes = st.integers(1, 40)
@@ -108,6 +108,31 @@ def test_eight_samples_over_three_ranks() -> None:
     rows = [BatchArithmetic(8, 4, 3).deal(8).rank(rank) for rank in range(3)]
     assert [[slot.positions for slot in row] for row in rows] == [[(0, 3, 6)], [(1, 4, 7)], [(2, 5)]]
     assert [row[0].weight for row in rows] == [9 / 8, 9 / 8, 6 / 8]
+
+
+@given(batch=sizes, limit=st.integers(1, 12), data=st.integers(1, 8), parts=st.lists(st.integers(1, 12), max_size=6))
+def test_pipelines_have_micro_batches_of_one_size(batch: int, limit: int, data: int, parts: list[int]) -> None:
+    shares = tuple(parts) or None
+    batch, data = (sum(parts), len(parts)) if parts else (batch, min(data, batch))
+    world = ColumnArithmetic(batch, limit, data, shares)
+    rows = [world.deal(batch).rank(rank) for rank in range(data)]
+    assert sorted(at for row in rows for slot in row for at in slot.positions) == list(range(batch))
+    assert {slot.samples for row in rows for slot in row} == {world.largest_slot} and world.largest_slot <= limit
+    assert {slot.weight for row in rows for slot in row} == {1.0}
+    assert [len(row) for row in rows] == [world.micro_batches(rank) for rank in range(data)]
+    assert world.accumulation == max(map(len, rows)) and world.slots == sum(map(len, rows))
+    assert world.largest_share == world.accumulation * world.largest_slot
+    even = BatchArithmetic(batch, limit, data, shares)
+    if even.even():
+        assert rows == [even.deal(batch).rank(rank) for rank in range(data)] and world.even()
+    losses = torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+    means = [sum(losses[list(slot.positions)].mean() for slot in row) / world.columns.mean for row in rows]
+    torch.testing.assert_close(sum(means) / data, losses.mean(), rtol=1e-12, atol=0)
+
+
+def test_a_pipeline_takes_full_batches() -> None:
+    with pytest.raises(DataError, match=r"7 of 8 samples .* dataloader_drop_last"):
+        ColumnArithmetic(8, 2, 2).deal(7)
 
 
 def test_uneven_names_the_sizes_and_the_nearest_batch() -> None:

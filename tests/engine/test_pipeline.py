@@ -84,7 +84,6 @@ def refused_at_start() -> None:
             {**settings(two), "data_efficiency": {"enabled": True}},
             "^data_efficiency: .* not followed with a Pipeline",
         ),
-        (settings(layout(1, 4), train_batch_size=10), "train_batch_size 10 over data=4.*use a train_batch_size of 8"),
         (settings(Layout(zero_stage=1, pipe=2, tensor=2)), "PipelineEngine knows no tensor axis"),
         (settings(layout(2, 1, 1, (0, 3, 8))), r"dynatrain\.layout: boundaries=\(0, 3, 8\) end with layer 8"),
         (settings(layout(8, 1)), "needs 8 processes and this launch has 4"),

@@ -1,0 +1,79 @@
+"""How many micro-batches each column of a pipeline runs; all have one size, as stages send buffers of one size.
+
+A column is a data index of a pipeline: one rank of each stage. Columns meet only after their last micro-batch, where
+gradients are reduced, so they may run different numbers of them. The gradient stays the mean over all micro-batches:
+each column divides by the mean number of a column,
+
+    gradient = 1/columns * sum over columns of (columns/n * sum of the gradients of its micro-batches)
+             = 1/n * sum over all n micro-batches
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ds_dynatrain.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """size: samples of each micro-batch. counts: micro-batches of each column; LayoutError if one has none."""
+
+    size: int
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.size < 1 or not self.counts or min(self.counts) < 1:
+            raise LayoutError(f"columns of {self.counts} micro-batches of {self.size} samples: each has one at least")
+
+    @classmethod
+    def of(cls, samples: int, limit: int, columns: int, shares: tuple[int, ...] | None = None) -> Columns:
+        """So many samples in micro-batches of at most `limit`, over columns by `shares` or as evenly as they go.
+
+        Of the sizes that divide the samples (every share) it is the one with the fewest micro-batches in the longest
+        column, and of those the smallest. LayoutError if there are fewer samples than columns.
+        """
+        if samples < columns:
+            raise LayoutError(f"{samples} samples over {columns} columns: each needs one")
+        common = samples if shares is None else math.gcd(*shares)
+        sizes = (size for size in range(1, min(limit, samples // columns) + 1) if common % size == 0)
+        return min((cls._in(size, samples, columns, shares) for size in sizes), key=lambda each: each._order)
+
+    @classmethod
+    def _in(cls, size: int, samples: int, columns: int, shares: tuple[int, ...] | None) -> Columns:
+        """With micro-batches of a size."""
+        if shares is not None:
+            return cls(size, tuple(share // size for share in shares))
+        each, more = divmod(samples // size, columns)
+        return cls(size, tuple(each + (column < more) for column in range(columns)))
+
+    @property
+    def longest(self) -> int:
+        """Micro-batches of the column that has most."""
+        return max(self.counts)
+
+    @property
+    def total(self) -> int:
+        """Micro-batches of a global batch."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Micro-batches of a column, by which each divides the sum of its losses."""
+        return self.total / len(self.counts)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each column."""
+        return tuple(self.size * count for count in self.counts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all run as many."""
+        return min(self.counts) == self.longest
+
+    @property
+    def _order(self) -> tuple[int, int]:
+        return self.longest, self.size
