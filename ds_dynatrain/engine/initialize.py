@@ -162,9 +162,15 @@ def _refuse_beside(
     """UnsupportedError, ConfigError: the model, or the other engines of this process, do not go with these settings."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
-    if others and any(one.buddies.are_on for one in (settings, *(other.settings for other in others))):
-        raise usage("buddies beside another engine").error()
+    if others and settings.buddies.mode == "replay":
+        raise usage("buddies that replay steps of several engines").error()
     for other in others:
+        if other.settings.buddies != settings.buddies:
+            here, there = (one.buddies.model_dump() for one in (settings, other.settings))
+            raise ConfigError(
+                f"dynatrain.buddies: {here} here, and {there} in engine {other.job.number}; all engines of a process "
+                "go back together, to copies of one boundary: give each of them the same block, or none"
+            )
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
             if other.has_stood:  # members may have come, who would not know of it

@@ -54,7 +54,7 @@ class EngineParts(EngineCore):
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(self.settings)
         if self.settings.buddies.are_on:
-            self.buddies = Buddies(self)
+            self.buddies = Buddies(self, lambda: [one.buddies for one in open_engines() if one.buddies is not None])
         if self.settings.balance is not None and self.settings.balance.measures:
             from ds_dynatrain.engine.balancer import Balancer
 

@@ -25,7 +25,7 @@ from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
-from ds_dynatrain.plan import estimate, memory_of_copies, plan_switch
+from ds_dynatrain.plan import estimate, has_single_holders, memory_of_copies, plan_switch
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
@@ -121,8 +121,11 @@ class Switcher:
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._attempts.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
         nodes = [engine.candidates.nodes[member] for member in members]
-        buddies = engine.settings.buddies
-        copies = memory_of_copies(engine.vps, target, nodes, buddies.copies) if buddies.are_on else (0,)
+        buddies, others = engine.settings.buddies, [one for one in PROCESS.engines if one is not engine]
+        has_alone = has_single_holders(engine.vps, target)
+        everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
+        sizes = engine.vps, target, nodes, buddies.copies
+        copies = memory_of_copies(*sizes, everything=everything) if buddies.are_on else (0,)
         return SwitchEstimate(target, members, *figures, max(copies), self._targets.step_ms(target, members))
 
     def suggest(

@@ -7,7 +7,14 @@ the parts of absent ones, too. `cost` estimates memory and time. `buddies` says 
 here talks to anyone: two layouts and two lists of members are all it knows.
 """
 
-from ds_dynatrain.plan.buddies import buddies_of, has_one_holder, is_copied, memory_of_copies, wards_of
+from ds_dynatrain.plan.buddies import (
+    buddies_of,
+    has_one_holder,
+    has_single_holders,
+    is_copied,
+    memory_of_copies,
+    wards_of,
+)
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
@@ -26,6 +33,7 @@ __all__ = [
     "buddies_of",
     "estimate",
     "has_one_holder",
+    "has_single_holders",
     "is_copied",
     "memory_of_copies",
     "plan_switch",

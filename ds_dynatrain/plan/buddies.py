@@ -52,30 +52,45 @@ def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> 
     return kind == WEIGHT and not is_frozen
 
 
-def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId) -> bool:
-    """Whether a buffer of a rank belongs into its copy."""
-    return has_one_holder(vps, layout, kind) and not is_trained_weight(vps, kind, name)
+def has_single_holders(vps: VirtualParameterSpace, layout: Layout) -> bool:
+    """Whether the death of one rank of the layout may take elements away."""
+    return any(has_one_holder(vps, layout, kind) for kind in vps.present_kinds(layout))
+
+
+def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:
+    """Whether a buffer of a rank belongs into its copy.
+
+    everything: also what others hold, too, but for weights: the living have it, and not as it was at that moment.
+    """
+    belongs = has_one_holder(vps, layout, kind) or (everything and kind != WEIGHT)
+    return belongs and not is_trained_weight(vps, kind, name)
 
 
 def memory_of_copies(
-    vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str], copies: int = 1, idle: Sequence[str] = ()
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    nodes: Sequence[str],
+    copies: int = 1,
+    idle: Sequence[str] = (),
+    everything: bool = False,
 ) -> tuple[int, ...]:
     """Bytes that the member at each rank needs for copies, then each idle one, with all the moments that there will be.
 
-    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one member is alone.
+    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one member is alone. everything: see
+    `is_copied`.
     """
-    buddies, own = buddies_of(nodes, copies, idle), [_bytes(vps, layout, rank) for rank in range(len(nodes))]
-    own += [0] * len(idle)
+    buddies = buddies_of(nodes, copies, idle)
+    own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))] + [0] * len(idle)
     return tuple(
         MOMENTS * (each + sum(own[ward] for ward in wards_of(buddies, place))) if buddies else 0
         for place, each in enumerate(own)
     )
 
 
-def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int) -> int:
+def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bool) -> int:
     """Of the buffers in a rank's copy."""
     sizes = vps.local(layout, rank).sizes()
-    kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key)}
+    kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key, everything)}
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 

@@ -250,10 +250,17 @@ USAGE = (
         "with `copies`, in modes copy and auto; steps are replayed by one buddy alone",
         "tests/elastic/test_buddy_deaths.py::test_two_of_three_that_have_a_state_die",
     ),
+    _works(
+        "buddies of several engines",
+        "copies of all engines of a process are taken at one boundary, and all go back to it together: see "
+        "[engines](engines.md#where-members-come-and-go)",
+        "tests/elastic/test_buddy_engines.py::test_both_engines_go_back_to_one_moment",
+    ),
     _start(
-        "buddies beside another engine",
-        "copies of several engines would have to be of one moment, which is not there yet",
-        "leave dynatrain.buddies out, or train with one engine",
+        "buddies that replay steps of several engines",
+        "each engine would go on from its own last step, and these have no boundary in common that a script could go "
+        "on from",
+        'take "copy" or "auto" as dynatrain.buddies.mode, for each engine',
         f"{_BUDDIES}::test_beside_another_engine",
     ),
     _works(

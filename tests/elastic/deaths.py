@@ -102,10 +102,16 @@ class Deaths:
         self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again, half_told)
 
     def compare(
-        self, wanted: Losses, wanted_samples: Samples, most_again: int, half_told: Collection[int] = ()
+        self,
+        wanted: Losses,
+        wanted_samples: Samples,
+        most_again: int,
+        half_told: Collection[int] = (),
+        event: str = "step",
     ) -> None:
-        """The history, once the scripts have ended."""
-        losses, samples = history(self.job.rows("step"))
+        """The history, once the scripts have ended. event: what they call a step of the engine that is meant."""
+        rows = self.job.rows(event)
+        losses, samples = history(rows)
         told = [step for step, numbers in samples.items() if set(numbers) < set(wanted_samples[step])]
         assert len(told) <= 1 and set(told) <= {*half_told}, told
         for step in told:
@@ -113,8 +119,8 @@ class Deaths:
         assert sorted([*losses, *told]) == list(range(len(losses) + len(told))) and len(losses) <= STEPS
         assert samples == {step: wanted_samples[step] for step in losses}
         assert losses == {step: wanted[step] for step in losses}
-        for pid in {row["pid"] for row in self.job.rows("step")}:
-            made = [row["step"] for row in self.job.rows("step") if row["pid"] == pid]
+        for pid in {row["pid"] for row in rows}:
+            made = [row["step"] for row in rows if row["pid"] == pid]
             assert len(made) - len(set(made)) <= most_again, made
 
     def log(self, *nodes: str) -> str:

@@ -5,7 +5,7 @@ third one comes, of the first engine or of the one with that number. "ROLE windo
 of the engine, or of the transaction, in the window of a late switch; whatever its role, if that is "any". "step FILE
 ACT": whoever is told so does it inside of an optimizer step, that one whose number stands in `$OUT/FILE`. "any restore
 ACT": when it comes to a checkpoint from which all state is restored. "INSTANT FILE ACT": at one of INSTANTS of that
-step.
+step; "INSTANT of the other FILE ACT": where it is one of the second engine of the process, in that step of the first.
 """
 
 from __future__ import annotations
@@ -151,28 +151,32 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "prepare": (Preparation, "_build", False),
     "move": (Transaction, "_move", False),
     "commit": (Transaction, "_commit", False),
+    "after the step": (DynatrainEngine, "step", True),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
 nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
 world that was formed before, and the proof is of what they came to; who has survived says which ones it has. The first
 world is built where no step is known yet: -1 is its step."""
+OF_THE_OTHER = " of the other"
 
 
 def install(fault: str) -> None:
     """Let it happen once in this process."""
     instant, *told = fault.rsplit(maxsplit=2)
+    engine = 1 if instant.endswith(OF_THE_OTHER) else 0
+    instant = instant.removesuffix(OF_THE_OTHER)
     if instant in INSTANTS:
-        _at_instant(*INSTANTS[instant], Path(os.environ["OUT"], told[0]), ACTS[told[1]])
+        _at_instant(*INSTANTS[instant], Path(os.environ["OUT"], told[0]), ACTS[told[1]], engine)
         return
-    who, where, act, *engine = fault.split()
+    who, where, act, *more = fault.split()
     if where == "window":
-        _in_window(who, act, ACTS[engine[0]])
+        _in_window(who, act, ACTS[more[0]])
     elif where == "restore":
         _in_restoring(ACTS[act])
     elif who == "step":
         _in_step(Path(os.environ["OUT"], where), act)
     else:
-        _in_switch(who, where, ACTS[act], int(engine[0]) if engine else 1)
+        _in_switch(who, where, ACTS[act], int(more[0]) if more else 1)
 
 
 def role(proposal: Proposal, member: int) -> str:
@@ -222,12 +226,21 @@ def _in_window(who: str, call: str, act: Callable[[], None]) -> None:
     setattr(owner, call, wrapped)
 
 
-def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable[[], None]) -> None:
+def _place_of(of: Any) -> int:
+    """Of the engine that a round is of, in a thread; of others that whose turn it is."""
+    engines = PROCESS.engines
+    if isinstance(of, Round):
+        return next(place for place, one in enumerate(engines) if held.kept_by(parts_of(one)) is of._kept)
+    return next((place for place, one in enumerate(engines) if one is PROCESS._now), 0)
+
+
+def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable[[], None], engine: int) -> None:
     own, left = getattr(owner, name), [act]
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
         steps = PROCESS.engines[0].global_steps if PROCESS.engines else -1
         is_it = left and told.exists() and steps >= int(told.read_text())
+        is_it = is_it and _place_of(arguments[0] if arguments else None) == engine
         if is_it and not is_after:
             left.pop()()
         found = own(*arguments, **named)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ds_dynatrain.elastic.address import Address
@@ -67,6 +68,17 @@ class Engine:
     generation: int = 1
     step: int = 0
     prepared: Proposal | None = None
+    copies: dict[Mark, set[int]] = field(default_factory=dict)
+    """The ranks of whose copies its process has, at the last two moments."""
+
+    def keep(self, first: Engine) -> None:
+        """Its own copy, and that of the rank before it. first: the first engine, at whose boundary this is."""
+        size = self.layout.world_size
+        rank, when = self.members.index(self.number), (self.generation, f"{self.generation}.0", 0, self.step)
+        mark = Mark(*when, self.layout, () if first is self else max(first.copies, key=lambda one: one.moment).moment)
+        self.copies[mark] = {rank, (rank - 1) % size}
+        for old in sorted(self.copies, key=lambda one: one.moment)[:-2]:
+            del self.copies[old]
 
 
 @dataclass
@@ -155,9 +167,7 @@ class Member:
         self.starts = 0
         self.turns_to_build = 0
         self.coming: list[Engine] = []
-        self.copies: dict[Mark, set[int]] = {}
-        """The ranks of whose copies it has, at the last two moments."""
-        self.restores_from: WholeCopies | None = None
+        self.restores_from: tuple[WholeCopies, ...] = ()
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -206,7 +216,7 @@ class Member:
                 one.step,
                 is_switching=one.prepared is not None,
                 can_restore=self.job.has_checkpoints,
-                copies=lambda: tuple(Had(mark, rank) for mark, ranks in self.copies.items() for rank in ranks),
+                copies=partial(_had, one),
             )
             for one in self.engines
         )
@@ -270,17 +280,8 @@ class Member:
         elif all(begun.get((*key, one), 0) >= mine for one in first.members):
             for engine in self.engines:
                 engine.step = mine
-            self._keep(first)
-
-    def _keep(self, engine: Engine) -> None:
-        """Its own copy, and that of the rank before it."""
-        size = engine.layout.world_size
-        if self.job.has_buddies and size > 1 and len(self.engines) == 1:
-            rank = engine.members.index(engine.number)
-            mark = Mark(engine.generation, f"{engine.generation}.0", 0, engine.step, engine.layout)
-            self.copies[mark] = {rank, (rank - 1) % size}
-            for old in sorted(self.copies, key=lambda one: one.age)[:-2]:
-                del self.copies[old]
+                if self.job.has_buddies and first.layout.world_size > 1:
+                    engine.keep(first)
 
     def _reach_boundary(self) -> None:
         first = self.engines[0]
@@ -365,9 +366,11 @@ class Member:
                         board.values[0, f"restoring/{proposals[0].generation}/{self.engines[0].number}"] = {}
                         what = "serve" if isinstance(action, do.Serve) else "restore"
                         self.waits_in, self.restores_from = (what, newest, proposals), copies
-                        ranks = enumerate(() if copies is None else copies.holders)
-                        mine = {rank for rank, holder in ranks if holder == self.engines[0].number}
-                        assert copies is None or mine <= self.copies.get(copies.mark, set()), "it has what it gives"
+                        for engine, whole in zip(self.engines, copies, strict=False):
+                            ranks = enumerate(whole.holders)
+                            mine = {rank for rank, holder in ranks if holder == engine.number}
+                            assert mine <= engine.copies.get(whole.mark, set()), "it has what it gives"
+                        assert len({whole.mark.moment for whole in copies}) < 2, "all at one moment"
                     case _:
                         raise AssertionError(action)
 
@@ -426,7 +429,7 @@ class Member:
         copies = self.restores_from
         if what != "transact":
             key, union = f"restored/{proposals[0].generation}", set(proposals[0].members)
-            union |= set() if copies is None else {*copies.members}
+            union |= {member for whole in copies for member in whole.members}
         if board.read(key) is None:
             here = _meeting(proposals[0]) if what == "transact" else f"restoring/{proposals[0].generation}"
             if is_over:
@@ -473,7 +476,7 @@ class Member:
                 found = [one for one in members if one.engines[0].number == first]
                 said = found[0].engines[0].step
         elif said is None:
-            said = newest if self.restores_from is None else self.restores_from.mark.step
+            said = self.restores_from[0].mark.step if self.restores_from else newest
         return int(board.decide(f"step/{proposal.generation}", said))
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
@@ -496,6 +499,11 @@ class Member:
         if found is None:
             self.elastic.member.lacks(asked.world)
         return found
+
+
+def _had(engine: Engine) -> tuple[Had, ...]:
+    """The copies that its process has."""
+    return tuple(Had(mark, rank) for mark, ranks in engine.copies.items() for rank in ranks)
 
 
 def _meeting(proposal: Proposal) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,9 @@ from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
+from ds_dynatrain.engine.process import Process
 from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.plan import memory_of_copies
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 
@@ -176,11 +179,31 @@ def test_what_is_there(mode: str) -> None:
 
 
 def test_beside_another_engine() -> None:
-    """Whichever of them is to have buddies."""
-    for one, other in ((settings(), settings(mode="off")), (settings(mode="off"), settings())):
-        there: Any = SimpleNamespace(settings=other)
-        with pytest.raises(UnsupportedError, match="buddies beside another engine"):
+    """All engines have the same buddies, or none; no steps are replayed there, and "auto" takes copies."""
+    blocks = [settings(), settings(mode="off"), settings(copies=2), settings(every_steps=3)]
+    for one, other in itertools.permutations(blocks, 2):
+        there: Any = SimpleNamespace(settings=other, job=SimpleNamespace(number=1))
+        with pytest.raises(ConfigError, match=r"dynatrain\.buddies: .* in engine 1; .* give each of them the same"):
             initialize._refuse_beside([there], one, nn.Linear(2, 2), None)
+    for mode in ("copy", "auto", "off"):
+        there = SimpleNamespace(settings=settings(mode=mode))
+        initialize._refuse_beside([there], settings(mode=mode), nn.Linear(2, 2), None)
+    with pytest.raises(UnsupportedError, match="buddies that replay steps of several engines"):
+        initialize._refuse_beside([there], settings(mode="replay"), nn.Linear(2, 2), None)
+
+
+@pytest.mark.parametrize("mode", ["copy", "auto"])
+def test_of_several_engines_no_steps_are_replayed(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setattr(Process, "is_shared", True)
+    engine: Any = SimpleNamespace(settings=settings(mode=mode), world=None, members=(0, 1), rank=0)
+    engine.layout, engine.host = (
+        Layout(data=2, zero_stage=2),
+        SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM),
+    )
+    buddies = Buddies(engine)
+    buddies._choice.enter(True)
+    boundary(buddies, 0.09)
+    assert buddies.protection.mode == "copy" and buddies.protection.every_steps == (5 if mode == "auto" else 1)
 
 
 def boundary(buddies: Buddies, share: float) -> int:
@@ -188,7 +211,7 @@ def boundary(buddies: Buddies, share: float) -> int:
     of: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, mark=None, error="", sent_bytes=0, seconds=0)
     of.mark = SimpleNamespace(step=3)
     buddies._share = share
-    buddies._see(of)
+    buddies._see([of])
     return buddies.protection.every_steps
 
 
@@ -214,7 +237,7 @@ def test_auto_tries_to_replay(monkeypatch: pytest.MonkeyPatch, replayed: float, 
     choice = buddies._choice
     choice.enter(True)
     assert boundary(buddies, 0.01) == 1 and buddies.protection.mode == "copy", "no need to"
-    buddies._take_seconds = 0.04
+    buddies.keeper.take_seconds = 0.04
     boundary(buddies, 0.09)
     assert buddies.protection.mode == "replay"
     engine.world = SimpleNamespace(default=None)
@@ -253,12 +276,12 @@ def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFi
     buddies = Buddies(engine)
     failed: Any = SimpleNamespace(is_over=True, is_whole=False, is_void=False, sent_bytes=0, seconds=0)
     failed.mark, failed.error = SimpleNamespace(step=4), ""
-    buddies._see(failed)
+    buddies._see([failed])
     assert not buddies.protection.is_protected and buddies.protection.why
     boundary(buddies, 0.0)
     caplog.set_level("WARNING")
     for _ in range(2):
-        buddies._see(failed)
+        buddies._see([failed])
         assert buddies.protection.is_protected and buddies.protection.step == 3
     said = [one.getMessage() for one in caplog.records]
     assert said == ["buddies: the copies of step 4 are not whole; a death costs what follows step 3"]
@@ -299,9 +322,67 @@ def test_after_a_load_nothing_from_before_counts() -> None:
     assert buddies.protection.is_protected and buddies.protection.step == 3
     under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
     under_way.mark = SimpleNamespace(step=4)
-    buddies._round = under_way
+    buddies._rounds = [under_way]
     buddies.forget()
     assert not buddies.protection.is_protected and buddies.protection.step is None
-    buddies._see(under_way)
+    buddies._see([under_way])
     assert not buddies.protection.is_protected and buddies.protection.step is None
     assert boundary(buddies, 0.0) and buddies.protection.is_protected
+
+
+def of_two_engines() -> tuple[Buddies, Buddies]:
+    """Those of the first engine of a process and of another one, in a world of two."""
+    members, found = (0, 1), list[Buddies]()
+    for layout in (Layout(data=2, zero_stage=1), Layout(data=2, zero_stage=0)):
+        engine: Any = SimpleNamespace(settings=settings(), world=None, members=members, rank=0, layout=layout)
+        tensors = [LogicalTensor("weight", (8,))]
+        engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(2))
+        engine.candidates = Candidates(0, {member: str(member) for member in members})
+        engine.control = SimpleNamespace(member=0)
+        found.append(Buddies(engine, lambda: found))
+    return found[0], found[1]
+
+
+def two_rounds(step: int, **of_other: Any) -> list[Any]:
+    """Of both engines; the other one has made as many steps again."""
+    known = {"is_over": True, "is_whole": True, "is_void": False, "error": "", "sent_bytes": 0, "seconds": 0}
+    marks = SimpleNamespace(step=step), SimpleNamespace(step=2 * step)
+    return [SimpleNamespace(mark=marks[0], **known), SimpleNamespace(mark=marks[1], **{**known, **of_other})]
+
+
+def test_copies_of_all_engines_are_whole_together() -> None:
+    """What one engine has whole counts as soon as the other one has its own of that boundary."""
+    first, other = of_two_engines()
+    first._enter()
+    for buddies in (first, other):
+        assert buddies.protection.buddies == PAIR and not buddies.protection.is_protected
+    first._rounds = two_rounds(3, is_over=False)
+    first._see(first._rounds)
+    assert first._rounds and not first.protection.is_protected
+    first._see(two_rounds(3))
+    assert not first._rounds and (first.protection.step, other.protection.step) == (3, 6)
+    assert first.protection.is_protected and other.protection.is_protected
+    first._see(two_rounds(4, is_whole=False, error="no room"))
+    assert (first.protection.step, other.protection.step) == (3, 6), "the moment before"
+
+
+def test_a_load_of_one_engine_counts_for_all() -> None:
+    """The others' copies are of another history than what it goes on from."""
+    first, other = of_two_engines()
+    first._enter()
+    first._see(two_rounds(3))
+    first._rounds = two_rounds(4)
+    other.forget()
+    first._see(first._rounds)
+    for buddies in (first, other):
+        assert not buddies.protection.is_protected and buddies.protection.step is None
+    first._see(two_rounds(5))
+    assert other.protection.is_protected and other.protection.step == 10
+
+
+def test_memory_is_that_of_all_engines() -> None:
+    """The other one's whole state counts, since it has to go back, too."""
+    first, other = of_two_engines()
+    needs = [each._needs(["a", "b"])[0] for each in (first, other)]
+    alone = memory_of_copies(first._engine.vps, first._engine.layout, ["a", "b"])[0]
+    assert needs[0] == needs[1] == alone + 2 * alone, "at stage 0 each has all of it"

@@ -251,5 +251,5 @@ def test_marks_are_ordered_by_age() -> None:
         replace(MARK, segment="3.10", step=0),
         replace(MARK, generation=4, segment="4.0", step=0),
     ]
-    assert sorted(ages, key=lambda mark: mark.age) == ages
+    assert sorted(ages, key=lambda mark: mark.moment) == ages
     assert [Mark.from_dict(mark.to_dict()) for mark in ages] == ages

@@ -108,7 +108,7 @@ class TestCopies:
 
     @pytest.mark.parametrize("dead", range(4))
     def test_one_death(self, dead: int) -> None:
-        found = newest_whole(self.had(*(rank for rank in range(4) if rank != dead)))
+        (found,) = newest_whole([self.had(*(rank for rank in range(4) if rank != dead))])
         holders = tuple(10 + (self.buddy[dead] if rank == dead else rank) for rank in range(4))
         assert found == WholeCopies(self.mark(5), holders)
         assert WholeCopies.from_json(found.to_json()) == found
@@ -116,26 +116,26 @@ class TestCopies:
     def test_two_deaths(self) -> None:
         """All is there unless they are each other's buddies."""
         for dead in itertools.combinations(range(4), 2):
-            found = newest_whole(self.had(*(rank for rank in range(4) if rank not in dead)))
-            assert (found is None) == (self.buddy[dead[0]] == dead[1])
+            found = newest_whole([self.had(*(rank for rank in range(4) if rank not in dead))])
+            assert (not found) == (self.buddy[dead[0]] == dead[1])
 
     def test_an_older_moment_that_is_whole(self) -> None:
         """The death came while copies of step 6 travelled: rank 0 has its own alone."""
         had = self.had(0, 1, 2)
         had[10].append(Had(self.mark(6), 0, is_own=True))
-        assert newest_whole(had) == WholeCopies(self.mark(5), (10, 11, 12, 12))
+        assert newest_whole([had]) == (WholeCopies(self.mark(5), (10, 11, 12, 12)),)
         had[12] = [one for one in had[12] if one != Had(self.mark(5), 3)]  # damaged, so not said
-        assert newest_whole(had) == WholeCopies(self.mark(4), (10, 11, 12, 12))
+        assert newest_whole([had]) == (WholeCopies(self.mark(4), (10, 11, 12, 12)),)
 
     def test_the_age_of_a_moment_is_not_its_step_alone(self) -> None:
         had = {10: [Had(self.mark(9), rank) for rank in range(4)]}
         had[11] = [Had(self.mark(2, generation=4), rank) for rank in range(4)]
-        assert newest_whole(had) == WholeCopies(self.mark(2, generation=4), (11,) * 4)
+        assert newest_whole([had]) == (WholeCopies(self.mark(2, generation=4), (11,) * 4),)
 
     def test_all_holders_give_about_as_much(self) -> None:
         had = {10 + one: [Had(self.mark(5), rank) for rank in range(4)] for one in range(3)}
-        found = newest_whole(had)
-        assert found is not None and sorted(found.holders) == [10, 10, 11, 12]
+        (found,) = newest_whole([had])
+        assert sorted(found.holders) == [10, 10, 11, 12]
 
     def test_what_survivors_say(self) -> None:
         said = alive(self.layout, steps(0, 1))
@@ -143,19 +143,19 @@ class TestCopies:
         for one in said:
             copies = tuple(each.to_json() for each in had[said[one].number])
             said[one] = Survivor(**replace(said[one], copies=copies).to_json())
-        assert whole_copies(said) is None
-        assert joint_loss(said) == (
+        assert whole_copies([said]) == ()
+        assert joint_loss([said]) == (
             "of ranks 2, 3 at step 5 nobody has a sound copy any more: they died together with their buddies"
         )
-        assert joint_loss(alive(self.layout, steps(0, 1))) == ""
+        assert joint_loss([alive(self.layout, steps(0, 1))]) == ""
 
     def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
         said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
         for name, one in said.items():
             copies = tuple(each.to_json() for each in had[one.number])
             said[name] = replace(one, copies=copies, frozen=(self.layout.to_dict(), one.number - 10))
-        found = whole_copies(said)
-        assert found is not None and found.members == (10, 11, 12)
+        (found,) = whole_copies([said])
+        assert found.members == (10, 11, 12)
         assert found.frozen == Frozen(Layout(data=3, zero_stage=0), (10, 11, 12))
         assert WholeCopies.from_json(found.to_json()) == found
 
@@ -164,6 +164,47 @@ class TestCopies:
         mark = Mark(3, "3.0", 0, 5, layout)
         copies = tuple(Had(mark, rank).to_json() for rank in range(2))
         one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
-        assert whole_copies({"a/0": one}) is None
-        assert "of frozen weights at step 5 nobody has all any more" in joint_loss({"a/0": one})
-        assert whole_copies({"a/0": replace(one, frozen=None)}) == WholeCopies(mark, (10, 10))
+        assert whole_copies([{"a/0": one}]) == ()
+        assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": one}])
+        assert whole_copies([{"a/0": replace(one, frozen=None)}]) == (WholeCopies(mark, (10, 10)),)
+
+
+class TestCopiesOfSeveralEngines:
+    """Of two: the first in pairs at stage 2, the other one at stage 1, which makes two steps in a round."""
+
+    first, other = Layout(data=2, zero_stage=2), Layout(data=2, zero_stage=1)
+
+    def marks(self, step: int) -> tuple[Mark, Mark]:
+        """Of one boundary."""
+        mark = Mark(3, "3.0", 0, step, self.first)
+        return mark, Mark(7, "7.0", 0, 2 * step, self.other, mark.moment)
+
+    def had(self, *steps: int, of_other: tuple[int, ...] | None = None) -> list[dict[int, list[Had]]]:
+        """What member 10 has, its own and the dead one's, of each engine."""
+        of_each = steps, steps if of_other is None else of_other
+        return [
+            {10: [Had(self.marks(step)[each], rank, rank == 0) for step in of_each[each] for rank in range(2)]}
+            for each in range(2)
+        ]
+
+    def test_all_are_at_one_boundary(self) -> None:
+        first, other = self.marks(5)
+        assert first.moment == other.moment and Mark.from_dict(other.to_dict()) == other
+        assert newest_whole(self.had(4, 5)) == (WholeCopies(first, (10, 10)), WholeCopies(other, (10, 10)))
+
+    def test_a_newer_one_of_one_engine_does_not_count(self) -> None:
+        """The death came while the other one's copies travelled."""
+        assert [whole.mark for whole in newest_whole(self.had(4, 5, of_other=(3, 4)))] == [*self.marks(4)]
+
+    def test_no_boundary_in_common(self) -> None:
+        assert newest_whole(self.had(4, 5, of_other=(2, 3))) == newest_whole(self.had(4, 5, of_other=())) == ()
+
+    def test_whose_loss_it_was(self) -> None:
+        """Of the engine that lacks a copy."""
+        said = [alive(layout, steps(0)) for layout in (self.first, self.other)]
+        for each, had in enumerate(self.had(5)):
+            kept = had[10] if each == 0 else had[10][:1]
+            said[each]["n0/0"] = replace(said[each]["n0/0"], copies=tuple(one.to_json() for one in kept))
+        assert whole_copies(said) == ()
+        found = joint_loss(said, lambda engine, mark, rank: f"of engine {engine}")
+        assert found.startswith("of rank 1 (of engine 1) at step 10 nobody has a sound copy any more")

@@ -7,7 +7,8 @@
 | `message` | a copy as bytes and a header |
 | `taking` | a copy is taken, at a boundary |
 | `shipping` | one round of copies on their way, in a thread |
-| `whole` | after a death: which copies make up a whole state |
+| `keeper` | one engine's copies in its present world |
+| `whole` | after a death: which copies make up a whole state, of all engines at one moment |
 | `from_copies` | a restoration from them |
 | `replica` | a ward's state, which its buddy steps as the ward does |
 | `replay` | each step's gradients, the moment at which it is decided, and what can be given after a death |

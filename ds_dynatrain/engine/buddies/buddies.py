@@ -3,32 +3,32 @@
 All working members come by the same boundaries and decide from the same numbers: what each says of the round before is
 reduced over their world, so that all take their copies at the same steps, or none does. Only when all have all copies
 of a moment may the older ones be written over.
+
+Of several engines in a process the first one's decides, at its boundaries, when no other is in a global batch: there
+all take their copies, with the same buddies, and these are whole together or not at all.
 """
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.choice import Choice
-from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.shipping import Round, Ward
-from ds_dynatrain.engine.buddies.taking import Taken, mark_of, take
+from ds_dynatrain.engine.buddies.keeper import Keeper
+from ds_dynatrain.engine.buddies.shipping import Round
+from ds_dynatrain.engine.buddies.taking import mark_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
-from ds_dynatrain.engine.groups import BUDDIES
-from ds_dynatrain.errors import ConfigError, DynatrainError, WorldChanged
-from ds_dynatrain.plan import buddies_of, has_one_holder, memory_of_copies, wards_of
+from ds_dynatrain.errors import ConfigError, WorldChanged
+from ds_dynatrain.plan import buddies_of, has_single_holders, memory_of_copies
 from ds_dynatrain.report import Protection, logger
-from ds_dynatrain.transfer import GroupTransport
 
 MILLIONTHS = 1_000_000
 NOT_REPLAYED = "steps are not replayed any more, and no copy is whole yet"
@@ -36,34 +36,47 @@ NEW_WORLD = "no copy of this world is whole yet"
 
 
 class Buddies:
-    """Of one engine, for the whole job. kept: the copies that this process has."""
+    """Of one engine, for the whole job. of_all: those of all engines that are open, the first one's first."""
 
-    def __init__(self, engine: EngineCore) -> None:
-        self.kept = Kept()
-        self._engine, self._settings = engine, engine.settings.buddies
+    def __init__(self, engine: EngineCore, of_all: Callable[[], Sequence[Buddies]] = tuple) -> None:
+        self.keeper = Keeper(engine)
+        self.kept = self.keeper.kept
+        self._engine, self._settings, self._of_all = engine, engine.settings.buddies, of_all
         self._choice = Choice(engine, self.kept)
-        self._world: World | None = None
-        self._buddies: tuple[tuple[int, ...], ...] = ()
+        self._worlds: list[World | None] = []
+        """Of all engines."""
         self._pairs: dict[int, tuple[int, ...]] = {}
-        """The same by members."""
+        """Member -> those who keep its copies, of whichever engine."""
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = False
         self._whole_of: dict[int, tuple[int, ...]] = {}
-        """Member -> who kept its copy of the newest moment that is whole; of a world before, maybe."""
-        self._seen: tuple[str, int, int] = ("", 0, -1)
+        """The same of the newest moment that is whole; of a world before, maybe."""
+        self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
         self._next: int | None = None
         """The step at which a copy is due; None: at once."""
-        self._round: Round | None = None
-        self._thread: threading.Thread | None = None
-        self._left_at = 0.0
-        self._take_seconds, self._share = 0.0, 0.0
-        self._sent_bytes, self._ship_seconds = 0, 0.0
+        self._rounds: Sequence[Round] = ()
+        """One of each engine, on their way."""
+        self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
 
+    @property
+    def _all(self) -> Sequence[Buddies]:
+        return self._of_all() or (self,)
+
+    @property
+    def _first(self) -> Buddies:
+        """Those that decide for all."""
+        return self._all[0]
+
+    @property
+    def _keepers(self) -> list[Keeper]:
+        return [one.keeper for one in self._all]
+
     def check(self) -> None:
         """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if it has too
-        few members, or this node too little host memory for its copies."""
+        few members, or this node too little host memory for its copies, with those of engines that are there already.
+        """
         self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
@@ -73,13 +86,22 @@ class Buddies:
                 f"dynatrain.buddies.copies: {copies} others are to keep each copy, and {others + 1} members work; "
                 f"start on {copies + 1} at least (MIN in torchrun --nnodes=MIN:MAX), or ask for {others}"
             )
-        needs = memory_of_copies(engine.vps, engine.layout, where, copies)
-        here = [need for need, node in zip(needs, where, strict=True) if node == mine]
+        here = [need for need, node in zip(self._needs(where), where, strict=True) if node == mine]
         if sum(here) > (free := available_bytes()):
             raise ConfigError(
                 f"dynatrain.buddies: the {len(here)} ranks on node {mine!r} need {sum(here)} bytes for copies of what "
                 f"they and their wards hold alone, and {free} are available; start on more nodes, or leave it out"
             )
+
+    def _needs(self, nodes: Sequence[str]) -> list[int]:
+        """Bytes for copies of all engines, at each rank. nodes: of these."""
+        engines = [*(one._engine for one in self._of_all() if one is not self), self._engine]
+        alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
+        needs = [
+            memory_of_copies(one.vps, one.layout, nodes, copies, everything=any(alone) and not has_alone)
+            for one, has_alone in zip(engines, alone, strict=True)
+        ]
+        return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
 
     # ---- at a boundary -----------------------------------------------------------------------------------------------
 
@@ -89,16 +111,17 @@ class Buddies:
         After what else takes place there, so that no switch waits for a copy that was taken just before it. If a member
         is lost meanwhile, what follows of that is found where collectives of training fail, too.
         """
-        engine = self._engine
-        now = engine.segment, len(engine.registered), engine.global_steps
-        if now == self._seen or (engine.segment, engine.global_steps) == engine.formed_at:
+        engine, keepers = self._engine, self._keepers
+        now = engine.segment, engine.global_steps
+        if now in ((self._seen[0], self._seen[2]), engine.formed_at):
             return
-        begin = time.perf_counter()
-        if now[:2] != self._seen[:2]:
+        begin, registered = time.perf_counter(), tuple(len(each.engine.registered) for each in keepers)
+        if (now[0], registered) != self._seen[:2]:
             self._next = None
-        if now[1] != self._seen[1]:
+        if registered != self._seen[1]:
             self.forget()  # what the copies are of is not registered any more
-        self._seen, self._share = now, self._take_seconds / max(begin - self._left_at, 1e-6)
+        waited = sum(each.take_seconds for each in keepers)
+        self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:
             self._look()
         except RuntimeError as error:
@@ -112,69 +135,75 @@ class Buddies:
 
         What is replayed counts as it is now until copies of another world are whole.
         """
-        if self._thread is not None:
-            self._thread.join(self._engine.settings.timeout_seconds)
-            self._thread = None
+        self.keeper.settle()
         self._choice.end()
 
     def forget(self) -> None:
-        """Training goes on from another state, on all members: no copy from before counts."""
-        self.kept.forget()
+        """Training goes on from another state of an engine, on all members: no copy from before counts, of any."""
+        self._first._forget()
+
+    def _forget(self) -> None:
+        for keeper in self._keepers:
+            keeper.kept.forget()
+        for each in self._rounds:
+            each.is_void = True
         self._choice.replay = None
         self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
-        if self._round is not None:
-            self._round.is_void = True
 
     def _look(self) -> None:
-        if self._world is not self._engine.world:
+        worlds = [keeper.engine.world for keeper in self._keepers]
+        if len(worlds) != len(self._worlds) or any(a is not b for a, b in zip(worlds, self._worlds, strict=True)):
             self._enter()
         if self._choice.is_on:
             self._follow()
             return
         step = self._engine.global_steps
-        is_due = bool(self._buddies) and (self._next is None or step >= self._next)
-        if not is_due and self._round is None:
+        is_due = bool(self._pairs) and (self._next is None or step >= self._next)
+        if not is_due and not self._rounds:
             return
-        if self._round is not None:
-            self._see(self._round)
+        if self._rounds:
+            self._see(self._rounds)
         if is_due:
             self._next = step + self._choice.every
-            if self._round is None:
+            if not self._rounds:
                 self._begin()
             else:
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Another world: who keeps whose copies there. Who has just come knows of no longer interval of the others'."""
-        self.settle()
-        engine, self._round, self._next = self._engine, None, None
+        """Another world of an engine: who keeps whose copies there. Who has just come knows of no longer interval of
+        the others'.
+        """
+        self._choice.end()
+        engine, keepers, self._rounds, self._next = self._engine, self._keepers, (), None
         was_protected, self._is_protected = self._is_protected, False
-        self._world, self._buddies, self._pairs = engine.world, (), {}
-        vps, layout = engine.vps, engine.layout
-        if layout.world_size == 1:
+        self._worlds, self._pairs = [keeper.engine.world for keeper in keepers], {}
+        if engine.layout.world_size == 1:
             self._why = "one member alone works: nobody could keep its copy"
-        elif not any(has_one_holder(vps, layout, kind) for kind in vps.present_kinds()):
-            self._is_protected, self._why = True, f"in {layout} every element has several holders: nothing is copied"
+        elif not any(keeper.has_single_holders for keeper in keepers):
+            layouts = " and ".join(dict.fromkeys(str(keeper.engine.layout) for keeper in keepers))
+            self._is_protected, self._why = True, f"in {layouts} every element has several holders: nothing is copied"
         else:
-            self._buddies = self._buddies_here()
-            members, here = engine.members, {*engine.candidates.members}
+            self._pairs, here = self._pairs_here(), {*engine.candidates.members}
             kept = [{member, *buddies} for member, buddies in self._whole_of.items()]
             self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
             self._why = "" if self._is_protected else NEW_WORLD
-            self._pairs = {members[rank]: tuple(members[each] for each in of) for rank, of in enumerate(self._buddies)}
+        for keeper in keepers:
+            keeper.enter(self._pairs)
         if engine.rank == 0 and was_protected and not self._is_protected:
             logger.warning("buddies: unprotected: %s", self._why)
-        elif engine.rank == 0 and not self._buddies:
+        elif engine.rank == 0 and not self._pairs:
             logger.info("buddies: %s", self._why)
-        self._choice.enter(bool(self._buddies))
+        self._choice.enter(bool(self._pairs))
 
-    def _buddies_here(self) -> tuple[tuple[int, ...], ...]:
-        """Of each rank, as many as are asked for or there can be."""
+    def _pairs_here(self) -> dict[int, tuple[int, ...]]:
+        """The buddies of each member, as many as are asked for or there can be."""
         engine, asked = self._engine, self._settings.copies
-        found = buddies_of([engine.candidates.nodes[member] for member in engine.members], asked)
+        members = engine.members
+        found = buddies_of([engine.candidates.nodes[member] for member in members], asked)
         if engine.rank == 0 and len(found[0]) < asked:
             logger.warning("buddies: %d others keep each copy here, and %d are asked for", len(found[0]), asked)
-        return found
+        return {members[rank]: tuple(members[each] for each in buddies) for rank, buddies in enumerate(found)}
 
     # ---- steps that are replayed -------------------------------------------------------------------------------------
 
@@ -189,67 +218,59 @@ class Buddies:
 
     def _follow(self) -> None:
         """Where steps are replayed. All begins with copies of one moment, which a step waits for."""
+        keeper = self.keeper
         if self._choice.goes_on():
             if (replay := self._choice.replay) is not None:
-                self._take_seconds, self._ship_seconds = replay.seconds, replay.ship_seconds
-                self._sent_bytes, self._taken = replay.sent_bytes, self._taken + 1
+                keeper.take_seconds, keeper.ship_seconds = replay.seconds, replay.ship_seconds
+                keeper.sent_bytes, self._taken = replay.sent_bytes, self._taken + 1
             else:
                 self._is_protected, self._why, self._next = False, NOT_REPLAYED, None
             return
         self._begin()
-        if self._thread is not None:
-            self._thread.join()
-        if self._round is not None:
-            self._see(self._round)
+        keeper.join()
+        if self._rounds:
+            self._see(self._rounds)
         if self.kept.whole == mark_of(self._engine):
-            self._choice.begin(self._buddies)
+            self._choice.begin(keeper.buddies)
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        engine, world = self._engine, self._engine.world
-        if world is None:
-            return
-        self.settle()
-        begin, mark, rank, members = time.perf_counter(), mark_of(engine), engine.rank, engine.members
-        wards = wards_of(self._buddies, rank)
-        own, rooms = self.kept.begin(mark, len(wards))
-        taken: Taken | None = None
-        try:
-            taken = take(engine, own)
-            self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
-        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
-            logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
-        kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        transport = GroupTransport(world.group(BUDDIES), members)
-        self._round = Round(mark, taken, self._pairs[members[rank]], kept_here, transport, self.kept)
-        self._thread = start_thread(self._round.run, "dynatrain-buddies")
-        self._taken, self._take_seconds = self._taken + 1, time.perf_counter() - begin
+        """Of all engines that have a world, which is of all of them or none."""
+        first = mark_of(self._engine)
+        self._rounds = [
+            keeper.begin(first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world)
+            for keeper in self._keepers
+            if keeper.engine.world is not None
+        ]
+        self._taken += 1
 
-    def _see(self, found: Round) -> None:
-        """How the last round has ended, if it has for all; what each says of it is reduced over the world."""
+    def _see(self, found: Sequence[Round]) -> None:
+        """How the last rounds have ended, if they have for all; what each says of them is reduced over the world."""
         share = -int(self._share * MILLIONTHS)
-        said = torch.tensor([int(found.is_over), int(found.is_over and found.is_whole), share])
+        is_over = all(each.is_over for each in found)
+        said = torch.tensor([int(is_over), int(is_over and all(each.is_whole for each in found)), share])
         if self._engine.world is not None:
             td.all_reduce(said, td.ReduceOp.MIN, group=self._engine.world.default)
-        is_over, is_whole, share = (int(value) for value in said)
+        is_over, is_whole, share = bool(said[0]), bool(said[1]), int(said[2])
         if not is_over:
             return
-        is_whole &= not found.is_void
-        self._round, self._sent_bytes, self._ship_seconds = None, found.sent_bytes, found.seconds
+        is_whole &= not any(each.is_void for each in found)
+        self._rounds = ()
+        for keeper, each in zip(self._keepers, found, strict=True):
+            keeper.see(each, is_whole)
         if is_whole:
-            self.kept.is_whole(found.mark)
             self._whole_of = dict(self._pairs)
-        self._tell(found, bool(is_whole))
-        self._choice.weigh(-share / MILLIONTHS, self._take_seconds)
+        self._tell(found, is_whole)
+        self._choice.weigh(-share / MILLIONTHS, sum(keeper.take_seconds for keeper in self._keepers))
 
-    def _tell(self, found: Round, is_whole: bool) -> None:
+    def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
         """Once of each thing that has changed."""
-        step = found.mark.step
-        if found.error != self._last_error:
-            self._last_error = found.error
-            if found.error:
-                logger.error("buddies: the copies of step %d are not whole: %s", step, found.error)
+        step, error = found[0].mark.step, next((each.error for each in found if each.error), "")
+        if error != self._last_error:
+            self._last_error = error
+            if error:
+                logger.error("buddies: the copies of step %d are not whole: %s", step, error)
         was_protected, was_behind = self._is_protected, self._is_behind
         self._is_protected, self._is_behind = was_protected or is_whole, not is_whole
         self._why = "" if self._is_protected else self._why
@@ -279,20 +300,20 @@ class Buddies:
     @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        replay = self._choice.replay
+        first, keeper, replay = self._first, self.keeper, self._choice.replay
         whole = self.kept.whole if replay is None else replay.mark
-        is_known = self._world is self._engine.world
+        is_known = keeper.world is self._engine.world
         return Protection(
-            mode=self._mode,
-            buddies=dict(self._pairs) if is_known else {},
+            mode=first._mode,
+            buddies=dict(first._pairs) if is_known else {},
             step=None if whole is None else whole.step,
-            is_protected=is_known and self._is_protected,
-            why=self._why if is_known else NEW_WORLD,
-            every_steps=1 if replay is not None else self._choice.every,
+            is_protected=is_known and first._is_protected,
+            why=first._why if is_known else NEW_WORLD,
+            every_steps=1 if replay is not None else first._choice.every,
             memory_bytes=self.kept.nbytes + (0 if replay is None else replay.nbytes),
-            sent_bytes=self._sent_bytes,
-            take_ms=1e3 * self._take_seconds,
-            ship_ms=1e3 * self._ship_seconds,
-            taken=self._taken,
-            skipped=self._skipped,
+            sent_bytes=keeper.sent_bytes,
+            take_ms=1e3 * keeper.take_seconds,
+            ship_ms=1e3 * keeper.ship_seconds,
+            taken=first._taken,
+            skipped=first._skipped,
         )

@@ -20,6 +20,7 @@ from ds_dynatrain.engine.buddies.replica import Replica
 from ds_dynatrain.engine.buddies.taking import mark_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.groups import BUDDIES
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.plan import wards_of
 from ds_dynatrain.report import logger
 from ds_dynatrain.support import usage
@@ -31,6 +32,7 @@ TRIAL_STEPS = 8
 """So many replayed steps tell what one costs."""
 REPLAYED = ("data", "pipe")
 """Axes of layouts in which steps are replayed: the norm of gradients is one number on all ranks."""
+BESIDE_ANOTHER = "of several engines in a process each would be at its own last step, which no boundary has in common"
 MOST_DIFFERENCES = 3
 """So often a replica may differ from its ward; from then on copies are taken."""
 
@@ -166,6 +168,8 @@ def why_not_replayed(engine: EngineCore) -> str:
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in REPLAYED and size > 1]
     if (copies := engine.settings.buddies.copies) > 1:
         return f"one buddy alone makes the steps of a member, and {copies} are asked for"
+    if PROCESS.is_shared:
+        return BESIDE_ANOTHER
     if layout.zero_stage == 0:
         return "at ZeRO stage 0 nobody has a part of the state that others could step"
     if wide:

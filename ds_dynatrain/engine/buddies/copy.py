@@ -28,7 +28,8 @@ class Mark:
     """Of which moment a copy is; equal on all ranks of it.
 
     generation, segment: of the engine's world (`EngineCore`). registered: how often the job has registered its
-    parameters anew: each time the line is another one. step: optimizer steps done.
+    parameters anew: each time the line is another one. step: optimizer steps done. first: the moment of the first of
+    several engines of a process, at whose boundary all have taken copies; empty for its own.
     """
 
     generation: int
@@ -36,11 +37,14 @@ class Mark:
     registered: int
     step: int
     layout: Layout
+    first: tuple[int, ...] = ()
 
     @property
-    def age(self) -> tuple[int, int, int, int]:
-        """Of two marks of a job the one with the larger value is the newer one, also after a load of an older step."""
-        return self.generation, int(self.segment.partition(".")[2]), self.registered, self.step
+    def moment(self) -> tuple[int, ...]:
+        """What marks of all engines at one boundary have in common. Of two of a job the one with the larger value is
+        the newer one, also after a load of an older step.
+        """
+        return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -50,13 +54,15 @@ class Mark:
             "registered": self.registered,
             "step": self.step,
             "layout": self.layout.to_dict(),
+            "first": self.first,
         }
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Mark:
         """The inverse."""
         layout = Layout.from_dict(record["layout"])
-        return Mark(record["generation"], record["segment"], record["registered"], record["step"], layout)
+        when = record["generation"], record["segment"], record["registered"], record["step"]
+        return Mark(*when, layout, tuple(record["first"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +106,9 @@ class Copy:
         )
 
 
-def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
-    """Of a rank's buffers those that belong into a copy; none where nothing in the layout has one holder alone."""
-    return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key)}
+def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everything: bool = False) -> Buffers:
+    """Of a rank's buffers those that belong into a copy; see `is_copied`."""
+    return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:

@@ -52,7 +52,7 @@ def from_copies(whole: WholeCopies, kept: Kept | None, world: World) -> Opener:
     return opener
 
 
-def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept, world: World) -> None:
+def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
     """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
     try:
         source = FromCopies(engine, goal, whole, kept, world)

@@ -79,7 +79,7 @@ class Kept:
             found = [copy for place in self._places for copy in place.copies.values()]
         if self.standing is not None:
             found += self.standing()
-        return sorted(found, key=lambda copy: (copy.mark.age, -copy.rank), reverse=True)
+        return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
         """The copy of a rank at a moment, if it is here."""

@@ -40,9 +40,11 @@ class Taken:
         return described(self.vps, self.mark, self.rank, self.buffers, self.said, self.tensors)
 
 
-def mark_of(engine: EngineCore) -> Mark:
-    """The present moment, between two global batches."""
-    return Mark(engine.generation, engine.segment, len(engine.registered), engine.global_steps, engine.layout)
+def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
+    """The present moment, between two global batches. first: that of the first engine of the process, if it is another
+    one."""
+    when = engine.generation, engine.segment, len(engine.registered), engine.global_steps
+    return Mark(*when, engine.layout, () if first is None else first.moment)
 
 
 def said_by(engine: EngineCore, state: Buffers, scalars: Scalars, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -63,13 +65,15 @@ def own_part(engine: EngineCore, tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"rest": encode(rest_carry(engine), tensors), "streams": streams.capture()}
 
 
-def take(engine: EngineCore, room: Room) -> Taken:
+def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> Taken:
     """Copy what this rank holds alone into a room. Parameters that stage 3 has gathered stay so: parts are the state.
+
+    mark: the present moment, if not that of this engine alone. everything: see `is_copied`.
 
     ConfigError, CheckpointError for carried objects or hyper-parameters that cannot be copied.
     """
     state, scalars = engine.host.state_buffers()
-    held, tensors = copied(engine.vps, engine.layout, state), list[torch.Tensor]()
+    held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()
     said = said_by(engine, state, scalars, tensors)
     rows, shapes = rows_of(held), shapes_of(said)
     memory = room.fit(nbytes_of(rows, shapes))
@@ -77,4 +81,4 @@ def take(engine: EngineCore, room: Room) -> Taken:
     for there, here in zip([*buffers.values(), *others], [*held.values(), *tensors], strict=True):
         there.copy_(here.detach())
     frozen = frozen_elsewhere(engine.vps, engine.layout, state)
-    return Taken(engine.vps, mark_of(engine), engine.rank, frozen, buffers, said, others, memory)
+    return Taken(engine.vps, mark or mark_of(engine), engine.rank, frozen, buffers, said, others, memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +64,23 @@ class WholeCopies:
         return WholeCopies(Mark.from_dict(record["mark"]), tuple(record["holders"]), frozen)
 
 
-def newest_whole(had: Mapping[int, Iterable[Had]]) -> WholeCopies | None:
-    """Of the newest moment of which there is a copy of every rank; None if there is no such moment.
+def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
+    """Of the newest moment of which there is a copy of every rank in all engines, one for each; none if there is no
+    such moment.
 
-    had: what each member has. Of several that have a rank's copy that rank itself gives it, or the one that gives the
-    fewest others.
+    engines: what each member has of each. Of several that have a rank's copy that rank itself gives it, or the one that
+    gives the fewest others.
     """
-    for mark, by_rank in _by_mark(had):
-        if len(by_rank) == mark.layout.world_size:
-            return WholeCopies(mark, _dealt(by_rank))
-    return None
+    found = [
+        {
+            mark.moment: WholeCopies(mark, _dealt(by_rank))
+            for mark, by_rank in _by_mark(had)
+            if len(by_rank) == mark.layout.world_size
+        }
+        for had in engines
+    ]
+    common = set.intersection(*(set(whole) for whole in found))
+    return tuple(whole[max(common)] for whole in found) if common else ()
 
 
 def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
@@ -89,7 +96,7 @@ def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dic
     for member, copies in sorted(had.items()):
         for copy in copies:
             found.setdefault(copy.mark, {}).setdefault(copy.rank, {})[member] = copy.is_own
-    return sorted(found.items(), key=lambda each: each[0].age, reverse=True)
+    return sorted(found.items(), key=lambda each: each[0].moment, reverse=True)
 
 
 def _dealt(by_rank: Mapping[int, Mapping[int, bool]]) -> tuple[int, ...]:

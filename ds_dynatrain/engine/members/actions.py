@@ -170,11 +170,11 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Take the state from copies, or else from a checkpoint, with all members of the target; then
+    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target; then
     `ChangeMachine.restored`."""
 
     proposals: Proposals
-    copies: WholeCopies | None = None
+    copies: tuple[WholeCopies, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Serve:
     """Give those who restore the copies that this member has; it has no place among them."""
 
     proposals: Proposals
-    copies: WholeCopies
+    copies: tuple[WholeCopies, ...]
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Boundaries:
         if self.first.is_discarded or engine.idle or engine.has_open_window or self.executor.machine.proposals:
             return  # what is prepared for a change of members begins where the first engine stands
         if self.executor.on_board(engine.switcher.is_due):
+            engine.settle_buddies()
             engine.attempts.transact(place)
 
     def _others_are_busy(self) -> bool:

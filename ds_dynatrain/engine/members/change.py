@@ -89,10 +89,12 @@ class ChangeMachine:
         self.restores = False
         self.meets_at: int | None = None
         """The step at which all meet, once it is named."""
-        self._copies: WholeCopies | None = None
-        self._survivors: dict[str, Survivor] = {}
-        """What all said who may hold state, less the copies that were found damaged since."""
+        self._copies: tuple[WholeCopies, ...] = ()
+        self._survivors: list[dict[str, Survivor]] = []
+        """What all said of each engine who may hold state, less the copies that were found damaged since."""
         self._proofs = 0
+        self._lost = 0
+        """The number of an engine that has lost state."""
         self._leader = ""
         self._said: set[str] = set()
         self._passed_over = 0
@@ -169,7 +171,7 @@ class ChangeMachine:
         """Be on no way."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
-        self._copies, self._survivors, self._proofs, self.meets_at = None, {}, 0, None
+        self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class ChangeMachine:
             return []
         self._leader = next((one for one in stay if one in holders), "")
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
-        return self._go_on_from(own, world, of_engines)
+        return self._go_on_from(of_engines)
 
     def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
         """What each of those has said who may hold state; None until all have.
@@ -262,45 +264,50 @@ class ChangeMachine:
             return [LetGo(), Leave()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
-    def _go_on_from(self, own: Own, world: World, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """From what the living hold, or from copies; all from a checkpoint if one engine has lost state: they have one
-        history. Of several engines there are no copies.
+    def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
+        """From what the living hold; all from copies or a checkpoint if one engine has lost state.
+
+        They have one history.
         """
         sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
         if len(whole) == len(sources):
             return [Hold(whole)]
-        number = sources.index(None)
-        if len(of_engines) == 1:
-            self._survivors, self.stage = of_engines[0], Stage.PROVE
-            return []
-        return self._go_back(own, world, number, "")
+        self._survivors, self._lost, self.stage = of_engines, sources.index(None), Stage.PROVE
+        return []
 
     def _prove(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest whole state in copies; who is to give one of these reads it first.
+        """Choose the newest state in copies that is whole in all engines; who is to give one of these reads it first.
 
         No other copy is read: what a restoration waits for is one for each member, and one more for who keeps those of
         the dead.
         """
-        mine = own.engines[0]
-        whole = whole_copies(self._survivors) if self._leader else None
-        if whole is None:
+        found = whole_copies(self._survivors) if self._leader else ()
+        if not found:
             self.stage = Stage.LEARN
-            return self._go_back(own, world, 0, joint_loss(self._survivors, partial(_name, own)))
-        key = f"sound/{self._proofs}"
-        if mine.number in whole.holders and key not in self._said:
+            return self._go_back(own, world, self._lost, joint_loss(self._survivors, partial(_name, own)))
+        key, mine = f"sound/{self._proofs}", own.engines[0].number
+        givers = sorted({holder for whole in found for holder in whole.holders})
+        if mine in givers and key not in self._said:
             self._said.add(key)
-            if boards[0].read(f"{key}/{mine.number}") is None:
-                return [Post(f"{key}/{mine.number}", mine.damaged(whole))]
-        givers = sorted({*whole.holders})
+            if boards[0].read(f"{key}/{mine}") is None:
+                damaged = [engine.damaged(whole) for engine, whole in zip(own.engines, found, strict=True)]
+                return [Post(f"{key}/{mine}", damaged)]
         if not boards[0].all_posted(key, givers):
             return []
-        damaged = {giver: ranks for giver in givers if (ranks := boards[0].read(f"{key}/{giver}"))}
-        if damaged:
-            self._survivors, self._proofs = without(self._survivors, whole.mark, damaged), self._proofs + 1
+        said = {giver: boards[0].read(f"{key}/{giver}") or () for giver in givers}
+        if any(ranks for of_engines in said.values() for ranks in of_engines):
+            self._pass_over(found, said)
             return self._prove(own, world, boards)
-        self.stage, self._copies, self.restores = Stage.LEARN, whole, True
+        self.stage, self._copies, self.restores = Stage.LEARN, found, True
         return [LetGo()]
+
+    def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
+        """Leave out what was found damaged. said: member -> ranks, of each engine."""
+        self._proofs += 1
+        for engine, whole in enumerate(found):
+            damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
+            self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
 
     def _go_back(self, own: Own, world: World, number: int, gone: str) -> list[Action]:
         """All from a checkpoint, since an engine has lost state. gone: whose joint loss it was, in words."""
@@ -370,8 +377,8 @@ class ChangeMachine:
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
-        has_copies = self._copies is not None
-        targets = self._destinations(Question(world, self.registry, present, self.tries, self.restores, has_copies))
+        asked = Question(world, self.registry, present, self.tries, self.restores, has_copies=bool(self._copies))
+        targets = self._destinations(asked)
         if targets is None:
             return []
         is_late = not self.tries and not self.restores and own.goes_late(world, targets)
@@ -387,7 +394,7 @@ class ChangeMachine:
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
-        copies = [] if self._copies is None else [Post("copies", self._copies.to_json())]
+        copies = [Post("copies", [whole.to_json() for whole in self._copies])] if self._copies else []
         return [*copies, Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
@@ -433,11 +440,11 @@ class ChangeMachine:
         """On a member without work: take part in what begins, or see how that without it has ended."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
-            said, mine = boards[0].read("copies"), self.registry.numbers[own.member]
-            copies = None if said is None else WholeCopies.from_json(said)
+            mine = self.registry.numbers[own.member]
+            copies = tuple(WholeCopies.from_json(record) for record in boards[0].read("copies") or ())
             if mine in first.members:
                 return [Restore(self.proposals, copies)]
-            if copies is not None and mine in copies.members:
+            if any(mine in whole.members for whole in copies):
                 self._said.add("restored")
                 return [Serve(self.proposals, copies)]
         if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
@@ -475,9 +482,9 @@ def who_is_asked(world: World) -> tuple[str, ...]:
     return world.members[: world.survivors] or world.members
 
 
-def _name(own: Own, mark: Mark, rank: int) -> str:
+def _name(own: Own, engine: int, mark: Mark, rank: int) -> str:
     """Of the member that had a rank at a moment; nothing if that was in a world before the present one."""
-    here, ids = own.engines[0], {number: one for one, number in own.registry.numbers.items()}
+    here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 

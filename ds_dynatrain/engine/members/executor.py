@@ -168,7 +168,7 @@ class Executor:
                 is_whole = restore(self.engines, proposals, copies, *where)
                 self._carry_out(self.machine.restored(self._own(), is_whole))
             case Serve(proposals, copies):
-                serve(self.engines[0], proposals[0], copies, self._open_boards, self.machine.registry, self.elastic)
+                serve(self.engines, proposals, copies, self._open_boards, self.machine.registry, self.elastic)
             case Spend(proposals, tries, reason):
                 self._spend(proposals, tries, reason)
             case Enter():

@@ -32,23 +32,24 @@ NOTICE_SECONDS = 0.5
 def restore(
     engines: Sequence[EngineParts],
     proposals: Sequence[Proposal],
-    copies: WholeCopies | None,
+    copies: Sequence[WholeCopies],
     boards: GenerationBoards,
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
     """Take all state from these copies, or else from the newest fallback checkpoint, with all members of the target.
 
-    False if somebody has died meanwhile: the engines are as before then, and a later generation will come.
-    CheckpointError if there is none that is whole.
+    copies: of each engine, at one moment; none if there are none. False if somebody has died meanwhile: the engines are
+    as before then, and a later generation will come. CheckpointError if there is none that is whole.
     """
-    worlds, holders = dict[int, GroupsOfWorld](), () if copies is None else copies.members
+    worlds = dict[int, GroupsOfWorld]()
     try:
         for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
+            holders = copies[place].members if copies else ()
             with engine.turn():
                 boards.adopt(engine, place, elastic.candidates(boards.world, registry))
                 worlds[engine.job.number] = _world_of(engine, proposal, holders, boards.world, elastic)
-        if copies is None or not _are_restored(engines[0], proposals[0], worlds, copies, boards.world, elastic):
+        if not copies or not _are_restored(engines, proposals, worlds, copies, boards.world, elastic):
             for restored in restore_all(engines, proposals, worlds):
                 logger.warning("restored step %d from %s", restored.step, restored.path)
     except (RuntimeError, CheckpointError) as error:
@@ -65,55 +66,69 @@ def restore(
 
 
 def _are_restored(
-    engine: EngineParts,
-    proposal: Proposal,
+    engines: Sequence[EngineParts],
+    proposals: Sequence[Proposal],
     worlds: Mapping[int, GroupsOfWorld],
-    copies: WholeCopies,
+    copies: Sequence[WholeCopies],
     newest: World,
     elastic: Elastic,
 ) -> bool:
     """Restore all from copies; False if that fails for another reason than a death, and there is a checkpoint."""
-    world, step = worlds[engine.job.number], copies.mark.step
+    parts = list(zip(engines, proposals, copies, strict=True))
     try:
-        with engine.turn():
-            checkpoint.let_go(engine)
-            opener = from_copies(copies, kept_by(engine), world)
-            Restoration(engine, _goal(proposal, world), opener, f"copies of step {step}", None).run()
-            engine.control.track_teardown(world.retire_transfer())
+        for engine, proposal, whole in parts:
+            world, where = worlds[engine.job.number], f"copies of step {whole.mark.step}"
+            with engine.turn():
+                checkpoint.let_go(engine)
+                opener = from_copies(whole, kept_by(engine), world)
+                Restoration(engine, _goal(proposal, world), opener, where, None).run()
+                engine.control.track_teardown(world.retire_transfer())
     except CheckpointError as error:
-        if engine.settings.fallback is None or _is_overtaken(newest, elastic):
+        if engines[0].settings.fallback is None or _is_overtaken(newest, elastic):
             raise
         logger.error("%s; all goes back to the fallback checkpoint", error)
         return False
-    _stay(engine, copies)
-    logger.warning("restored step %d from copies that members keep of each other", step)
+    for engine, _, whole in parts:
+        _stay(engine, whole)
+        logger.warning("restored step %d from copies that members keep of each other", whole.mark.step)
     return True
 
 
 def serve(
-    engine: EngineParts,
-    proposal: Proposal,
-    copies: WholeCopies,
+    engines: Sequence[EngineParts],
+    proposals: Sequence[Proposal],
+    copies: Sequence[WholeCopies],
     boards: GenerationBoards,
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Give those who restore what this member has copies of. If that fails, they fail, too, or know why."""
-    kept, world = kept_by(engine), None
-    if kept is None:
-        raise RuntimeError("this member has no copies to give")
+    """Give those who restore what this member has copies of. If that fails, they fail, too, or know why.
+
+    All worlds are built before anything is given, as by those who restore.
+    """
+    mine, worlds = boards.of()[0].member, dict[int, GroupsOfWorld]()
+    parts = [
+        (place, engine, proposal, whole)
+        for place, (engine, proposal, whole) in enumerate(zip(engines, proposals, copies, strict=True))
+        if mine in whole.members
+    ]
     try:
-        with engine.turn():
-            boards.adopt(engine, 0, elastic.candidates(boards.world, registry))
-            world = _world_of(engine, proposal, copies.members, boards.world, elastic)
-            serve_from(engine, _goal(proposal, world), copies, kept, world)
-        _stay(engine, copies)
+        for place, engine, proposal, whole in parts:
+            with engine.turn():
+                boards.adopt(engine, place, elastic.candidates(boards.world, registry))
+                worlds[place] = _world_of(engine, proposal, whole.members, boards.world, elastic)
+        for place, engine, proposal, whole in parts:
+            with engine.turn():
+                serve_from(engine, _goal(proposal, worlds[place]), whole, kept_by(engine), worlds[place])
+        for _, engine, _, whole in parts:
+            _stay(engine, whole)
     except (RuntimeError, DynatrainError) as error:
         logger.warning("generation %d: copies could not be given: %s", boards.world.generation, error)
     finally:
-        if world is not None:
-            engine.control.track_teardown(drop(world))
-        elastic.let_go(engine.job.number)
+        for place, engine, _, _ in parts:
+            if place in worlds:
+                engine.control.track_teardown(drop(worlds[place]))
+            elastic.let_go(engine.job.number)
 
 
 def _stay(engine: EngineParts, copies: WholeCopies) -> None:

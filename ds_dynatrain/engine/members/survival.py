@@ -8,7 +8,7 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -80,17 +80,27 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
     return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
 
 
-def whole_copies(survivors: Mapping[str, Survivor]) -> WholeCopies | None:
-    """The newest whole state in the copies that survivors have; None if there is none."""
-    found, frozen = newest_whole(_had(survivors)), dict[Layout, dict[int, int]]()
+def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
+    """The newest state in the copies that survivors have which is whole in all engines, one for each; none if there is
+    none. engines: what survivors say of each.
+    """
+    found = newest_whole([_had(survivors) for survivors in engines])
+    complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
+    known = [whole for whole in complete if whole is not None]
+    return tuple(known) if len(known) == len(engines) else ()
+
+
+def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
+    """With those who have what frozen weights are in no copy; None if some of these are gone."""
+    frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
         if one.frozen is not None:
             layout, rank = Layout.from_dict(one.frozen[0]), one.frozen[1]
             frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
-    if found is None or not frozen or found.mark.layout.zero_stage == 3:  # there frozen weights are in the copies
-        return found
-    complete = [whole for whole in (_complete(layout, alive) for layout, alive in frozen.items()) if whole is not None]
-    return replace(found, frozen=Frozen(*complete[0])) if complete else None
+    if not frozen or whole.mark.layout.zero_stage == 3:  # there frozen weights are in the copies
+        return whole
+    complete = [each for each in (_complete(layout, alive) for layout, alive in frozen.items()) if each is not None]
+    return replace(whole, frozen=Frozen(*complete[0])) if complete else None
 
 
 def without(
@@ -110,18 +120,21 @@ def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
     return had.mark == mark and had.rank in ranks
 
 
-def joint_loss(survivors: Mapping[str, Survivor], name: Callable[[Mark, int], str] = lambda mark, rank: "") -> str:
-    """Whose copies are gone with those who had them, in words; nothing where there are no copies at all.
+def joint_loss(
+    engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
+) -> str:
+    """Whose copies are gone with those who had them, in words, of the first engine that lacks any; nothing where there
+    are no copies at all.
 
-    name: of the member that had a rank at that moment, if that is known.
+    engines: see `whole_copies`. name: of the member that had a rank of an engine at that moment, if that is known.
     """
-    found = missing(_had(survivors))
-    if found is None:
+    found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
+    if not found:
         return ""
-    mark, ranks = found
+    engine, mark, ranks = next((one for one in found if one[2]), found[0])
     if not ranks:
         return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
-    named = [f"{rank} ({who})" if (who := name(mark, rank)) else str(rank) for rank in ranks]
+    named = [f"{rank} ({who})" if (who := name(engine, mark, rank)) else str(rank) for rank in ranks]
     said = f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
     return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
 

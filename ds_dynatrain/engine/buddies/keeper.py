@@ -1,0 +1,86 @@
+"""One engine's copies in its present world: with whom they are, and the round that is on its way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.engine.buddies.kept import Kept
+from ds_dynatrain.engine.buddies.shipping import Round, Ward
+from ds_dynatrain.engine.buddies.taking import Taken, take
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.groups import BUDDIES
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.plan import has_single_holders, wards_of
+from ds_dynatrain.report import logger
+from ds_dynatrain.transfer import GroupTransport
+
+
+class Keeper:
+    """Of one engine, for the whole job.
+
+    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it; none where
+    nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine, self.kept = engine, Kept()
+        self.world: World | None = None
+        self.buddies: tuple[tuple[int, ...], ...] = ()
+        self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_single_holders(self) -> bool:
+        """Whether this member's death could take elements away."""
+        return has_single_holders(self.engine.vps, self.engine.layout)
+
+    def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
+        """The present world of the engine. buddies: member -> those who keep its copies."""
+        self.settle()
+        members = self.engine.members
+        self.world = self.engine.world
+        self.buddies = tuple(tuple(members.index(each) for each in buddies[one]) for one in members) if buddies else ()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way in the world's group, for the usual time-out."""
+        self.join(self.engine.settings.timeout_seconds)
+        self._thread = None
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the round that is on its way."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def begin(self, mark: Mark, world: World) -> Round:
+        """Take a copy, and send it beside training. mark: the present moment. What only others have alone is copied
+        whole here: all engines go back together.
+        """
+        self.settle()
+        engine, begin = self.engine, time.perf_counter()
+        rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
+        own, rooms = self.kept.begin(mark, len(wards))
+        taken: Taken | None = None
+        try:
+            with PROCESS.turn(engine):
+                taken = take(engine, own, mark, everything=not self.has_single_holders)
+            self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
+            logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
+        kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
+        transport = GroupTransport(world.group(BUDDIES), members)
+        found = Round(mark, taken, [members[each] for each in self.buddies[rank]], kept_here, transport, self.kept)
+        self._thread = start_thread(found.run, "dynatrain-buddies")
+        self.take_seconds = time.perf_counter() - begin
+        return found
+
+    def see(self, found: Round, is_whole: bool) -> None:
+        """A round is over on all members. is_whole: the copies of all engines are where they belong."""
+        self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
+        if is_whole:
+            self.kept.is_whole(found.mark)
