@@ -124,7 +124,7 @@ CASES: dict[str, Callable[[int], Blocks]] = {
 
 
 def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
-    """Processor seconds of one cut with speeds, rooms, flags and present boundaries: the middle one of five."""
+    """Processor seconds of one cut with speeds, rooms and present boundaries: the middle one of five."""
     random, found = np.random.default_rng(layers), []
     for _ in range(5):
         problem = Problem.of(
@@ -133,8 +133,6 @@ def solver_row(layers: int, stages: int, bar: float | None) -> list[object]:
             speeds=random.choice([0.5, 1.0, 1.0], stages),
             taken=random.integers(1, 10, layers),
             room=40 * layers // stages,
-            trained=random.random(layers) < 0.9,
-            must_train=True,
             moved=random.integers(1, 10, layers),
         )
         present = tuple(np.linspace(0, layers, stages + 1).astype(int).tolist())

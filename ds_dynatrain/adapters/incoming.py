@@ -34,8 +34,8 @@ from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"
-Row = tuple[str, list[int], str, str]
-"""(name, shape, type, whether it is whole)."""
+Row = tuple[str, list[int], str, str, bool]
+"""(name, shape, type, whether it is whole, whether it requires a gradient)."""
 Place = tuple[int, int, BufferId, int]
 """(first row-major index, elements, buffer, offset in it)."""
 
@@ -97,7 +97,7 @@ class Incoming:
     def rows(self) -> list[Row]:
         """What must be equal on all processes, plain JSON."""
         return [
-            (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)])
+            (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
             for name, each in self.model.named_parameters()
         ]
 

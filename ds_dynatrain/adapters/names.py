@@ -23,7 +23,7 @@ NAMES: Names = {
     "deepspeed.moe.sharded_moe": "MOELayer TopKGate",
     "deepspeed.moe.utils": "configure_moe_param_groups is_moe_param",
     "deepspeed.ops": "__compatible_ops__",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "get_cuda_rng_tracker",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "get_cuda_rng_tracker non_reentrant_checkpoint",
     "deepspeed.ops.adam": "FusedAdam DeepSpeedCPUAdam",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.config": "DeepSpeedConfig",
@@ -46,14 +46,14 @@ NAMES: Names = {
         initialize_optimizer_states refresh_fp32_params _update_scale
     """,
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
-        _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _scale_loss_by_gas
-        _take_model_step compile eval_batch reset_activation_shape train_batch
+        _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _exec_forward_pass
+        _exec_schedule _scale_loss_by_gas _take_model_step compile eval_batch reset_activation_shape train_batch
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner
     """,
     "deepspeed.runtime.pipe.p2p": "_grid",
-    "deepspeed.runtime.pipe.schedule": "BackwardPass ForwardPass",
+    "deepspeed.runtime.pipe.schedule": "BackwardPass ForwardPass RecvGrad SendGrad",
     "deepspeed.runtime.pipe.topology:PipeDataParallelTopology": "filter_match",
     "deepspeed.runtime.pipe.topology:PipelineParallelGrid": "_build_p2p_groups",
     "deepspeed.runtime.torch_autocast": "init_autocast_params TORCH_AUTOCAST_DTYPE TORCH_AUTOCAST_INITIALIZED",

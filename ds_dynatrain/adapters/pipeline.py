@@ -79,24 +79,14 @@ class PipelineTemplate:
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
         """The first layer of each stage, and the number of layers; as DeepSpeed partitions them.
 
-        LayoutError, with the nearest number of stages, if a stage would have no layer or nothing to train.
+        LayoutError if a stage would have no layer.
         """
         count, found = len(self.layers), layout.boundaries
         if found is not None and found[-1] != count:
             raise LayoutError(f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers")
         if found is None and layout.pipe > count:
-            raise LayoutError(
-                f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={self._nearest(layout, count)}"
-            )
-        found = found or self._partition(layout.pipe, layout.expert)
-        idle = self._untrained(found)
-        if idle is not None:
-            start, stop = found[idle : idle + 2]
-            raise LayoutError(
-                f"stage {idle} of pipe={layout.pipe} has layers {start} to {stop - 1}, where nothing is trained; "
-                f"nearest: pipe={self._nearest(layout, layout.pipe - 1)}, or other boundaries"
-            )
-        return found
+            raise LayoutError(f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={count}")
+        return found or self._partition(layout.pipe, layout.expert)
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """The stages that hold each logical tensor, by name, ascending; several for a tied one.
@@ -184,16 +174,6 @@ class PipelineTemplate:
         if not any(weights):
             raise LayoutError(f"partition method {self.method!r}: no class of a layer has such a name")
         return weights
-
-    def _untrained(self, parts: Sequence[int]) -> int | None:
-        """The first stage that has nothing to train."""
-        pairs = enumerate(itertools.pairwise(parts))
-        return next((stage for stage, (start, stop) in pairs if not any(map(_trained, self.layers[start:stop]))), None)
-
-    def _nearest(self, layout: Layout, pipe: int) -> int:
-        """The largest number of stages up to `pipe` each of which trains something."""
-        parts = ((size, self._partition(size, layout.expert)) for size in range(pipe, 1, -1))
-        return next((size for size, found in parts if self._untrained(found) is None), 1)
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.schedule import ForwardPass
+from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
 from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.compiled import compile_layers
+from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine, frozen_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import HostEngine
@@ -76,6 +80,13 @@ class StageHost(Host):
         return self.shaper.template.layers_by_stage(layout)
 
     @property
+    def frozen_layers(self) -> int:
+        """How many layers of the whole model there are before the first one that is registered as trained."""
+        model = self.model_map
+        flags = zip(model.tensors, model.requires_grad, strict=True)
+        return frozen_layers(self.shaper.template.prefixes(), {tensor.name for tensor, flag in flags if flag})
+
+    @property
     def forward_passes(self) -> int | None:
         """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
         return int(self.engine.module.micro_offset)
@@ -90,10 +101,14 @@ class StageHost(Host):
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
-class PipelineHostEngine(HostEngine, ColumnEngine):
+class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
     """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
     _HOST = StageHost
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **ColumnEngine._INSTRUCTION_MAP,
+        ForwardPass: FrozenPrefixEngine._exec_forward_pass,
+    }
     _host: StageHost
     grid: StageGrid
     _known_loss: torch.Tensor | None = None
@@ -122,6 +137,10 @@ class PipelineHostEngine(HostEngine, ColumnEngine):
         super().compile(*arguments, **given)
         backend = given.get("backend") or get_accelerator().get_compile_backend()
         self._host.compiled_with = {**given.get("compile_kwargs", {}), "backend": backend}
+
+    def _frozen_layers(self) -> int:
+        """By what is registered, not by what a parameter says now: so all stages say the same."""
+        return self._host.frozen_layers
 
     def _enter_stage(self, grid: StageGrid) -> None:
         """Be the engine of a stage in a world.
@@ -174,6 +193,14 @@ class PipelineHostEngine(HostEngine, ColumnEngine):
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed's; a stage without a gradient adds 0 to the norm, for which the others wait."""
+        if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
+            super().clip_fp32_gradients()
+            return
+        stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # of empty groups, see `stage0`
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

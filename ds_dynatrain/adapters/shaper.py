@@ -37,9 +37,6 @@ class Shaper:
     def refuse_to_train(self, names: Collection[str]) -> None:
         """SwitchRefused, naming it, for a tensor that is to be trained from now on and cannot be in every layout."""
 
-    def refuse_untrained(self, layout: Layout, names: Collection[str]) -> None:
-        """SwitchRefused where a layout cannot train these tensors alone."""
-
     def make(self, layout: Layout, rank: int) -> Made | None:
         """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class PipelineShaper(Shaper):
         self.autoep: StageExperts | None = None
         self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method)
+        self._dtype = torch.float32
         if experts.is_on(config):
             self.autoep = StageExperts(model, self.template, config, bool(lists), owners or {})
             self.template, self.owners = self.autoep.template, self.autoep.owners
@@ -74,28 +76,20 @@ class PipelineShaper(Shaper):
                     "leave it frozen, or put it into a layer of its own",
                 )
 
-    def refuse_untrained(self, layout: Layout, names: Collection[str]) -> None:
-        """The first stage has to train something: DeepSpeed's goes backward on its outputs, which need a graph."""
-        parts = self.template.boundaries(layout)
-        if {layer_of(name) for name in names}.isdisjoint(self.template.prefixes()[: parts[1]]):
-            raise SwitchRefused(
-                f"layers 0 to {parts[1] - 1}, which are the first stage of pipe={layout.pipe}, would train nothing",
-                "let it have a layer that is trained: other boundaries, fewer stages, or train one of these",
-            )
-
     def make(self, layout: Layout, rank: int) -> Made | None:
         """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""
         return Made(self.autoep.make(layout, rank)) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """The layers of this rank's stage; no random number is drawn."""
-        dtype = next(held.dtype for held in root.parameters() if held.is_floating_point())
+        held = (each.dtype for each in root.parameters() if each.is_floating_point())
+        self._dtype = next(held, self._dtype)  # a stage of functions has none
         rank = td.get_rank()
         specs: Any = root._layer_specs
         if self.autoep:
             specs = self._giving(specs, (made or Made(self.autoep.make(layout, rank))).module)
         with replaced(root, "_layer_specs", specs):
-            reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], dtype)
+            reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def _giving(self, specs: Sequence[Any], whole: nn.Module) -> list[Any]:
         """The descriptions of layers that are in `whole`."""
@@ -178,21 +172,22 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
     """Tell the module where it is: its grid, and with whom it shares each tie.
 
-    `model_parallel` makes the norm of gradients right that is clipped by without ZeRO: DeepSpeed's counts unmarked
-    parameters on the first stage only.
+    Of a tie what is trained counts: DeepSpeed adds its gradients up. `model_parallel` makes the norm of gradients right
+    that is clipped by without ZeRO: DeepSpeed's counts unmarked parameters on the first stage only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
     for key, stages in template.ties(layout).items():
         if len(stages) == 1 or root.stage_id not in stages:
             continue
+        tied = root.tied_modules[key]
         root.tied_comms[key] = {
             "ranks": [grid.stage_to_global(stage) for stage in stages],
             "group": grid.tied_group(stages),
-            "weight_attr": root.tied_weight_attrs[key],
-            "module": root.tied_modules[key],
+            "weight_attr": [each for each in root.tied_weight_attrs[key] if attrgetter(each)(tied).requires_grad],
+            "module": tied,
         }
-        for parameter in root.tied_modules[key].parameters():
+        for parameter in tied.parameters():
             parameter.ds_pipe_replicated = root.stage_id != stages[0]
     for parameter in root.parameters():
         parameter.model_parallel = not parameter.ds_pipe_replicated

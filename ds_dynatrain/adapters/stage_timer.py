@@ -4,7 +4,7 @@ The stage's callables and DeepSpeed's forward and backward instructions are repl
 hook and nothing is compiled again. A pass is a row of marks: from this moment on, the time is that layer's. Forward, a
 mark is where a layer is called. Backward, it is where the gradient of a layer's output arrives, by a hook on that
 tensor, or where a layer is called again to recompute its activations. So all of a pass is some layer's: the loss is the
-last one's, and what waits for other stages is between passes.
+last one's, and what waits for other stages is between passes. A stage that does not go backward takes no time for it.
 
 On a CPU torch makes both passes in the thread that is timed.
 """
@@ -76,7 +76,7 @@ class StageTimer:
         synchronize()
         return StageTimes(
             self._seconds(self._forward),
-            self._seconds(self._backward),
+            self._seconds(self._backward) if self._backward else np.zeros((len(self._forward), self._count)),
             self._updates.seconds,
             self._updates.stepped,
             tuple(self._output_bytes),

@@ -13,8 +13,8 @@ from ds_dynatrain.balance.choose import Choice, Members, Search, choose
 from ds_dynatrain.balance.cost import StepTime, step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.decision import Decision, History, Offer, Rules, decide
-from ds_dynatrain.balance.partition import PLENTY, Bools
-from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.partition import PLENTY
+from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 

@@ -69,10 +69,9 @@ class Search:
 
     least_micro_batch: samples; None for those that were timed, which are the most in any case. Smaller ones count as
     that much faster, which they are on no device once they are small. pipeline: whether the model is a PipelineModule;
-    others have no stages. must_train: whether a stage must train something. slack: by how much the slowest stage may
-    exceed the optimum to move fewer bytes. horizon_steps: over which the cost of a switch is spread; without it that
-    counts for nothing. count: of answers. accumulation: the number of micro-batches that a job makes in a layout, in
-    place of those that could be tried.
+    others have no stages. slack: by how much the slowest stage may exceed the optimum to move fewer bytes.
+    horizon_steps: over which the cost of a switch is spread; without it that counts for nothing. count: of answers.
+    accumulation: the number of micro-batches that a job makes in a layout, in place of those that could be tried.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -80,7 +79,6 @@ class Search:
     micro_batches: int | None = None
     least_micro_batch: int | None = None
     pipeline: bool = True
-    must_train: bool = True
     slack: float = 0.0
     horizon_steps: float | None = None
     count: int = 10
@@ -142,7 +140,7 @@ def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
     return (layout.zero_stage < 2 and deal.is_even) if pipeline else layout.pipe == 1
 
 
-def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members, must_train: bool = True) -> Problem:
+def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
     """The layers to be cut: seconds of a step on each stage, bytes on each of its ranks."""
     passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
@@ -154,8 +152,6 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members, m
         speeds=members.pace(layout).min(axis=1),
         taken=taken_bytes(profile, layout, deal),
         room=members.memory_bytes - gathered_bytes(profile, layout),
-        trained=profile.trained,
-        must_train=must_train and layout.pipe > 1,
         moved=profile.counts("total_bytes"),
         names=profile.names,
     )
@@ -235,7 +231,7 @@ class _Choosing:
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
         """The best ones, if any fit; a layout of one stage has those that it had."""
         try:
-            problem = problem_of(self.profile, layout, deal, self.members, self.search.must_train)
+            problem = problem_of(self.profile, layout, deal, self.members)
             cut = partition(problem, self.present.boundaries, self.search.slack).boundaries
         except LayoutError as error:
             self.reasons.setdefault(layout.world_size, f"{layout}: {error}")

@@ -132,7 +132,7 @@ class _Model:
         forward, backward = (self.by_stage(profile.seconds(f"{way}_seconds")) for way in ("forward", "backward"))
         handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
-        needed = np.logical_or.accumulate(profile.trained | (profile.seconds("backward_seconds") > 0))
+        needed = np.logical_or.accumulate(profile.trained)
         returns = needed[np.array(self.cut[1:-1], dtype=np.int64) - 1]
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 

@@ -14,8 +14,7 @@ import numpy as np
 from ds_dynatrain.balance.advice import Advice
 from ds_dynatrain.balance.decision import History, Rules, Verdict, costs_differ, judge
 from ds_dynatrain.balance.decision import Move as Made
-from ds_dynatrain.balance.partition import Bools
-from ds_dynatrain.balance.profile import Ints, Profile
+from ds_dynatrain.balance.profile import Bools, Ints, Profile
 from ds_dynatrain.balance.slow import Slow
 from ds_dynatrain.balance.steps import REMEMBERED, Measured
 from ds_dynatrain.errors import LayoutError

@@ -1,9 +1,9 @@
 """Layers to stages: the exact optimum of the slowest stage, and near it the cut that moves the fewest bytes.
 
-A stage holds consecutive layers, at least one. Stages may differ in speed, in room, and in whether they must train
-something, so that bisection of the bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and
-DynMo's) is not exact: a stage that reaches as far as it can may leave its successor a layer that does not fit there.
-Dynamic programming over (stage, number of layers so far) is exact with all of these.
+A stage holds consecutive layers, at least one. Stages may differ in speed and in room, so that bisection of the
+bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and DynMo's) is not exact: a stage that
+reaches as far as it can may leave its successor a layer that does not fit there. Dynamic programming over (stage,
+number of layers so far) is exact with both.
 
 Everything is a function of its arguments, ties included, so all members get the same answer.
 """
@@ -24,24 +24,20 @@ from ds_dynatrain.errors import LayoutError
 PLENTY = 2**62
 """Bytes that no stage needs."""
 
-Bools = npt.NDArray[np.bool_]
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """What is to be cut; LayoutError for shapes that do not agree, and for more stages than layers.
 
     seconds: [stages, layers], of a layer on a stage, not negative. taken: [stages, layers], bytes that a layer takes
-    there. room: [stages], bytes that a stage has. trained: [layers]. must_train: [stages], whether a stage must hold a
-    trained layer. moved: [layers], bytes that travel if a layer comes to a stage that did not hold it.
+    there. room: [stages], bytes that a stage has. moved: [layers], bytes that travel if a layer comes to a stage that
+    did not hold it.
     """
 
     names: tuple[str, ...]
     seconds: Floats
     taken: Ints
     room: Ints
-    trained: Bools
-    must_train: Bools
     moved: Ints
 
     def __post_init__(self) -> None:
@@ -49,8 +45,8 @@ class Problem:
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
             raise LayoutError(f"{len(self.names)} layers cannot be cut into {stages} stages with a layer each")
-        wanted = (self.taken.shape, self.room.shape, self.trained.shape, self.must_train.shape, self.moved.shape)
-        if wanted != ((stages, layers), (stages,), (layers,), (stages,), (layers,)):
+        wanted = (self.taken.shape, self.room.shape, self.moved.shape)
+        if wanted != ((stages, layers), (stages,), (layers,)):
             raise LayoutError(f"{stages} stages and {layers} layers do not go with arrays of the shapes {wanted}")
 
     @classmethod
@@ -62,12 +58,10 @@ class Problem:
         speeds: npt.ArrayLike = 1.0,
         taken: npt.ArrayLike = 0,
         room: npt.ArrayLike = PLENTY,
-        trained: npt.ArrayLike = True,
-        must_train: npt.ArrayLike = False,
         moved: npt.ArrayLike = 1,
         names: Sequence[str] = (),
     ) -> Problem:
-        """From what broadcasts to its arrays: speeds, room and must_train by stage, all others by layer.
+        """From what broadcasts to its arrays: speeds and room by stage, all others by layer.
 
         speeds: of each stage; a layer takes its seconds divided by this.
         """
@@ -78,8 +72,6 @@ class Problem:
             np.asarray(seconds, dtype=np.float64) / pace[:, None],
             np.broadcast_to(np.asarray(taken, dtype=np.int64), (stages, layers)),
             np.broadcast_to(np.asarray(room, dtype=np.int64), stages),
-            np.broadcast_to(np.asarray(trained, dtype=np.bool_), layers),
-            np.broadcast_to(np.asarray(must_train, dtype=np.bool_), stages),
             np.broadcast_to(np.asarray(moved, dtype=np.int64), layers),
         )
 
@@ -193,9 +185,6 @@ def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
     found = sums[stops][None, :] - sums[starts][:, None]
     fits = (taken[stops][None, :] - taken[starts][:, None]) <= problem.room[stage]
     fits &= stops[None, :] > starts[:, None]
-    if problem.must_train[stage]:
-        trained = _sums(problem.trained.astype(np.int64))
-        fits &= trained[stops][None, :] > trained[starts][:, None]
     found[~fits] = np.inf
     return found, stage
 
@@ -214,16 +203,13 @@ def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
             f"{problem.names[worst]!r} (layer {worst}) takes {small[worst]} bytes at the least, and no stage has more "
             f"than {problem.room.max()}: give more memory, more data ranks or a smaller micro-batch"
         )
-    trained, wanted = int(problem.trained.sum()), int(problem.must_train.sum())
-    if trained < wanted:
-        return LayoutError(f"{wanted} stages must train something and {trained} layers are trained: use fewer stages")
     layer = min(int(np.flatnonzero(np.isfinite(least))[-1]) + stage, problem.layers - 1)
     name, last = f"{problem.names[layer]!r} (layer {layer})", min(stage, problem.stages - 1)
     where = (
         f"all stages together end before {name} at the latest"
         if stage == problem.stages
         else f"stages before {stage} end before {name} at the latest, and of what they may leave "
-        f"stage {stage} can hold nothing{' that is trained' if problem.must_train[stage] else ''}"
+        f"stage {stage} can hold nothing"
     )
     return LayoutError(
         f"no boundaries fit: {where}; that layer takes {problem.taken[last, layer]} bytes there, all layers "

@@ -25,6 +25,7 @@ BYTES = ("activation_bytes", "output_bytes")
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ class Question:
     """What was asked. stages: None for all numbers; members: None for as many as stages, or as the profile has.
 
     present: boundaries, None for uniform ones of so many stages. memory: bytes of a member.
-    must_train: whether every stage of several must train something.
     """
 
     stages: int | None
@@ -36,7 +35,6 @@ class Question:
     zero_stage: int
     memory: float | None
     present: str | None
-    must_train: bool
     link: Link
 
     @property
@@ -82,7 +80,6 @@ def advise(file: Path, question: Question) -> Advice:
         zero_stages=(question.zero_stage,),
         micro_batches=question.micro_batches,
         pipeline=question.is_pipeline,
-        must_train=question.must_train,
     )
     choices = choose(profile, start, members, search)
     return Advice(profile, members.memory_bytes, _present(profile, start, members, question), choices)

@@ -28,10 +28,6 @@ def balance(
     present: Annotated[
         str | None, typer.Option(help="The present boundaries, such as 0,3,7. Without it: uniform ones.")
     ] = None,
-    untrained_stages: Annotated[
-        bool,
-        typer.Option("--untrained-stages", help="Let a stage have nothing to train, which a switch refuses today."),
-    ] = False,
     bytes_per_second: Annotated[
         float, typer.Option(help="What a member sends. Without it messages take no time.")
     ] = float("inf"),
@@ -49,7 +45,7 @@ def balance(
 
     with saying("balance"):
         link = Link(bytes_per_second, latency_seconds)
-        asked = advice.Question(stages, members, micro_batches, zero_stage, memory, present, not untrained_stages, link)
+        asked = advice.Question(stages, members, micro_batches, zero_stage, memory, present, link)
         found = advice.advise(profile, asked)
     if as_json:
         typer.echo(advice.report(found))

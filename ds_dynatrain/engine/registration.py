@@ -87,7 +87,6 @@ def _asked(engine: EngineCore, wanted: Wanted) -> Regrouping | None:
     if asked is not None:
         flags = zip(host.model_map.tensors, host.model_map.requires_grad, strict=True)
         host.shaper.refuse_to_train(set(asked.requires_grad).difference(each.name for each, was in flags if was))
-        host.shaper.refuse_untrained(engine.layout, asked.requires_grad)
         lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
     return asked
 

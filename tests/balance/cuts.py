@@ -13,7 +13,7 @@ from ds_dynatrain.balance.partition import Problem
 
 
 def random_problem(random: np.random.Generator, most_layers: int = 9) -> tuple[Problem, tuple[int, ...]]:
-    """A problem with speeds, rooms and flags that are often too tight, and present boundaries."""
+    """A problem with speeds and rooms that are often too tight, and present boundaries."""
     layers = int(random.integers(1, most_layers + 1))
     stages = int(random.integers(1, min(layers, 5) + 1))
     whole = random.random() < 0.5
@@ -28,8 +28,6 @@ def random_problem(random: np.random.Generator, most_layers: int = 9) -> tuple[P
         speeds=random.choice([0.5, 1, 2, 4], stages) if random.random() < 0.7 else 1,
         taken=taken + random.integers(0, 3, (stages, 1)) * (random.random() < 0.5),
         room=random.integers(held, 3 * held + 8, stages) if random.random() < 0.8 else 10**9,
-        trained=random.random(layers) < 0.7,
-        must_train=random.random(stages) < 0.6 if random.random() < 0.6 else False,
         moved=random.integers(0, 4, layers),
     )
     before = int(random.integers(1, layers + 1))
@@ -44,11 +42,9 @@ def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def allowed(problem: Problem, cut: tuple[int, ...]) -> bool:
-    """Whether each stage has room, and trains something if it must."""
+    """Whether each stage has room."""
     for stage, (start, stop) in enumerate(itertools.pairwise(cut)):
         if problem.taken[stage, start:stop].sum() > problem.room[stage]:
-            return False
-        if problem.must_train[stage] and not problem.trained[start:stop].any():
             return False
     return True
 
@@ -99,8 +95,6 @@ def by_milp(problem: Problem, present: tuple[int, ...], slack: float) -> tuple[f
     for stage in range(stages):
         add(only(stage, slice(None)), 1, layers)
         add(only(stage, slice(None), problem.taken[stage]), 0, float(problem.room[stage]))
-        if problem.must_train[stage]:
-            add(only(stage, slice(None), problem.trained), 1, layers)
     first_load = len(rows)
     for stage in range(stages):
         add(only(stage, slice(None), problem.seconds[stage]), -np.inf, 0)
@@ -142,7 +136,6 @@ def _probe(problem: Problem, limit: float) -> bool:
             for stop in range(start + 1, problem.layers - left + 1)
             if problem.seconds[stage, start:stop].sum() <= limit + 1e-12
             and problem.taken[stage, start:stop].sum() <= problem.room[stage]
-            and (not problem.must_train[stage] or problem.trained[start:stop].any())
         ]
         if not reach:
             return False

@@ -75,9 +75,9 @@ def by_brute_force(
             for cut in every_cut(count, pipe):
                 each = layout.replace(boundaries=cut if pipe > 1 else None)
                 fits = max(part.total for part in peak_bytes(measured, each, deal)) <= members.memory_bytes
-                assert fits == allowed(problem, cut) or problem.must_train.any()
-                if not allowed(problem, cut) and not (each == present and fits):
-                    continue  # to stay is possible also with a stage that trains nothing
+                assert fits == allowed(problem, cut)
+                if not fits:
+                    continue
                 links = dataclasses.replace(members.links, members=tuple(working[: pipe * data]))
                 seconds = step_time(measured, each, deal, speeds, links).seconds
                 seconds += 0 if each == present else cost / horizon

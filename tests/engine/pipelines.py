@@ -177,12 +177,18 @@ def _pruned() -> list[Any]:
     ]
 
 
+def _vectors() -> list[Any]:
+    """Its inputs are numbers, which could require a gradient."""
+    return [nn.Linear(WIDTH, WIDTH), *(LayerSpec(Block, WIDTH, 21, 0.0) for _ in range(5)), nn.Linear(WIDTH, WORDS)]
+
+
 LAYERS: Mapping[str, Callable[[], list[Any]]] = {
     "tied": _tied,
     "uneven": _uneven,
     "inner tie": _inner_tie,
     "routed": routed,
     "pruned": _pruned,
+    "vectors": _vectors,
 }
 
 

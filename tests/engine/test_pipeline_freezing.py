@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,26 +58,77 @@ def in_place(places: int, name: str, dtype: str = "fp32", changes: Any = CHANGES
     return found
 
 
-WALKS: dict[str, tuple[str, str, Path]] = {
+Changes = Sequence[tuple[Sequence[str], Sequence[str]]]
+FIRST: Changes = ((), ("0.", "1.")), ((), ("2.", "3.")), (("2.",), ()), (("0.weight", "1.", "3."), ("4.", "5."))
+"""Of layers that no stage shares: stages at the beginning have nothing to train, then the last one."""
+TIED: Changes = ((), ("tied_modules.", "1.")), ((), ("2.", "3.")), (("tied_modules.words.weight", "3."), ())
+FEW: Changes = ((), ("0.", "2.", "3.")), ((), ("4.",)), (("3.",), ("6.",)), (("0.weight", "6."), ())
+BOUNDS = (0, 2, 6)
+UNEVEN = [layout(4, 1, 1, (0, 1, 2, 4, 7)), layout(2, 2, 1, (0, 2, 7)), layout(4, 1, 1, (0, 1, 5, 6, 7)), layout(2, 1)]
+
+WALKS: dict[str, tuple[str, str, Path, Changes]] = {
     "2 stages x 2, ZeRO 1": (
         "tied",
         "fp32",
         [layout(2, 2), layout(2, 2, 1, (0, 2, 7)), layout(4, 1), layout(1, 4), layout(2, 1)],
+        CHANGES,
     ),
     "2 stages x 2, ZeRO 0": (
         "tied",
         "fp32",
         [layout(2, 2, 0), layout(4, 1, 0), layout(2, 2, 1), layout(1, 2, 0), layout(2, 2, 0)],
+        CHANGES,
     ),
-    "bf16": ("tied", "bf16 in fp32", [layout(2, 2), layout(4, 1), layout(2, 1)]),
+    "bf16": ("tied", "bf16 in fp32", [layout(2, 2), layout(4, 1), layout(2, 1)], CHANGES),
+    "stages without anything to train, ZeRO 1": (
+        "pruned",
+        "fp32",
+        [
+            layout(2, 2, 1, BOUNDS),
+            layout(2, 2, 1, (0, 4, 6)),
+            layout(4, 1, 1, (0, 1, 2, 4, 6)),
+            layout(2, 2, 1, BOUNDS),
+        ],
+        FIRST,
+    ),
+    "stages without anything to train, ZeRO 0": (
+        "pruned",
+        "fp32",
+        [
+            layout(4, 1, 0, (0, 1, 2, 4, 6)),
+            layout(2, 2, 0, (0, 4, 6)),
+            layout(1, 2, 0),
+            layout(4, 1, 0, (0, 1, 4, 5, 6)),
+        ],
+        FIRST,
+    ),
+    "stages without anything to train, bf16": ("uneven", "bf16 in fp32", UNEVEN, FEW),
+    "stages without anything to train, bf16 in bf16": ("uneven", "bf16", UNEVEN, FEW),
+    "stages without anything to train, fp16": ("uneven", "fp16", UNEVEN, FEW),
+    "a frozen tie": (
+        "tied",
+        "fp32",
+        [layout(2, 2), layout(4, 1), layout(2, 2, 1, (0, 4, 7)), layout(1, 4)],
+        TIED,
+    ),
+    "a frozen tie, bf16": (
+        "tied",
+        "bf16 in fp32",
+        [layout(2, 2), layout(4, 1), layout(2, 2, 1, (0, 4, 7)), layout(1, 4)],
+        TIED,
+    ),
+    "a stage of a function": ("uneven", "fp32", [*UNEVEN[:2], layout(4, 1, 0, (0, 1, 5, 6, 7)), layout(2, 1, 0)], FEW),
 }
+DEFAULT = ("2 stages x 2, ZeRO 1", "2 stages x 2, ZeRO 0", "bf16", "stages without anything to train, ZeRO 1")
 
 
-@pytest.mark.parametrize("title", WALKS)
+@pytest.mark.parametrize(
+    "title", [pytest.param(each, marks=() if each in DEFAULT else pytest.mark.full) for each in WALKS]
+)
 def test_freezing_between_changes_of_stages(pool: RankPool, title: str) -> None:
-    name, dtype, path = WALKS[title]
-    found = pool.run(freezing_walk, path=path, name=name, dtype=dtype, seconds=120)
-    expected, *_ = pool.once(in_place, places=len(path), name=name, dtype=dtype)
+    name, dtype, path, changes = WALKS[title]
+    found = pool.run(freezing_walk, path=path, name=name, dtype=dtype, changes=changes, seconds=120)
+    expected, *_ = pool.once(in_place, places=len(path), name=name, dtype=dtype, changes=changes)
     assert expected.wrong == [] and [rank.wrong for rank in found if rank] == [[]] * sum(map(bool, found))
     assert jobs.furthest(whole(found), whole([expected])) < (5e-7 if dtype == "fp32" else 2e-3)
 
@@ -145,31 +197,3 @@ def test_a_group_that_stages_name_together(pool: RankPool) -> None:
     found = pool.run(groups_by_hand)
     assert all(rank == found[0] for rank in found) and [rate for _, rate in found[0]][-1] == 0.25
     assert found[0][-1][0] == 7 + 2, "of a block and of the norm"
-
-
-def first_stage_frozen() -> tuple[list[str], int]:
-    """What is said where the first stage would train nothing: now, and after a switch; and the steps that are made."""
-    said = []
-    with job(settings(layout(2, 2, 1, (0, 2, 6))), "pruned") as made:
-        engine = made.engine
-        engine.train_batch()
-        held = [name for name, _ in engine.module.named_parameters()]
-        freezing.flip(engine.module, (), ("0.", "1."))
-        with pytest.raises(SwitchRefused) as caught:
-            engine.update_param_groups()
-        said.append(str(caught.value))
-        freezing.flip(engine.module, tuple(name for name in held if name.startswith("1.")), ())
-        assert engine.update_param_groups()
-        engine.train_batch()
-        with pytest.raises(SwitchRefused) as caught:
-            engine.switch(boundaries=(0, 1, 6))
-        said.append(str(caught.value))
-        engine.train_batch()
-        return said, int(engine.global_steps)
-
-
-def test_the_first_stage_goes_on_training(pool: RankPool) -> None:
-    for said, steps in pool.run(first_stage_frozen):
-        assert "layers 0 to 1, which are the first stage of pipe=2, would train nothing" in said[0]
-        assert "layers 0 to 0, which are the first stage of pipe=2, would train nothing" in said[1]
-        assert steps == 3

@@ -143,8 +143,39 @@ def test_members_that_start_idle(pool: RankPool) -> None:
     assert jobs.furthest(found[0], expected) < 1e-6 and found[3] == found[0][STEPS:]
 
 
+def first_stage_frozen(moves: bool) -> list[float]:
+    """The process of the first stage has nothing to train, and lists nothing; then boundaries move."""
+    model = built(2, "uniform")
+    for name, held in model.named_parameters():
+        held.requires_grad_(held.requires_grad and name.startswith(("5.", "6.")))
+    listed = [held for held in model.parameters() if held.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": listed}], lr=2e-3)
+    given = {key: value for key, value in settings().items() if key != "optimizer"}
+    start = {"data": 2, "pipe": 2, "boundaries": [0, 4, 8]}
+    with jobs.job({**given, "dynatrain": {"layout": start}}, model, optimizer=optimizer) as made:
+        found = [made.engine.train_batch().item() for _ in range(STEPS)]
+        if moves:
+            made.engine.switch(boundaries=(0, 2, 8), at=STEPS)
+        return [*found, *(made.engine.train_batch().item() for _ in range(STEPS))]
+
+
+def test_a_first_stage_without_anything_to_train(pool: RankPool) -> None:
+    found = pool.run(first_stage_frozen, moves=True)
+    assert all(losses == found[0] for losses in found) and len(set(found[0])) == 2 * STEPS
+    expected = pool.run(first_stage_frozen, moves=False)
+    assert jobs.furthest(found[0], expected[0]) < 1e-6
+
+
 def refused() -> None:
     """What does not fit is said on every process."""
+    model = built(1)
+    next(model.parameters()).requires_grad_(td.get_rank() != 1)
+    with pytest.raises(ConfigError, match=r"parameter 0 .* on member 1 \(name, shape, type, form, requires_grad\)"):
+        ds_dynatrain.initialize(
+            model=model,
+            model_parameters=decay_groups(model),
+            config={**settings(), "dynatrain": {"layout": {"data": 4}}},
+        )
     cannot: list[tuple[dict[str, Any], Any, str]] = [
         ({"data": 1, "pipe": 4}, decay_groups, r"layout\.pipe is 4 and .* num_stages=2: give one of them"),
         ({"data": 4}, decay_groups, "needs 8 processes and this launch has 4"),

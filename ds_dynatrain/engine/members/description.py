@@ -38,8 +38,8 @@ def differing_parameter(
         mine = other[place] if place < len(other) else None
         if mine != theirs:
             return (
-                f"parameter {place} is {theirs} {of_first} and {mine} {of_other} (name, shape, type, form): "
-                "build the same model on every process"
+                f"parameter {place} is {theirs} {of_first} and {mine} {of_other} (name, shape, type, form, "
+                "requires_grad): build the same model on every process"
             )
     return ""
 

@@ -1,0 +1,172 @@
+"""Layers before the first trained one go not backward: what that leaves out, and that it changes nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynatrain.adapters.frozen_prefix import frozen_layers, needless
+from ds_dynatrain.adapters.replaced import replaced
+from tests.engine import freezing, oracle
+from tests.engine.models import Sequences
+from tests.engine.pipeline_walks import job, layout, settings
+from tests.engine.pool import RankPool
+
+COUNTED = (schedule.ForwardPass, schedule.BackwardPass, schedule.SendGrad, schedule.RecvGrad)
+
+
+def test_layers_before_the_first_trained_one() -> None:
+    prefixes = ("tied_modules.words", "1", "2", "tied_modules.words", "4")
+    for trained, count in (
+        ({"1.weight"}, 1),
+        ({"2.norm.bias", "4.weight"}, 2),
+        ({"tied_modules.words.weight"}, 0),
+        ({"4.weight"}, 4),
+        (set[str](), 5),
+    ):
+        assert frozen_layers(prefixes, trained) == count
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_whoever_waits_for_a_gradient_is_sent_one(stages: int) -> None:
+    """Of two neighbours, wherever the first trained layer is."""
+    for frozen in range(2 * stages + 1):
+        left_out = [needless(2 * stage, 2 * stage + 2, frozen) for stage in range(stages)]
+        for one, other in itertools.pairwise(left_out):
+            assert (schedule.RecvGrad in one) == (schedule.SendGrad in other)
+        assert [schedule.BackwardPass in each for each in left_out] == [2 * s + 2 <= frozen for s in range(stages)]
+
+
+# ---- beside the same run as DeepSpeed makes it -----------------------------------------------------------------------
+
+
+@contextmanager
+def as_deepspeed(engine: Any) -> Iterator[None]:
+    """In it gradients go through frozen layers down to the first stage, as far as there is a graph."""
+    known = engine._INSTRUCTION_MAP
+
+    def backward(held: Any, buffer_id: int) -> None:
+        outputs = held.pipe_buffers["outputs"][buffer_id]
+        if outputs.requires_grad:
+            known[schedule.BackwardPass](held, buffer_id)
+
+    passes = {**known, schedule.BackwardPass: backward}
+    with replaced(engine, "_frozen_layers", lambda: 0), replaced(engine, "_INSTRUCTION_MAP", passes):
+        yield
+
+
+@contextmanager
+def counting(engine: Any) -> Iterator[Counter[str]]:
+    """In it instructions of this stage that are carried out are counted."""
+    known, found = engine._INSTRUCTION_MAP, Counter[str]()
+
+    def counted(kind: type) -> Any:
+        def run(held: Any, **given: Any) -> None:
+            found[kind.__name__] += 1
+            known[kind](held, **given)
+
+        return run
+
+    with replaced(engine, "_INSTRUCTION_MAP", {**known, **{kind: counted(kind) for kind in COUNTED}}):
+        yield found
+
+
+@dataclass
+class Run:
+    """What a rank saw. counts: of each place, its stage, and what that did in a step."""
+
+    losses: list[float] = field(default_factory=list)
+    counts: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    state: Any = None
+
+
+class Vectors(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The words of `Sequences` as numbers: inputs that could require a gradient."""
+
+    def __len__(self) -> int:
+        return len(Sequences())
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        words, targets = Sequences()[index]
+        return torch.sin(words[..., None] * torch.arange(1, 16) / 7.0), targets
+
+
+def frozen_run(name: str, dtype: str, stage: int, more: Mapping[str, Any], frozen: list[str], plain: bool) -> Run:
+    """Freeze the first layers, move boundaries over them, train some of them again. plain: as DeepSpeed makes it."""
+    found = Run()
+    path = [
+        layout(4, 1, stage, (0, 1, 2, 4, 7)),
+        layout(2, 2, stage, (0, 4, 7)),
+        layout(2, 2, stage, (0, 1, 7)),
+        layout(4, 1, stage, (0, 2, 3, 5, 7)),
+    ]
+    given = {"data": Vectors()} if name == "vectors" else {}
+    with job(settings(path[0], dtype, **more), name, **given) as made:
+        engine = made.engine
+        found.losses.append(engine.train_batch().item())
+        for number, target in enumerate(path):
+            if number:
+                engine.switch(target, at=engine.global_steps)
+                engine.boundary()
+                assert engine.last_switch.outcome == "committed", engine.last_switch.reason
+            freezing.flip(engine.module, ("3.",) if number == 2 else (), frozen if number == 0 else ())
+            assert engine.update_param_groups() == (number in (0, 2))
+            if plain:
+                with as_deepspeed(engine):
+                    found.losses += [engine.train_batch().item() for _ in range(2)]
+            else:
+                found.losses.append(engine.train_batch().item())
+                with counting(engine) as counts:
+                    found.losses.append(engine.train_batch().item())
+                found.counts.append((engine.grid.stage_id, dict(counts)))
+        found.state = oracle.gather(engine)
+    return found
+
+
+MICRO_BATCHES = 4
+"""Of a global batch, in all pipelines."""
+PLACES = ((4, 3), (2, 1), (2, 1), (4, 2))
+"""Of each place: stages, and the first one with something to train."""
+RECOMPUTED = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
+REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}
+IN_PAIRS = {"pipeline": {"activation_checkpoint_interval": 2, "use_reentrant": True}}
+TIED = ["tied_modules.", "1.", "2.", "3."]
+FIRST = ["0.", "1.", "2.", "3."]
+
+CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
+    "tied weights": ("tied", "fp32", 1, {}, TIED),
+    "tied weights, ZeRO 0": ("tied", "fp32", 0, {}, TIED),
+    "tied weights, bf16": ("tied", "bf16 in fp32", 1, {}, TIED),
+    "fp16": ("tied", "fp16", 1, {}, TIED),
+    "recomputed": ("tied", "fp32", 1, RECOMPUTED, TIED),
+    "recomputed, reentrant": ("vectors", "fp32", 1, REENTRANT, FIRST),
+    "recomputed in pairs, reentrant": ("vectors", "fp32", 1, IN_PAIRS, FIRST),
+}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(CASES)]
+)
+def test_losses_are_those_of_a_run_that_goes_backward_everywhere(pool: RankPool, title: str) -> None:
+    name, dtype, stage, more, frozen = CASES[title]
+    given = {"name": name, "dtype": dtype, "stage": stage, "more": more, "frozen": frozen}
+    found = pool.run(frozen_run, **given, plain=False, seconds=120)
+    expected = pool.run(frozen_run, **given, plain=True, seconds=120)
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses == found[0].losses
+    assert oracle.differences(expected[0].state, found[0].state) == []
+    assert len(set(found[0].losses)) == len(found[0].losses)
+    for place, (stages, first) in enumerate(PLACES):
+        sent = awaited = 0
+        for stage, counts in (rank.counts[place] for rank in found):
+            assert ("BackwardPass" in counts) == (stage >= first), (place, stage)
+            sent, awaited = sent + counts.get("SendGrad", 0), awaited + counts.get("RecvGrad", 0)
+        assert sent == awaited == (stages - 1 - first) * MICRO_BATCHES
