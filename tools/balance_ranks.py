@@ -2,6 +2,8 @@
 
 torchrun ... balance_ranks.py FOLDER '{"forward": [0.01, ...], "backward": [...], "walk": [{...}], "steps": 5, ...}'
 
+speeds: of each rank; of one they are 1 by default.
+
 A layer that sleeps takes no processor time, so that many ranks on few cores show the true times of a pipeline.
 """
 
@@ -70,7 +72,8 @@ def main() -> None:
     quiet()
     deepspeed.init_distributed(verbose=False)
     notes, walk, steps = Notes(folder, td.get_rank()), wanted["walk"], wanted["steps"]
-    seconds = zip(wanted["forward"], wanted["backward"], strict=True)
+    speed = wanted.get("speeds", [1.0] * td.get_world_size())[td.get_rank()]
+    seconds = [(each / speed, other / speed) for each, other in zip(wanted["forward"], wanted["backward"], strict=True)]
     model = PipelineModule([LayerSpec(Sleeper, *each) for each in seconds], num_stages=1, loss_fn=nn.MSELoss())
     config = {
         "train_batch_size": wanted["batch"],

@@ -1,0 +1,232 @@
+"""What a job trains in after something has happened: a member lost, one that became slow, layers that became heavy.
+
+python tools/bench_after.py
+python tools/bench_after.py --cases "1 of 4 lost" --write docs/figures.md
+
+The layout that `balance.choose` takes is trained beside all others that could be faster, and steps are timed. Layers
+sleep, so that many ranks on few cores show the true times of a pipeline. A layout is left out only if the sleep of its
+busiest rank alone takes longer than a step of the chosen one, which is checked against the steps that were measured.
+Beside them: the column of the lost member dropped (torchft's rule), which is trained too; and the peers of its stage
+taking over its micro-batches (ReCycle's rule), which is a formula: micro-batches of the busiest rank times the seconds
+of its layers, and all other stages once. Ten minutes in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from figures import keep, machine, table
+from launch import launch
+
+from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
+from ds_dynatrain.balance.cost import step_time
+from ds_dynatrain.balance.deal import Deal, shares_of
+from ds_dynatrain.balance.profile import LayerCost, Profile
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import Layout
+
+FORWARD, BACKWARD, LAYERS = 0.008, 0.016, 6
+"""Seconds of a layer for a micro-batch."""
+BATCH, MICRO_BATCH, STEPS = 64, 4, 5
+BAR, ROOM = 0.95, 1.15
+"""Of the best measured throughput; by how much a step may take longer than predicted."""
+SLOW_STEPS, ANSWERED_WITHIN, SLOW_FROM = 20, 5, 30
+"""That a member must be slow for; after which it must be answered; the step from which it is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """before: the layout in which it happens. speeds: of members that are left, slow ones last. share: seconds of each
+    layer, as a multiple.
+    """
+
+    name: str
+    before: Layout
+    speeds: tuple[float, ...]
+    share: tuple[float, ...] = (1.0,) * LAYERS
+
+    @property
+    def profile(self) -> Profile:
+        """Known, not measured: the layers sleep."""
+        layers = tuple(
+            LayerCost(
+                name=f"sleeper.{place}",
+                forward_seconds=FORWARD * share,
+                backward_seconds=BACKWARD * share,
+                kind_bytes={"weight": 0},
+            )
+            for place, share in enumerate(self.share)
+        )
+        return Profile(layers=layers, train_batch_size=BATCH, micro_batch_size=MICRO_BATCH)
+
+    def predict(self, layout: Layout) -> float:
+        """Seconds of a step."""
+        speeds = self.speeds[: layout.world_size]
+        return step_time(self.profile, layout, Deal.of(self.profile, layout), speeds).seconds
+
+    def busiest(self, layout: Layout) -> float:
+        """Seconds that one rank sleeps in a step; no step is shorter."""
+        speeds = self.speeds[: layout.world_size]
+        return max(step_time(self.profile, layout, Deal.of(self.profile, layout), speeds).busy)
+
+    def chosen(self) -> Layout:
+        """What a job takes."""
+        return choose(self.profile, self.before, Members(self.speeds), Search(zero_stages=(1,), count=1))[0].layout
+
+    def dropped(self) -> Layout | None:
+        """Without the column of the member that is lost or slow; None if it is the only one, or nobody is either."""
+        is_hurt = len(self.speeds) < self.before.world_size or min(self.speeds) < 1
+        return self.before.replace(data=self.before.data - 1) if is_hurt and self.before.data > 1 else None
+
+    def taken_over(self) -> float | None:
+        """Seconds of a step by ReCycle's rule, without use of its bubbles; who is lost or slow is of the last stage."""
+        lost = self.before.world_size - len(self.speeds)
+        if lost >= self.before.data or self.dropped() is None:
+            return None
+        stages = [sum(self.share[start:stop]) for start, stop in itertools.pairwise(self.before.boundaries or ())]
+        whole, data = BATCH // MICRO_BATCH, self.before.data
+        pace = [1.0] * (data - lost) if lost else [1.0] * (data - 1) + [min(self.speeds)]
+        most = [whole / data] * (len(stages) - 1) + [whole / sum(pace)]  # of a member of speed 1
+        return (FORWARD + BACKWARD) * max(
+            micro_batches * mine + sum(stages) - mine for micro_batches, mine in zip(most, stages, strict=True)
+        )
+
+    def candidates(self) -> Iterator[Layout]:
+        """Of each number of stages all boundaries, on as many data ranks as there are members for."""
+        for pipe in range(1, min(len(self.speeds), LAYERS) + 1):
+            for data in range(len(self.speeds) // pipe, 0, -1):
+                found = [each for each in self._cuts(pipe, data) if self._is_possible(each)]
+                yield from found
+                if found:
+                    break
+
+    def _cuts(self, pipe: int, data: int) -> Iterator[Layout]:
+        for inner in itertools.combinations(range(1, LAYERS), pipe - 1):
+            cut = (0, *inner, LAYERS) if pipe > 1 else None
+            layout = Layout(zero_stage=1, pipe=pipe, data=data, boundaries=cut)
+            yield layout
+            pace = [min(self.speeds[stage * data + column] for stage in range(pipe)) for column in range(data)]
+            shares = tuple(MICRO_BATCH * each for each in shares_of(pace, BATCH // MICRO_BATCH))
+            if len(set(shares)) > 1 and min(pace) < max(pace):
+                yield layout.replace(shares=shares)
+
+    def _is_possible(self, layout: Layout) -> bool:
+        try:
+            return is_possible(layout, Deal.of(self.profile, layout), pipeline=True)
+        except LayoutError:
+            return False
+
+
+EVEN = (0, 3, 6)
+CASES = (
+    Case("1 of 4 lost", Layout(zero_stage=1, pipe=2, data=2, boundaries=EVEN), (1.0,) * 3),
+    Case("1 of 6 lost", Layout(zero_stage=1, pipe=3, data=2, boundaries=(0, 2, 4, 6)), (1.0,) * 5),
+    Case("2 of 8 lost", Layout(zero_stage=1, pipe=2, data=4, boundaries=EVEN), (1.0,) * 6),
+    Case("1 of 4 half as fast", Layout(zero_stage=1, pipe=2, data=2, boundaries=EVEN), (1.0, 1.0, 1.0, 0.5)),
+    Case(
+        "layers 0 and 1 three times as heavy",
+        Layout(zero_stage=1, pipe=2, data=2, boundaries=EVEN),
+        (1.0,) * 4,
+        (3.0, 3.0, 1.0, 1.0, 1.0, 1.0),
+    ),
+)
+
+
+def measured(case: Case, walk: list[Layout]) -> dict[Layout, float]:
+    """Seconds of a step of each layout: the middle one, all in one job that switches from one to the next."""
+    notes = launch(
+        "balance_ranks.py",
+        len(case.speeds),
+        1800,
+        forward=[each.forward_seconds / MICRO_BATCH for each in case.profile.layers],
+        backward=[each.backward_seconds / MICRO_BATCH for each in case.profile.layers],
+        speeds=case.speeds,
+        walk=[each.to_dict() for each in walk],
+        steps=STEPS,
+        batch=BATCH,
+        micro_batch=MICRO_BATCH,
+    )
+    lines = [line for member in notes.values() for line in member]
+    return {
+        layout: median(line["seconds"] for line in lines if line["place"] == place) for place, layout in enumerate(walk)
+    }
+
+
+def row(case: Case) -> tuple[list[object], bool]:
+    """One line of the table, and whether it meets the bar."""
+    chosen, dropped = case.chosen(), case.dropped()
+    if chosen.pipe == 1:
+        chosen = chosen.replace(boundaries=None)
+    everything = list(dict.fromkeys([*case.candidates(), chosen]))
+    limit = ROOM * case.predict(chosen)
+    walk = [each for each in everything if case.busiest(each) <= limit]
+    compared = [each for each in (dropped, case.before) if each is not None and each.world_size <= len(case.speeds)]
+    walk = sorted(dict.fromkeys([*walk, *compared]), key=lambda each: each.world_size == len(case.speeds))
+    took = measured(case, walk)
+    best = min(took, key=lambda each: took[each])
+    share, is_sure = took[best] / took[chosen], took[chosen] <= limit
+    over = case.taken_over()
+    cells: list[object] = [
+        case.name,
+        f"{case.before.pipe} × {case.before.data}",
+        str(chosen),
+        f"{1e3 * case.predict(chosen):.0f}",
+        f"{1e3 * took[chosen]:.0f}",
+        str(best) if best != chosen else "the same",
+        f"{len(walk)} of {len(everything)}",
+        f"{share:.3f}",
+        f"{took[best] / took[dropped]:.2f}" if dropped is not None else "",
+        f"{took[best] / over:.2f}" if over is not None else "",
+        f"{took[best] / took[case.before]:.2f}" if case.before in took else "",
+    ]
+    return cells, share >= BAR and is_sure
+
+
+def answered() -> tuple[str, bool]:
+    """What a job does about a member that takes twice as long from a step on, and after how many steps."""
+    given = {"from_step": SLOW_FROM, "steps": 90, "pace": 2.0, "slow_steps": SLOW_STEPS}
+    first = launch("balance_slow_ranks.py", 2, 600, "cpu", **given).get(0, [])
+    if not first:
+        return "Nothing was done about it in 60 steps: missed.", False
+    steps, limit = int(first[0]["step"]) - SLOW_FROM, SLOW_STEPS + ANSWERED_WITHIN
+    gain, predicted = (first[0][name] for name in ("measured_gain", "predicted_gain"))
+    by_the_clock = "not measured" if gain is None else f"{100 * gain:.0f} % by the clock"
+    text = (
+        f"One of two members that compute takes twice as long from a step on: answered after {steps} steps, with "
+        f"`slow_steps` {SLOW_STEPS}, by {first[0]['layout']}; predicted gain {100 * predicted:.0f} %, {by_the_clock} "
+        f"(bar: within {limit} steps: {'pass' if steps <= limit else 'missed'})."
+    )
+    return text, steps <= limit
+
+
+def main() -> None:
+    """Train, time and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="*", default=names, help="; ".join(names))
+    asked = parser.parse_args()
+    begin = time.perf_counter()
+    found = [row(case) for case in CASES if case.name in asked.cases]
+    text, is_in_time = answered()
+    head = ["what happened", "before, pipe × data", "chosen", "predicted ms", "measured ms", "best measured", "trained"]
+    head += ["chosen, of the best", "column dropped", "peers take over", "as it was"]
+    missed = sum(not passed for _, passed in found) + (not is_in_time)
+    bars = f"Bars: {BAR} of the best measured throughput, and that answer; {missed} missed."
+    page = (
+        f"Measured on: {machine()}.\n\n{table(head, [cells for cells, _ in found])}\n\n{text}\n\n{bars} "
+        f"{time.perf_counter() - begin:.0f} s."
+    )
+    print(page)
+    if asked.write:
+        keep(asked.write, "bench_after", page)
+
+
+if __name__ == "__main__":
+    main()
