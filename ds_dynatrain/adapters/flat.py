@@ -18,9 +18,7 @@ from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
-
-IN_EMPTY_GROUP = "no tensor of group "
+from ds_dynatrain.space import FROZEN, IN_EMPTY_GROUP, MASTER, WEIGHT, BufferId
 
 _PARAMETER_ATTRIBUTES = """
     _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
-from ds_dynatrain.adapters.flat import IN_EMPTY_GROUP, fill_empty_groups
+from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.native import forget_running_products
@@ -33,7 +33,7 @@ from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.space import Layout, LogicalTensor
+from ds_dynatrain.space import IN_EMPTY_GROUP, Layout, LogicalTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -142,6 +142,8 @@ class StageTimer:
             with self._counting(number, inputs) if may_count and not self._forward else nullcontext():
                 outputs = layer(inputs)
             self._output_bytes[number] = sum(tensor.nbytes for tensor in _tensors(outputs))
+            if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in _tensors(outputs)):
+                self._kept_bytes[number] = 0  # there is no graph
             return outputs
 
         return timed

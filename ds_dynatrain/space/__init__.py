@@ -42,7 +42,7 @@ from ds_dynatrain.space.local import LocalSpace
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
 from ds_dynatrain.space.sharding import ABSENT, Sharding
-from ds_dynatrain.space.tensor import FROZEN, Line, LogicalTensor
+from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, Line, LogicalTensor
 from ds_dynatrain.space.vps import VirtualParameterSpace
 from ds_dynatrain.space.zero import ZeroRules
 
@@ -52,6 +52,7 @@ __all__ = [
     "EXP_AVG_SQ",
     "FROZEN",
     "HOST_GRAD",
+    "IN_EMPTY_GROUP",
     "MASTER",
     "STALE_GRAD",
     "WEIGHT",

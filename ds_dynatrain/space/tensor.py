@@ -21,6 +21,8 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 FROZEN = -1
+IN_EMPTY_GROUP = "no tensor of group "
+"""With its number: the element that stands for a group where a pipeline stage has nothing of it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynatrain.adapters.frozen_prefix import frozen_layers, needless
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.space import Layout
 from tests.engine import freezing, oracle
 from tests.engine.models import Sequences
 from tests.engine.pipeline_walks import job, layout, settings
@@ -170,3 +173,62 @@ def test_losses_are_those_of_a_run_that_goes_backward_everywhere(pool: RankPool,
             assert ("BackwardPass" in counts) == (stage >= first), (place, stage)
             sent, awaited = sent + counts.get("SendGrad", 0), awaited + counts.get("RecvGrad", 0)
         assert sent == awaited == (stages - 1 - first) * MICRO_BATCHES
+
+
+# ---- DeepSpeed's own checkpoints -------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(folder: str, name: str, dtype: str, at: Layout, to: Layout) -> str:
+    """Saved by DeepSpeed where the first stage has nothing to train, and loaded in another layout; what was said."""
+    first = ("tied_modules.", "0.", "1.", "2.")
+
+    def begun(engine: Any) -> None:
+        engine.train_batch()
+        freezing.flip(engine.module, (), first)
+        assert engine.update_param_groups()
+
+    with job(settings(at, dtype), name) as made:
+        begun(made.engine)
+        made.engine.train_batch()
+        made.engine.save_checkpoint(folder, "one")
+        expected = oracle.gather(made.engine)
+    with job(settings(to, dtype), name) as made:
+        begun(made.engine)
+        try:
+            made.engine.load_checkpoint(folder, "one")
+        except CheckpointError as error:
+            made.engine.train_batch()
+            return str(error)
+        assert oracle.differences(expected, oracle.gather(made.engine)) == []
+        made.engine.train_batch()
+    return ""
+
+
+FROZEN_FIRST = layout(2, 2, 1, (0, 3, 7))
+OTHER = layout(2, 2, 1, (0, 5, 7))
+LOADS: dict[str, tuple[str, str, Layout, Layout, str]] = {
+    "one stage": ("tied", "fp32", FROZEN_FIRST, layout(1, 4), ""),
+    "the same": ("tied", "fp32", FROZEN_FIRST, FROZEN_FIRST, ""),
+    "four stages": ("tied", "fp32", FROZEN_FIRST, layout(4, 1), ""),
+    "from four stages": ("tied", "fp32", layout(4, 1), FROZEN_FIRST, ""),
+    "fp16": ("tied", "fp16", FROZEN_FIRST, layout(4, 1), ""),
+    "bf16": ("uneven", "bf16 in fp32", FROZEN_FIRST, layout(1, 4), ""),
+    "other boundaries": ("tied", "fp32", FROZEN_FIRST, OTHER, ""),
+    "from other boundaries": ("tied", "fp32", OTHER, FROZEN_FIRST, "and this model has no such"),
+    "without ZeRO": (
+        "tied",
+        "fp32",
+        layout(2, 2, 0, (0, 3, 7)),
+        layout(1, 4, 0),
+        "load it in the layout that saved it",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(each, marks=pytest.mark.full if number else ()) for number, each in enumerate(LOADS)]
+)
+def test_checkpoints_of_deepspeeds(pool: RankPool, tmp_path: Path, title: str) -> None:
+    name, dtype, at, to, words = LOADS[title]
+    for said in pool.run(saved_and_loaded, folder=str(tmp_path), name=name, dtype=dtype, at=at, to=to):
+        assert words in said and bool(said) == bool(words), said

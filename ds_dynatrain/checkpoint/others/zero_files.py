@@ -12,9 +12,10 @@ stage 3 for each rank), and in stages 1 to 3 one of optimizer states for each ra
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
 from ds_dynatrain.checkpoint.others.zips import Archive
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import IN_EMPTY_GROUP
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -184,9 +186,28 @@ class ZeroFolder:
         if not isinstance(raw, Mapping):
             raise CheckpointError(f"{name} has no optimizer states")
         try:
-            return _optimizer_file(raw, stage)
+            return self._without_empty(_optimizer_file(raw, stage), part)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
+
+    def shapes(self, part: int) -> list[dict[str, Shape]] | None:
+        """Trained tensors of a model-parallel rank, by group (in stage 3 sub-group); None where it is not noted."""
+        said = self.model(part).get("param_shapes")
+        if said is None:
+            return None
+        return [
+            {name: tuple(shape) for name, shape in table.items() if not name.startswith(IN_EMPTY_GROUP)}
+            for table in said
+        ]
+
+    def _without_empty(self, file: OptimizerFile, part: int) -> OptimizerFile:
+        """Without the buffers of groups of which this rank has no tensor; there is one for each in stages 1 and 2."""
+        shapes = self.shapes(part)
+        if not file.stage or file.stage == 3 or shapes is None or len(shapes) != len(file.masters):
+            return file
+        kept = [bool(table) for table in shapes]
+        states = list(itertools.compress(file.states, kept)) if len(file.states) == len(kept) else file.states
+        return replace(file, masters=list(itertools.compress(file.masters, kept)), states=states)
 
     def weights(self, part: int) -> dict[str, Stored]:
         """Weights and buffers of a model-parallel rank by name, as far as they are there whole."""

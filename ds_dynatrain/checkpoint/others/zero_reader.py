@@ -7,7 +7,7 @@ the weights, in the module's order, as long as there is one group, and the weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,8 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
 
 
 def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
-    tables = folder.model(0).get("param_shapes") or ()
     return {
-        **{name: tuple(shape) for table in tables for name, shape in table.items()},
+        **{name: shape for table in folder.shapes(0) or () for name, shape in table.items()},
         **dict.fromkeys(folder.model(0).get("buffer_names") or (), ()),
     }
 
@@ -115,7 +114,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):
         raise CheckpointError(f"{folder.path} has states of whole tensors (Muon's): {INSTEAD}")
-    shapes = folder.model(0).get("param_shapes")
+    shapes = folder.shapes(0)
     trained = _by_order(folder) if shapes is None else _by_group(folder, file, shapes)
     known = {**others, **{each.name: each.shape for each in trained}}
     frozen = [LogicalTensor(name, shape, FROZEN) for name, shape in _frozen(folder, known).items()]
@@ -136,7 +135,7 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
     return configured_type(folder.config)
 
 
-def _by_group(folder: ZeroFolder, file: OptimizerFile, shapes: Any) -> list[LogicalTensor]:
+def _by_group(folder: ZeroFolder, file: OptimizerFile, shapes: Sequence[Shapes]) -> list[LogicalTensor]:
     """Trained tensors from `param_shapes`, which has a table for each group, in stage 3 for each sub-group."""
     groups = [number for number, group in enumerate(file.groups) for _ in group["params"]]
     if not groups:  # elastic_checkpoint has no hyper-parameters
@@ -146,7 +145,7 @@ def _by_group(folder: ZeroFolder, file: OptimizerFile, shapes: Any) -> list[Logi
             f"{folder.path}: its optimizer has {len(groups)} buffers, and names are there of {len(shapes)}: {INSTEAD}"
         )
     return [
-        LogicalTensor(name, tuple(shape), group)
+        LogicalTensor(name, shape, group)
         for group, table in zip(groups, shapes, strict=True)
         for name, shape in table.items()
     ]

@@ -122,10 +122,10 @@ def part_of(layout: Layout, rank: int) -> int:
 
 def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
     """CheckpointError, naming the parameter, unless the local tensors are those that were saved, in this order."""
-    said = folder.model(part).get("param_shapes")
+    said = folder.shapes(part)
     if said is None:
         return
-    there = {name: tuple(shape) for group in said for name, shape in group.items()}
+    there = {name: shape for group in said for name, shape in group.items()}
     here = {each.name: each.shape for each in local.tensors if each.trainable and each.numel}
     for name, shape in there.items():
         if here.get(name) != shape:
@@ -183,7 +183,10 @@ def _in_order(file: OptimizerFile, count: int) -> list[Mapping[str, Any]]:
     if not any(file.states):
         return [{}] * count
     if len(file.states) != count:
-        raise CheckpointError(f"its optimizer has states of {len(file.states)} buffers, and {count} are expected")
+        raise CheckpointError(
+            f"its optimizer has states of {len(file.states)} buffers, and {count} are expected; where a stage had "
+            "nothing of a group without ZeRO, load it in the layout that saved it, and save it with engine.save"
+        )
     return file.states
 
 

@@ -63,6 +63,18 @@ def _differs(engine: EngineCore, path: Path, trust_pickle: bool) -> bool:
         held = ZeroFolder.open(path, trust_pickle)
         if (held.ranks, held.parts) != (layout.data * layout.sequence, layout.pipe * layout.tensor):
             return True
-        return held.stage != (1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage)
+        stage = 1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage
+        return held.stage != stage or (layout.pipe > 1 and not _trains_alike(engine, held))
     except CheckpointError:
         return False  # experts, or content that is not read here: it has to be the same layout
+
+
+def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
+    """Whether each stage trained then what it trains now: boundaries are noted nowhere."""
+    layout = engine.layout
+    for stage in range(layout.pipe):
+        there, local = held.shapes(stage), engine.vps.local(layout, layout.rank(pipe=stage))
+        here = {each.name for each in local.tensors if each.trainable and each.numel}
+        if there is not None and here != {name for table in there for name in table}:
+            return False
+    return True
