@@ -8,6 +8,7 @@ which have just come.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import partial
@@ -32,7 +33,7 @@ from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
-from ds_dynatrain.engine.timed_model import Timer, timed_model
+from ds_dynatrain.engine.timed_model import Timer, metered_model, timed_model
 from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, WorldChanged
 from ds_dynatrain.report import SwitchEvent, logger
@@ -106,6 +107,12 @@ class Balancer:
         self._steps.forget()
         if engine.rank == 0:
             logger.info("balance: %s: layers are timed at the next step", text)
+
+    def meter(self, names: Sequence[str]) -> None:
+        """See `engine.meter`."""
+        if self._timer is not None or self.profile is not None:
+            raise ConfigError("engine.meter: the first window has begun; call it before training begins")
+        self._model = metered_model(self._engine, names)
 
     def advise(self) -> Advice:
         """The best layout of the present members, and whether it would pay to move; asks nobody, changes nothing.

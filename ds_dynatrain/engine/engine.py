@@ -133,6 +133,18 @@ class DynatrainEngine(OverridingEngine):
         """What layers take, and which boundaries they would best have; None without `dynatrain.balance`."""
         return self._parts.balancer
 
+    def meter(self, *names: str) -> None:
+        """Time these modules of a model without stages apart in the windows of `balance`, and the rest of it.
+
+        names: as `named_modules` of the model has them, none within another one. Call it on every process of the job,
+        with the same names, before training begins; `engine.balancer.profile` then has a layer for each, and "rest".
+        ConfigError for a pipeline, without a `balance` block, once a window has begun, for a name that is not there,
+        and where something is compiled.
+        """
+        if self._parts.balancer is None:
+            raise ConfigError("engine.meter: nothing is timed without a `balance` block in `dynatrain`")
+        self._parts.balancer.meter(names)
+
     @property
     def job_epoch(self) -> int:
         """Epochs that the job has begun."""

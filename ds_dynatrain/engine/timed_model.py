@@ -1,13 +1,16 @@
-"""Which layers are timed: those of a pipeline's stages, or a model without stages as one; and what is known of them."""
+"""Which layers are timed: those of a pipeline's stages, or a model without stages as one, or some modules of it; and
+what is known of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import numpy as np
 
+from ds_dynatrain.adapters.child_timer import ChildTimer, children_of, refuse_compiled
 from ds_dynatrain.adapters.pass_timer import PassTimer
 from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
 from ds_dynatrain.adapters.stage_module import PipelineShaper
@@ -16,11 +19,12 @@ from ds_dynatrain.adapters.timing import StageTimes
 from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.balance.window import Known, rows_of
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
-WHOLE = "model"
-"""The one layer of a model without stages."""
+WHOLE, REST = "model", "rest"
+"""The one layer of a model without stages, and what is left of it where modules are named."""
 
 
 class Timer(Protocol):
@@ -65,6 +69,14 @@ class TimedModel(Protocol):
 def timed_model(engine: EngineCore) -> TimedModel:
     """The one that suits a model."""
     return TimedStages(engine) if isinstance(engine.host.shaper, PipelineShaper) else TimedWhole(engine)
+
+
+def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
+    """A model without stages, by modules of these names; ConfigError where these cannot be timed."""
+    if isinstance(engine.host.shaper, PipelineShaper):
+        raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")
+    children_of(engine.host.module, names)
+    return TimedChildren(engine, tuple(names))
 
 
 class TimedStages:
@@ -134,6 +146,43 @@ class TimedWhole:
 
     def layers(self) -> list[Known]:
         return [_known(self._engine, WHOLE, self._engine.vps.tensors)]
+
+
+class TimedChildren:
+    """A model without stages: the modules that were named, and behind them the rest."""
+
+    is_cheap = False
+
+    def __init__(self, engine: EngineCore, names: tuple[str, ...]) -> None:
+        self._engine, self._names = engine, names
+
+    @property
+    def present(self) -> Layout:
+        return self._engine.layout
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        return 0, len(self._names) + 1
+
+    def timer(self) -> Timer:
+        host = self._engine.host
+        refuse_compiled(host.module)
+        return ChildTimer(host.basic_optimizer, children_of(host.module, self._names))
+
+    def rows(self, times: StageTimes) -> Floats:
+        return _rows(times, [_trained(held) for held in self._tensors()])
+
+    def layers(self) -> list[Known]:
+        named = zip((*self._names, REST), self._tensors(), strict=True)
+        return [_known(self._engine, name, held) for name, held in named]
+
+    def _tensors(self) -> list[list[LogicalTensor]]:
+        """Of each module, and the rest."""
+        found: list[list[LogicalTensor]] = [[] for _ in range(len(self._names) + 1)]
+        for tensor in self._engine.vps.tensors:
+            inside = (number for number, name in enumerate(self._names) if tensor.name.startswith(f"{name}."))
+            found[next(inside, len(self._names))].append(tensor)
+        return found
 
 
 def _trained(tensors: Iterable[LogicalTensor]) -> int:
