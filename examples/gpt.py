@@ -28,11 +28,24 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
-        query, key, value = self.qkv(self.norm_attention(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        fed: Tensor = self.down(F.gelu(self.up(self.norm_feed(x))))
-        return x + fed
+        x = x + self.attend(self.norm_attention(x))
+        return x + self.feed(self.norm_feed(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention of each place to itself and those before it."""
+        query, key, value = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = self.mix(query, key, value)
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return attended
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention itself, of (batch, heads, length, width of a head) each."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward layer, at each place alone."""
+        fed: Tensor = self.down(F.gelu(self.up(x)))
+        return fed
 
 
 class GPT(nn.Module):
@@ -57,19 +70,19 @@ class GPT(nn.Module):
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """`count` pieces of a text, evenly spread over it, each with the same piece one byte later."""
 
-    def __init__(self, text: bytes, count: int) -> None:
+    def __init__(self, text: bytes, count: int, length: int = CONTEXT) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.count = count
-        self.stride = (len(text) - CONTEXT - 1) / count
+        self.count, self.length = count, length
+        self.stride = (len(text) - length - 1) / count
 
     def __len__(self) -> int:
         """Return the number of pieces."""
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one piece and its continuation, both (CONTEXT,) of byte values."""
+        """Return one piece and its continuation, both (length,) of byte values."""
         start = int(index * self.stride)
-        piece = self.text[start : start + CONTEXT + 1].long()
+        piece = self.text[start : start + self.length + 1].long()
         return piece[:-1], piece[1:]
 
 

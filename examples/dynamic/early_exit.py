@@ -1,0 +1,59 @@
+"""Early exit: after each block the tokens leave that it has changed least; their state goes past the rest of the model.
+
+That a state which hardly changes any more is a reason to leave is a measure of CALM's (Schuster et al., arXiv
+2207.07061). There tokens leave as they are generated, here as they are trained, so that deeper blocks have less to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynamic.model import Dynamism, Gather, Layers
+from gpt import Block
+
+LEAVING = 0.18
+"""The share of the tokens that are left which leaves after each block in the end."""
+
+
+class ExitBlock(Block):
+    """`leaving` is a plain number, which goes to another stage as extra state."""
+
+    def __init__(self, number: int, count: int, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.leaving = 0.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        """What goes along."""
+        return {"leaving": self.leaving}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        """On the new stage."""
+        self.leaving = state["leaving"]
+
+    def forward(self, given: Any) -> Any:
+        """Two of them: (batch, length, width); (batch, length), 1 for the tokens that are left. The first gets one."""
+        hidden, left = given if isinstance(given, tuple) else (given, torch.ones(given.shape[:2], dtype=torch.int64))
+        batch, length, width = hidden.shape
+        places = left.nonzero()[:, 1].view(batch, -1)  # as many in each sample
+        index = places[..., None].expand(-1, -1, width)
+        before = hidden if places.shape[1] == length else hidden.gather(1, index)
+        made = super().forward(before)
+        result = made if places.shape[1] == length else hidden.scatter(1, index, made)
+        if not self.leaving:
+            return result, left
+        moved = ((made - before).norm(dim=2) / before.norm(dim=2)).detach()
+        stay = moved.topk(max(1, round(places.shape[1] * (1 - self.leaving)))).indices
+        return result, torch.zeros_like(left).scatter(1, places.gather(1, stay), 1)
+
+
+def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
+    """More and more leave."""
+    for layer in layers.values():
+        if isinstance(layer, ExitBlock):
+            layer.leaving = LEAVING * progress
+    return f"{LEAVING * progress:.3f} of the tokens leave at each block"
+
+
+DYNAMISM = Dynamism(ExitBlock, change)

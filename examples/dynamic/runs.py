@@ -1,0 +1,141 @@
+"""One run of a pipeline whose layers change: what each step took, and each stage, by the windows of balance."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as td
+
+import ds_dynatrain
+from ds_dynatrain.balance.profile import Profile
+from dynamic import (
+    early_exit,
+    freezing,
+    freezing_by_gradient,
+    mixture_of_depths,
+    mixture_of_experts,
+    pruning,
+    sparse_attention,
+)
+from dynamic.model import Dynamism, Layers, Sizes, pipeline
+from gpt import Windows, texts
+
+DYNAMISMS: Mapping[str, Dynamism] = {
+    "freezing": freezing.DYNAMISM,
+    "freezing_by_gradient": freezing_by_gradient.DYNAMISM,
+    "pruning": pruning.DYNAMISM,
+    "early_exit": early_exit.DYNAMISM,
+    "mixture_of_depths": mixture_of_depths.DYNAMISM,
+    "sparse_attention": sparse_attention.DYNAMISM,
+    "mixture_of_experts": mixture_of_experts.DYNAMISM,
+}
+MICRO_BATCHES, CHANGES = 8, 5
+"""Of a pipeline in a step, and how often layers change in a run."""
+
+
+@dataclass
+class Run:
+    """Of each step: loss, seconds, boundaries; by step at which a window ended: seconds that each stage computes of a
+    step; and what happened to layers.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    boundaries: list[tuple[int, ...]] = field(default_factory=list)
+    stages: dict[int, list[float]] = field(default_factory=dict)
+    changes: dict[int, str] = field(default_factory=dict)
+    profile: Profile | None = None
+
+    def at_rest(self) -> float:
+        """Seconds of a step once layers change no more: the middle one of the last quarter."""
+        last = sorted(self.seconds[-(len(self.seconds) // 4) :])
+        return last[len(last) // 2]
+
+    def bound(self) -> float:
+        """What balance can gain at the most by other boundaries: the slowest stage by the larger of mean and layer."""
+        layers = layer_seconds(self.profile)
+        stages = stage_seconds(layers, self.boundaries[-1])
+        return max(stages) / max(max(layers), sum(layers) / len(stages))
+
+
+@contextmanager
+def job(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], **layout: Any) -> Iterator[Any]:
+    """An engine over all processes, in two stages, or as layout says."""
+    pipe = int(layout.get("pipe", 2))
+    data = td.get_world_size() // pipe
+    batch = dynamism.micro_batch * MICRO_BATCHES * data
+    config = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": dynamism.micro_batch,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"partition": "uniform"},
+        "dynatrain": {"layout": {"data": data, "pipe": pipe, **layout}, "balance": dict(balance)},
+    }
+    samples = Windows(texts()[0], steps * batch, dynamism.length)
+    engine, *_ = ds_dynatrain.initialize(model=pipeline(dynamism, sizes), config=config, training_data=samples)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], changes: int = CHANGES) -> Run:
+    """Train; from a sixth of the steps to a half of them layers change, step by step, and then stay as they are."""
+    run = Run()
+    due = {round(steps * (1 + 2 * each / changes) / 6): each / changes for each in range(1, changes + 1)}
+    with job(dynamism, sizes, steps, balance) as engine:
+        for step in range(steps):
+            if step in due:
+                run.changes[step] = change(engine, dynamism, due[step])
+            begin = time.perf_counter()
+            run.losses.append(engine.train_batch().item())
+            run.seconds.append(time.perf_counter() - begin)
+            run.boundaries.append(boundaries(engine))
+            if engine.balancer.profile is not run.profile:
+                run.profile = engine.balancer.profile
+                each = stage_seconds(layer_seconds(run.profile), run.boundaries[-1])
+                run.stages[step] = [MICRO_BATCHES * seconds for seconds in each]
+    return run
+
+
+def change(engine: Any, dynamism: Dynamism, progress: float) -> str:
+    """Change the layers, and let the engine know: of what is trained no more, and that costs are others."""
+    said = dynamism.change(layers_of(engine), progress, gather, boundaries(engine)[-1])
+    if said:
+        engine.update_param_groups()
+        engine.balancer.note(said)
+    return said
+
+
+def layers_of(engine: Any) -> Layers:
+    """Those of this process's stage, by their number in the whole model: that is how `PipelineModule` names them."""
+    return {int(name): layer for name, layer in engine.module.named_children() if name.isdigit()}
+
+
+def gather(mine: Mapping[int, Any]) -> Mapping[int, Any]:
+    """What is said of each layer by the first process that holds it, on all."""
+    said: list[Mapping[int, Any]] = [{}] * td.get_world_size()
+    td.all_gather_object(said, mine)
+    return {number: value for each in reversed(said) for number, value in each.items()}
+
+
+def boundaries(engine: Any) -> tuple[int, ...]:
+    """Where stages begin, and the number of layers."""
+    return tuple(map(int, engine.module.parts))
+
+
+def layer_seconds(profile: Profile | None) -> list[float]:
+    """Both passes of a micro-batch through each layer."""
+    return [] if profile is None else [each.forward_seconds + each.backward_seconds for each in profile.layers]
+
+
+def stage_seconds(layers: list[float], cut: tuple[int, ...]) -> list[float]:
+    """Of a micro-batch through each stage."""
+    return [sum(layers[start:stop]) for start, stop in itertools.pairwise(cut)]

@@ -1,0 +1,70 @@
+"""Sparse attention: each block of queries attends to the few blocks of keys that had most of its attention before.
+
+How far layers look begins with their depth, near in the first ones as in Longformer (arXiv 2004.05150): by a bias that
+falls with the distance (ALiBi, arXiv 2108.12409), which one more channel of keys makes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dynamic.model import Dynamism, Gather, Layers
+from gpt import Block
+
+LENGTH, SIDE, MASS = 512, 32, 0.9
+"""Places of a sample and of a block, and the share of the attention that is kept in the end."""
+BLOCKS = LENGTH // SIDE
+
+
+class SparseBlock(Block):
+    """`kept`, blocks of keys for each one of queries, and `mass`, measured in the next pass if empty, are buffers."""
+
+    kept: Tensor
+    mass: Tensor
+
+    def __init__(self, number: int, count: int, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.slope = 0.25 * 2.0 ** (-7 * number / count)
+        self.register_buffer("kept", torch.arange(BLOCKS).expand(BLOCKS, BLOCKS).clone())
+        self.register_buffer("mass", torch.zeros(0))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """With the blocks that are kept; others are neither read nor computed."""
+        bias = self.slope * (query.shape[3] + 1) ** 0.5 * torch.arange(LENGTH).to(key)
+        query, value = F.pad(query, (0, 1), value=1.0), F.pad(value, (0, 1))
+        key = torch.cat((key, bias[:, None].expand(*key.shape[:3], 1)), 3)
+        if not len(self.mass):
+            self.mass = measured(query, key)
+        if self.kept.shape[1] == BLOCKS:
+            return super().mix(query, key, value)[..., :-1]
+        blocks = [each.flatten(0, 1).unflatten(1, (BLOCKS, SIDE)) for each in (query, key, value)]
+        keys, values = (each[:, self.kept].flatten(2, 3) for each in blocks[1:])
+        places = torch.arange(LENGTH).view(BLOCKS, SIDE)
+        seen = places[self.kept].flatten(1)[None, :, None] <= places[..., None]
+        return F.scaled_dot_product_attention(blocks[0], keys, values, seen).view_as(query)[..., :-1]
+
+
+@torch.no_grad()
+def measured(query: Tensor, key: Tensor) -> Tensor:
+    """(blocks, blocks): the share of each block of keys in the attention of each block of queries."""
+    scores = (query @ key.transpose(2, 3)).mul_(query.shape[3] ** -0.5)
+    shares: Tensor = scores.masked_fill_(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf).softmax(3)
+    return shares.mean((0, 1)).view(BLOCKS, SIDE, BLOCKS, SIDE).sum(3).mean(1)
+
+
+def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
+    """Keep as few blocks as hold the share in the mean of all rows, and each row's own."""
+    blocks = {number: each for number, each in layers.items() if isinstance(each, SparseBlock)}
+    sizes = []
+    for number, mass in gather({number: each.mass.tolist() for number, each in blocks.items()}).items():
+        own = torch.tensor(mass) + torch.eye(BLOCKS)
+        held = own.sort(dim=1, descending=True).values.cumsum(1).mean(0) - 1
+        sizes.append(int((held < 1 - progress * (1 - MASS) - 1e-4).sum()) + 1)
+        if number in blocks:
+            blocks[number].kept, blocks[number].mass = own.topk(sizes[-1]).indices, torch.zeros(0)
+    return f"{min(sizes)} to {max(sizes)} of {BLOCKS} blocks of keys are kept"
+
+
+DYNAMISM = Dynamism(SparseBlock, change, LENGTH, micro_batch=1)
