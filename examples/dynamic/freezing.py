@@ -1,7 +1,6 @@
 """Freezing by a schedule over depth: the first layers are trained no more, one after the other.
 
-Nothing is computed backward before the first layer that is trained. One layer less than a half is frozen in the end, so
-that an even cut leaves the first stage something to train.
+Nothing is computed backward before the first layer that is trained, and no gradient is sent to a stage that has none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class FrozenBlock(Block):
 
 def most(progress: float, count: int) -> int:
     """So many layers are frozen by now, of so many in all."""
-    return max(0, round(progress * SHARE * count) - 1)
+    return round(progress * SHARE * count)
 
 
 def freeze(layers: Layers, until: int) -> str:
