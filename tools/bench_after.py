@@ -68,12 +68,12 @@ class Case:
     def predict(self, layout: Layout) -> float:
         """Seconds of a step."""
         speeds = self.speeds[: layout.world_size]
-        return step_time(self.profile, layout, Deal.of(self.profile, layout), speeds).seconds
+        return step_time(self.profile, layout, Deal.of(self.profile, layout, pipeline=True), speeds).seconds
 
     def busiest(self, layout: Layout) -> float:
         """Seconds that one rank sleeps in a step; no step is shorter."""
         speeds = self.speeds[: layout.world_size]
-        return max(step_time(self.profile, layout, Deal.of(self.profile, layout), speeds).busy)
+        return max(step_time(self.profile, layout, Deal.of(self.profile, layout, pipeline=True), speeds).busy)
 
     def chosen(self) -> Layout:
         """What a job takes."""
@@ -118,7 +118,7 @@ class Case:
 
     def _is_possible(self, layout: Layout) -> bool:
         try:
-            return is_possible(layout, Deal.of(self.profile, layout), pipeline=True)
+            return is_possible(layout, Deal.of(self.profile, layout, pipeline=True), pipeline=True)
         except LayoutError:
             return False
 

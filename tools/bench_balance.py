@@ -179,7 +179,7 @@ def step(blocks: Blocks, stages: int, cut: tuple[int, ...]) -> float:
     """Simulated seconds of a step."""
     profile = blocks.profile(PER_STAGE * stages)
     layout = Layout(zero_stage=1, pipe=stages, boundaries=cut)
-    return step_time(profile, layout, Deal.of(profile, layout)).seconds
+    return step_time(profile, layout, Deal.of(profile, layout, pipeline=True)).seconds
 
 
 def sleepers() -> Profile:
@@ -227,7 +227,7 @@ def measured(ranks: int) -> str:
     lines, rows = [line for member in notes.values() for line in member], list[tuple[Layout, float, float]]()
     for place, layout in enumerate(walk):
         mine = [line["seconds"] for line in lines if line["place"] == place]
-        rows.append((layout, step_time(profile, layout, Deal.of(profile, layout)).seconds, median(mine)))
+        rows.append((layout, step_time(profile, layout, Deal.of(profile, layout, pipeline=True)).seconds, median(mine)))
     ratios = [took / said for _, said, took in rows]
     quickest, proposed = min(took for *_, took in rows), min(rows, key=lambda row: row[1])[2]
     shown = [

@@ -99,7 +99,7 @@ class Situation:
 
     def deal(self, profile: Profile) -> Deal:
         """Of the present layout."""
-        return Deal.of(profile, self.present, self.accumulation(self.present))
+        return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
         """By rank: who does not count as slow is as fast as all others."""
@@ -186,7 +186,7 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
     both = [_slowest(profile, layout) for layout in (present, target)]
     errors = [profile.seconds(name) for name in ("forward_error", "backward_error")]
     variance = sum(each**2 for each in errors) * (both[0] ^ both[1])
-    samples = deal.micro_batches * deal.size / profile.micro_batch_size
+    samples = max(deal.shares) / profile.micro_batch_size
     return float(samples * np.sqrt(variance.sum()))
 
 

@@ -16,13 +16,14 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.balance.cost import FREE, StepTime, step_time
+from ds_dynatrain.balance.cost import FREE, StepTime, column_seconds, step_time
 from ds_dynatrain.balance.deal import Deal, shares_of
 from ds_dynatrain.balance.links import Links
 from ds_dynatrain.balance.memory import gathered_bytes, peak_bytes, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
@@ -54,8 +55,11 @@ class Members:
         """So many of them by rank, the fastest first, so that slow ones share a stage, which gets fewer layers."""
         if self.are_placed:
             return tuple(range(count))
-        order = sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member))
-        return tuple(order[:count])
+        return self._fastest_first[:count]
+
+    @cached_property
+    def _fastest_first(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
 
     def pace(self, layout: Layout) -> Floats:
         """[stages, data]: the slowest member at each place."""
@@ -87,13 +91,27 @@ class Search:
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
         """All numbers of micro-batches that a layout may have."""
         if self.accumulation is not None:
-            yield Deal.of(profile, layout, self.accumulation(layout))
+            yield Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
+            return
+        if self.pipeline:
+            yield from self._in_columns(profile, layout)
             return
         share = max(layout.shares or (-(-profile.train_batch_size // layout.data),))
         fewest = -(-share // profile.micro_batch_size)
         most = max(fewest, share // (self.least_micro_batch or profile.micro_batch_size))
         tried = range(fewest, most + 1) if self.micro_batches is None else (self.micro_batches,)
-        yield from (Deal.of(profile, layout, number) for number in tried if number <= share)
+        yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
+
+    def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
+        """Micro-batches of one size."""
+        given, limit = (layout.data, layout.shares), profile.micro_batch_size
+        if self.micro_batches is None:
+            limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
+            found = [Columns.of(profile.train_batch_size, each, *given) for each in limits]
+        else:
+            every = Columns.every(profile.train_batch_size, *given)
+            found = [each for each in every if each.longest == self.micro_batches][:1]
+        yield from map(Deal.in_columns, dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -136,20 +154,23 @@ def choose(
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
-    """Whether it can be trained: a PipelineModule in ZeRO stages 0 and 1 alone, with micro-batches of one size."""
-    return (layout.zero_stage < 2 and deal.is_even) if pipeline else layout.pipe == 1
+    """Whether it can be trained: a PipelineModule in ZeRO stages 0 and 1 alone, with micro-batches of one size, and as
+    many on all ranks that share experts."""
+    if not pipeline:
+        return layout.pipe == 1
+    return layout.zero_stage < 2 and deal.has_one_size and (layout.expert == 1 or deal.is_even)
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
     """The layers to be cut: seconds of a step on each stage, bytes on each of its ranks."""
     passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
-    samples = deal.micro_batches * deal.size / profile.micro_batch_size
+    samples = max(deal.shares) / profile.micro_batch_size
     seconds = samples * passes + stepped / (group_size(layout) if layout.zero_stage else 1)
     return Problem.of(
         seconds,
         layout.pipe,
-        speeds=members.pace(layout).min(axis=1),
+        speeds=(members.pace(layout) * max(deal.shares) / np.array(deal.shares)).min(axis=1),
         taken=taken_bytes(profile, layout, deal),
         room=members.memory_bytes - gathered_bytes(profile, layout),
         moved=profile.counts("total_bytes"),
@@ -159,7 +180,7 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
 
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search. reasons: why what does not fit does not, by number of members."""
+    """One search. reasons: why what does not fit does not, by number of members. seen: what was tried."""
 
     profile: Profile
     present: Layout
@@ -168,6 +189,7 @@ class _Choosing:
     refused: Refuses
     switch_seconds: Callable[[Layout], float]
     reasons: dict[int, str] = field(default_factory=dict)
+    seen: set[tuple[Layout, Deal]] = field(default_factory=set)
 
     @cached_property
     def passes(self) -> Floats:
@@ -202,31 +224,72 @@ class _Choosing:
         """With equal shares; with those that suit the members' speeds; with the present ones, if it is that layout."""
         even = layout.replace(shares=None)
         found = {even: None, layout: None}
-        if not self.search.pipeline and layout.data > 1:
-            fair = shares_of(self.members.pace(layout)[0].tolist(), self.profile.train_batch_size)
-            if sorted(fair) != sorted(Deal.of(self.profile, even).shares):
-                found[layout.replace(shares=fair)] = None
+        if layout.data > 1 and len(set(self.members.speeds)) > 1:
+            for deal in self.search.deals(self.profile, even):
+                if (fair := self._fair(layout, deal)) != deal.shares:
+                    found[layout.replace(shares=fair)] = None
         yield from found
 
+    def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
+        """Shares in which all data indices are done at about the same time, if stages have as much to do.
+
+        A pipeline is as fast as its slowest stage, once its first micro-batch has come through the others.
+        """
+        pace = self.members.pace(layout)
+        slowest = pace.min(axis=0)
+        if not self.search.pipeline:
+            return shares_of(slowest.tolist(), self.profile.train_batch_size)
+        fill = (1 / pace).sum(axis=0) - 1 / slowest
+        counts = shares_of(slowest.tolist(), sum(deal.counts), fill.tolist())
+        return tuple(max(deal.shares) // deal.micro_batches * count for count in counts)
+
     def _bound(self, layout: Layout, deal: Deal) -> float:
-        """Each data index has its samples, and a pipeline is as fast as all of its stages together at most."""
+        """Each data index has its samples, and a pipeline is as fast as all of its stages together at most.
+
+        Stage s begins after those before it, which end after it. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for
+        n micro-batches and each s, those that add up to most have equality throughout: T (1 - (1 - 1/n)^stages).
+        """
         pace, samples = self.members.pace(layout), np.array(deal.shares) / self.profile.micro_batch_size
-        slowest = np.maximum(self.passes.sum() / pace.sum(axis=0), self.passes.max() / pace.max(axis=0))
-        return float((samples * slowest).max())
+        whole, numbers = self.passes.sum(), np.maximum(deal.counts, 1)
+        slowest = np.maximum(whole / pace.sum(axis=0), self.passes.max() / pace.max(axis=0))
+        filling = whole / pace.max(axis=0) / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
+        return float((samples * np.maximum(slowest, filling)).max())
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[Choice]:
         """With the best boundaries, and with the present ones, which were found for other costs and may not fit."""
-        found = {layout.replace(boundaries=cut): None for cut in self._boundaries(layout, deal)}
+        found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
+        for each, _ in [*found]:
+            found |= dict.fromkeys(self._dealt_again(each, deal))
         if self.present.replace(boundaries=None) == layout and (layout.pipe == 1 or self.present.boundaries):
-            found[self.present] = None
-        for each in found:
-            choice = self._choice(each, deal)
+            found[self.present, deal] = None
+        for each, its in found:
+            if (each, its) in self.seen:
+                continue
+            self.seen.add((each, its))
+            choice = self._choice(each, its)
             if choice.peak_bytes > self.members.memory_bytes:
                 continue
-            if self.refused(each, deal):
+            if self.refused(each, its):
                 self.reasons.setdefault(layout.world_size, f"{each} would be refused")
                 continue
             yield choice
+
+    def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
+        """With the shares that suit these boundaries where members differ, and the boundaries that suit those."""
+        if layout.pipe == 1 or layout.data == 1 or len(set(self.members.speeds)) == 1:
+            return
+        working = self.members.working(layout.world_size)
+        speeds = [self.members.speeds[member] for member in working]
+        ends, each = column_seconds(self.profile, layout, deal, speeds, self.members.links.between_members(working))
+        begins = ends - each * np.array(deal.counts)
+        counts = shares_of((1 / each).tolist(), sum(deal.counts), begins.tolist())
+        if counts == deal.counts:
+            return
+        shared = layout.replace(shares=tuple(max(deal.shares) // deal.micro_batches * count for count in counts))
+        for its in self.search.deals(self.profile, shared):
+            if is_possible(shared, its, self.search.pipeline):
+                yield shared, its
+                yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
         """The best ones, if any fit; a layout of one stage has those that it had."""

@@ -68,11 +68,26 @@ def step_time(
 ) -> StepTime:
     """What a step of the layout takes. speeds: by rank, of a member of speed 1 without them.
 
-    LayoutError for boundaries, shares or speeds that are not of this layout.
+    LayoutError for boundaries, shares or speeds that are not of this layout, and for stages whose micro-batches would
+    differ in size.
     """
     if len(deal.shares) != layout.data:
         raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices")
+    if layout.pipe > 1 and not deal.has_one_size:
+        raise LayoutError(f"{layout}: shares {deal.shares} are no micro-batches of {deal.size:g} samples")
     return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()
+
+
+def column_seconds(
+    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: Links = FREE
+) -> tuple[Floats, Floats]:
+    """([data], [data]): seconds until each data index has made its passes, and those that one more micro-batch takes.
+
+    LayoutError as `step_time`.
+    """
+    model = _Model(profile, layout, deal, _pace(layout, speeds), links)
+    ends, busy = model._passes()
+    return ends.max(axis=0), busy.max(axis=0) / np.array(deal.counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +136,13 @@ class _Model:
     def _micro_batches(self) -> list[tuple[int, float]]:
         """(number, samples of each) by data index: of one size in a pipeline, else as many everywhere."""
         if self.layout.pipe > 1:
-            return [(count, self.deal.size) for count in self.deal.pipeline_counts()]
+            return [(count, self.deal.size) for count in self.deal.counts]
         return [(self.deal.micro_batches, share / self.deal.micro_batches) for share in self.deal.shares]
 
     def _between(self, column: int, stage: int) -> Link:
-        return self.links.of([self.layout.rank(pipe=stage + each, data=column) for each in (0, 1)])
+        layout = self.layout
+        first = (stage * layout.data + column) * layout.sequence * layout.tensor
+        return self.links.of((first, first + layout.ranks_per_stage))
 
     def _work(self, column: int, size: float, sends: tuple[Link, ...]) -> StageWork:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]

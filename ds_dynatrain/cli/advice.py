@@ -82,7 +82,7 @@ def advise(file: Path, question: Question) -> Advice:
         pipeline=question.is_pipeline,
     )
     choices = choose(profile, start, members, search)
-    return Advice(profile, members.memory_bytes, _present(profile, start, members, question), choices)
+    return Advice(profile, members.memory_bytes, _present(profile, start, members, question, search), choices)
 
 
 def _members(profile: Profile, question: Question) -> Members:
@@ -115,7 +115,7 @@ def _start(profile: Profile, question: Question) -> Layout:
     return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
 
 
-def _present(profile: Profile, start: Layout, members: Members, question: Question) -> Predicted | None:
+def _present(profile: Profile, start: Layout, members: Members, question: Question, search: Search) -> Predicted | None:
     """With as many data ranks as can be trained; None if there are too few members, or nobody asked for it."""
     if question.stages is None and question.present is None:
         return None
@@ -123,11 +123,9 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
     most = min(len(members.speeds) // start.pipe, profile.train_batch_size)
     for data in range(most, 0, -1):
         layout = start.replace(data=data, boundaries=boundaries)
-        if (question.micro_batches or 1) > -(-profile.train_batch_size // data):
-            continue
-        deal = Deal.of(profile, layout, question.micro_batches)
-        if is_possible(layout, deal, question.is_pipeline):
-            return _predicted(profile, layout, deal, members, question.present is None)
+        for deal in search.deals(profile, layout):
+            if is_possible(layout, deal, question.is_pipeline):
+                return _predicted(profile, layout, deal, members, question.present is None)
     return None
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.timing import StageTimes
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course
@@ -146,7 +145,7 @@ class Balancer:
             slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
             spares=sum(member not in engine.members for member in PROCESS.membership.able(engine)),
             step_seconds=step_seconds,
-            pipeline=is_pipeline(engine.host.module),
+            pipeline=engine.job.has_stages,
         )
         return advise(profile, at, self._move_to)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_dynatrain.adapters.device import is_accelerated, total_bytes
-from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.choose import Choice, Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
@@ -72,7 +71,7 @@ def suggest(
     room = limit_of(engine) or PLENTY if memory_bytes is None else memory_bytes
     search = Search(
         zero_stages=(engine.layout.zero_stage,),
-        pipeline=is_pipeline(engine.host.module),
+        pipeline=engine.job.has_stages,
         horizon_steps=horizon_steps,
         count=count,
         accumulation=lambda layout: engine.batch_for(layout).accumulation,
@@ -102,7 +101,7 @@ def step_ms(engine: EngineCore, profile: Profile, layout: Layout, members: Seque
         layout = layout.replace(boundaries=shaper.template.boundaries(layout))
     is_known = len(profile.speeds) == len(engine.members)
     speeds = [known.get(member, 1.0) if is_known else 1.0 for member in members]
-    deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation)
+    deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation, engine.job.has_stages)
     return step_time(profile, layout, deal, speeds).step_ms
 
 

@@ -10,7 +10,9 @@ each column divides by the mean number of a column,
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_dynatrain.errors import LayoutError
@@ -35,11 +37,18 @@ class Columns:
         Of the sizes that divide the samples (every share) it is the one with the fewest micro-batches in the longest
         column, and of those the smallest. LayoutError if there are fewer samples than columns.
         """
+        fitting = itertools.takewhile(lambda each: each.size <= limit, cls.every(samples, columns, shares))
+        return min(fitting, key=lambda each: (each.longest, each.size))
+
+    @classmethod
+    def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
+        """In micro-batches of each size that there can be, the smallest first; LayoutError as `of`."""
         if samples < columns:
             raise LayoutError(f"{samples} samples over {columns} columns: each needs one")
         common = samples if shares is None else math.gcd(*shares)
-        sizes = (size for size in range(1, min(limit, samples // columns) + 1) if common % size == 0)
-        return min((cls._in(size, samples, columns, shares) for size in sizes), key=lambda each: each._order)
+        for size in range(1, samples // columns + 1):
+            if common % size == 0:
+                yield cls._in(size, samples, columns, shares)
 
     @classmethod
     def _in(cls, size: int, samples: int, columns: int, shares: tuple[int, ...] | None) -> Columns:
@@ -73,7 +82,3 @@ class Columns:
     def is_even(self) -> bool:
         """Whether all run as many."""
         return min(self.counts) == self.longest
-
-    @property
-    def _order(self) -> tuple[int, int]:
-        return self.longest, self.size

@@ -20,6 +20,7 @@ from ds_dynatrain.balance.memory import peak_bytes
 from ds_dynatrain.balance.partition import partition
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import Layout
 from tests.balance.cuts import allowed, by_milp, every_cut
 from tests.balance.profiles import layer, profile
@@ -64,11 +65,13 @@ def by_brute_force(
             continue
         share = -(-batch // data)
         fewest = -(-share // measured.micro_batch_size)
-        for number in range(fewest, max(fewest, share // least) + 1):
-            if pipeline and batch % (data * number):
-                continue
+        numbers = set(range(fewest, max(fewest, share // least) + 1))
+        if pipeline:
+            limits = range(least, measured.micro_batch_size + 1)
+            numbers = {Columns.of(batch, limit, data).longest for limit in limits}
+        for number in numbers:
             layout = Layout(zero_stage=zero_stage, pipe=pipe, data=data)
-            deal = Deal.of(measured, layout, number)
+            deal = Deal.of(measured, layout, number, pipeline)
             problem = problem_of(measured, layout, deal, members)
             working = sorted(range(len(members.speeds)), key=lambda each: (-members.speeds[each], each))
             speeds = [members.speeds[each] for each in working[: pipe * data]]
@@ -141,6 +144,34 @@ def test_slow_members_without_stages_get_the_best_shares() -> None:
         assert found.seconds == pytest.approx(min(seconds.values()))
         shared += found.layout.shares is not None
     assert shared > CASES / 4
+
+
+def test_slow_members_of_pipelines_get_fewer_micro_batches() -> None:
+    """Against all shares with all cuts, where neither links nor memory say anything; members are at their ranks."""
+    random = np.random.default_rng(14)
+    worse, shared = [], 0
+    for _ in range(CASES // 4):
+        pipe, data = int(random.integers(1, 4)), int(random.integers(2, 4))
+        speeds = [1.0] * (pipe * data)
+        for rank in random.choice(pipe * data, int(random.integers(1, 3)), replace=False):
+            speeds[rank] = float(random.choice([0.25, 0.5, 0.7]))
+        measured = profile(tuple(random.uniform(0.5, 1.5, 5).tolist()), batch=2 * int(random.integers(4, 11)), micro=2)
+        layout, best = Layout(zero_stage=0, pipe=pipe, data=data), np.inf
+        search = Search(pipes=(pipe,), zero_stages=(0,), count=1)
+        members = Members(tuple(speeds), are_placed=True)
+        (found,) = choose(measured, layout, members, search, lambda each, _, data=data: each.data != data)  # type: ignore[misc]
+        total = measured.train_batch_size // 2
+        for counts in itertools.product(range(1, total + 1), repeat=data):
+            if sum(counts) != total:
+                continue
+            deal = Deal(tuple(2 * each for each in counts), max(counts))
+            for cut in every_cut(5, pipe):
+                each = layout.replace(boundaries=cut if pipe > 1 else None)
+                best = min(best, step_time(measured, each, deal, speeds).seconds)
+        worse.append(found.seconds / best)
+        shared += found.layout.shares is not None
+    assert min(worse) > 1 - 1e-9 and max(worse) < 1.2 and np.mean(worse) < 1.01
+    assert shared > CASES / 8
 
 
 def _key(choice: Any) -> tuple[int, int, int, int]:

@@ -131,7 +131,7 @@ def test_columns_of_a_pipeline_run_their_own_number() -> None:
     measured = Profile(layers=(costs(), costs()), train_batch_size=8, micro_batch_size=1)
     layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2), shares=(5, 3))
     deal = Deal.of(measured, layout)
-    assert deal.pipeline_counts() == (5, 3) and not deal.is_even
+    assert deal.counts == (5, 3) and deal.has_one_size and not deal.is_even
     found = step_time(measured, layout, deal, speeds=(1, 0.6, 1, 0.6))
     alone = Profile(layers=(costs(), costs()), train_batch_size=5, micro_batch_size=1)
     pipe = layout.replace(data=1)

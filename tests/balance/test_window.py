@@ -11,7 +11,7 @@ from ds_dynatrain.balance.advice import Move, Situation, advise
 from ds_dynatrain.balance.decision import Answer, History, Rules
 from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
 from ds_dynatrain.errors import LayoutError, ProfileError
-from ds_dynatrain.space import Layout
+from ds_dynatrain.space import Columns, Layout
 
 TWO = Layout(zero_stage=1, pipe=2, boundaries=(0, 2, 4))
 KINDS = {"weight": 400, "master": 400, "exp_avg": 400, "exp_avg_sq": 400}
@@ -153,5 +153,13 @@ def test_members_stay_at_their_ranks() -> None:
     by_rank[0] = rows(3.0, 3.0, 3.0, noise=0.01)
     window = Window.of(by_rank, layout, (0, 3, 6))
     profile = Averaged.after(None, window, (16, 2), 0, 0.03, is_new=False).profile(layers(6))
-    at = Situation(layout, lambda layout: 4, 100, History.new(Rules()), Rules(), slow=frozenset({0}))
-    assert advise(profile, at, lambda layout, without: Move(1, 0.0)).proposed.boundaries == (0, 1, 6)
+    at = Situation(layout, numbers, 100, History.new(Rules()), Rules(), slow=frozenset({0}))
+    cut = advise(profile, at, lambda layout, without: None if layout.shares else Move(1, 0.0)).proposed
+    assert cut == layout.replace(boundaries=(0, 1, 6))
+    shared = advise(profile, at, lambda layout, without: Move(1, 0.0)).proposed
+    assert shared == layout.replace(shares=(4, 12)), "its pipeline runs fewer micro-batches, which is better"
+
+
+def numbers(layout: Layout) -> int:
+    """Of 16 samples, by two."""
+    return Columns.of(16, 2, layout.data, layout.shares).longest

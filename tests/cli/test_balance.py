@@ -154,8 +154,9 @@ def test_a_stage_without_anything_to_train(file: Path) -> None:
 
 
 def test_present_boundaries_with_as_many_data_ranks_as_can_be_trained(file: Path) -> None:
-    """32 samples in micro-batches of 2 go to 2 data ranks, not to 3."""
-    assert told(file, "--stages", 2, "--members", 7, "--present", "0,5,12")["present"]["layout"]["data"] == 2
+    """32 samples in micro-batches of 2 go to 3 data ranks, too: to 6, 5 and 5 micro-batches."""
+    present = told(file, "--stages", 2, "--members", 7, "--present", "0,5,12")["present"]
+    assert present["layout"]["data"] == 3 and present["micro_batches"] == 6
 
 
 def test_layers_that_take_no_time(file: Path) -> None:

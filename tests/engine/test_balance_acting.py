@@ -236,6 +236,46 @@ def test_a_slow_member_is_answered(pool: RankPool, pace: float, ranks: int, answ
     assert plain[1] == [] and jobs.furthest(losses, plain[0]) <= 1e-6
 
 
+class Slowing(nn.Module):
+    """A layer that takes longer while its member is slow."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.matrix, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        seconds = self.seconds * PACE[0] * len(hidden)
+        burn(seconds)
+        made: torch.Tensor = Burn.apply(self.matrix(hidden), 2 * seconds, [])
+        return made
+
+
+def slowed_pipeline(pace: float, acts: bool) -> tuple[list[float], list[Any]]:
+    """Rank 0, of two pipelines of two stages, becomes slow."""
+
+    def each(engine: Any) -> None:
+        PACE[0] = pace if engine.rank == 0 and engine.global_steps >= 6 else 1.0
+
+    given = settings(layout(2, 2, 1, (0, 1, 2)), train_batch_size=24)
+    layers = [LayerSpec(Slowing, 0.001) for _ in range(2)]
+    model = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss())
+    try:
+        return trained(acting(given, slow_steps=9) if acts else given, model, 22, each)
+    finally:
+        PACE[0] = 1.0
+
+
+@pytest.mark.full
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_the_pipeline_of_a_slow_member_runs_fewer_micro_batches(pool: RankPool) -> None:
+    """Two of eight, in the time in which the other one runs six; no layer could be given away."""
+    losses, events = pool.run(slowed_pipeline, pace=3.0, acts=True, seconds=120)[0]
+    assert events[0].cause == "balance" and 6 < events[0].step <= 6 + 9 + 5
+    assert tuple(events[0].target.layout["shares"]) == (6, 18) and events[0].bytes_sent == 0
+    plain = pool.run(slowed_pipeline, pace=1.0, acts=False, seconds=120)[0]
+    assert plain[1] == [] and jobs.furthest(losses, plain[0]) <= 1e-6
+
+
 def widened() -> list[Any]:
     given = acting(settings(layout(2, 2, 1, (0, 3, 6)), train_batch_size=24), shape="any")
     return trained(given, burning((0.002,) * 6), 16)[1]
