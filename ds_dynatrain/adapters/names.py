@@ -58,7 +58,8 @@ NAMES: Names = {
     "deepspeed.runtime.pipe.topology:PipelineParallelGrid": "_build_p2p_groups",
     "deepspeed.runtime.torch_autocast": "init_autocast_params TORCH_AUTOCAST_DTYPE TORCH_AUTOCAST_INITIALIZED",
     "deepspeed.runtime.utils": """
-        check_internal_apis_for_count_used_parameters is_model_parallel_parameter partition_balanced partition_uniform
+        check_internal_apis_for_count_used_parameters clip_grad_norm_ is_model_parallel_parameter partition_balanced
+        partition_uniform
     """,
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK ZeROOrderedDict",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
