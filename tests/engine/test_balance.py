@@ -90,6 +90,43 @@ def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path) -> None:
     assert ranks[0]["second"].seconds("forward_seconds") == pytest.approx(SECONDS, rel=0.1, abs=8e-4)
 
 
+def freezing_first(count: int) -> tuple[Any, ...]:
+    """Profiles before and after the first layers are frozen, what is proposed then, and the profile there."""
+    given = balanced(settings(EVEN, train_batch_size=24), every_steps=10**6, window_steps=2, horizon_steps=10**6)
+    with jobs.job(given, burning((0.002,) * 6), data=Points(), groups=False) as made:
+        engine, found = made.engine, []
+
+        def measured() -> Profile:
+            for _ in range(5):
+                engine.train_batch()
+            return engine.balancer.profile
+
+        found.append(measured())
+        for name, held in engine.module.named_parameters():
+            held.requires_grad_(int(name.split(".")[0]) >= count)
+        assert engine.update_param_groups()
+        found.append(measured())
+        advice = engine.balancer.advise()
+        engine.switch(advice.proposed, at=engine.global_steps)
+        engine.balancer.note("moved")
+        found.append(measured())
+        return *found, advice
+
+
+@pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+def test_layers_of_a_frozen_prefix_take_no_backward_pass(pool: RankPool) -> None:
+    """Also those behind the first boundary; so a stage of them alone is proposed."""
+    first, second, third, advice = pool.run(freezing_first, count=4, seconds=120)[0]
+    assert first.seconds("backward_seconds") == pytest.approx([0.004] * 6, rel=0.1, abs=8e-4)
+    for profile in (second, third):
+        assert profile.trained.tolist() == [False] * 4 + [True] * 2
+        assert profile.seconds("forward_seconds") == pytest.approx([0.002] * 6, rel=0.1, abs=8e-4)
+        assert profile.seconds("backward_seconds") == pytest.approx([0.0] * 4 + [0.004] * 2, rel=0.1, abs=8e-4)
+        assert (profile.counts("activation_bytes") > 0).tolist() == profile.trained.tolist()
+        assert not profile.seconds("optimizer_seconds")[:4].any()
+    assert advice.proposed.boundaries == (0, 4, 6)
+
+
 def losses(block: bool, name: str, interval: int = 0) -> list[float]:
     """Through a change of stages and of boundaries, windows open in each."""
     more = {"pipeline": {"activation_checkpoint_interval": interval, "use_reentrant": False}} if interval else {}

@@ -134,8 +134,7 @@ def frozen_run(name: str, dtype: str, stage: int, more: Mapping[str, Any], froze
     return found
 
 
-MICRO_BATCHES = 4
-"""Of a global batch, in all pipelines."""
+MICRO_BATCH = 3
 PLACES = ((4, 3), (2, 1), (2, 1), (4, 2))
 """Of each place: stages, and the first one with something to train."""
 RECOMPUTED = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
@@ -150,6 +149,15 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
     "tied weights, bf16": ("tied", "bf16 in fp32", 1, {}, TIED),
     "fp16": ("tied", "fp16", 1, {}, TIED),
     "recomputed": ("tied", "fp32", 1, RECOMPUTED, TIED),
+    "autocast": ("tied", "fp32", 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, TIED),
+    "offload": ("tied", "fp32", 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, TIED),
+    "columns of unlike numbers of micro-batches": (
+        "tied",
+        "fp32",
+        1,
+        {"train_batch_size": 15, "dataloader_drop_last": True},
+        TIED,
+    ),
     "recomputed, reentrant": ("vectors", "fp32", 1, REENTRANT, FIRST),
     "recomputed in pairs, reentrant": ("vectors", "fp32", 1, IN_PAIRS, FIRST),
 }
@@ -172,7 +180,7 @@ def test_losses_are_those_of_a_run_that_goes_backward_everywhere(pool: RankPool,
         for stage, counts in (rank.counts[place] for rank in found):
             assert ("BackwardPass" in counts) == (stage >= first), (place, stage)
             sent, awaited = sent + counts.get("SendGrad", 0), awaited + counts.get("RecvGrad", 0)
-        assert sent == awaited == (stages - 1 - first) * MICRO_BATCHES
+        assert sent == awaited == (stages - 1 - first) * more.get("train_batch_size", 12) // MICRO_BATCH
 
 
 # ---- DeepSpeed's own checkpoints -------------------------------------------------------------------------------------

@@ -34,6 +34,30 @@ def test_walks_in_16_bits(pool: RankPool, title: str, dtype: str) -> None:
     axis_walks.compare(pool, subject, WALKS[title], dtype, furthest=2e-2)
 
 
+def frozen_first(path: Sequence[Layout]) -> list[float]:
+    """Layers with experts in a first stage that has nothing to train, also where it shares experts."""
+    given = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.1}
+    settings = axis_walks.configured(replace(subject(), settings=given), "fp32", path[0])
+    made = model()
+    for name, held in made.named_parameters():
+        held.requires_grad_(held.requires_grad and not name.startswith(("tied_modules.", "1.", "2.")))
+    losses: list[float] = []
+    with jobs.job(settings, made, Sequences(96), groups=False) as job:
+        for number, target in enumerate(path):
+            if number:
+                job.engine.switch(target, at=job.engine.global_steps)
+            losses += [job.engine.train_batch().item() for _ in range(2)]
+        assert job.engine.layout == path[-1]
+    return losses
+
+
+@pytest.mark.full
+def test_experts_before_the_first_trained_layer(pool: RankPool) -> None:
+    path = [at(2, 2, 2), at(4, 1), at(2, 2), at(2, 2, 2, 0), at(4, 1, 1, 0)]
+    expected = pool.run(frozen_first, path=[at(1, 4)] * len(path))[0]
+    assert furthest(pool.run(frozen_first, path=path), expected) <= 1e-6
+
+
 # ---- in one layout --------------------------------------------------------------------------------------------------
 
 
