@@ -2,12 +2,14 @@
 
 python tools/deaths.py                                              # 10 deaths in each of stages 1, 2 and 3
 python tools/deaths.py --stages 2 --seeds 1 2 3 --deaths 70 --minutes 90
+python tools/deaths.py --stages 1 --beside 3                        # two engines in each process
 python tools/deaths.py --write docs/figures.md
 
 A job of three stock torchrun agents and a spare. A worker or a whole node is killed at a random instant, the spare
 takes its place, and another node comes for the spare. When all are protected again the next one dies. So every world is
 of three, and at the end all steps have to be there with their samples and, bit for bit, the losses of a run in which
-nobody dies. The exit status is 1 if anything is not so; then the folder with all logs stays.
+nobody dies; those of both engines, if there are two. The exit status is 1 if anything is not so; then the folder with
+all logs stays.
 """
 
 from __future__ import annotations
@@ -50,11 +52,14 @@ class Row:
 
 
 class Deaths:
-    """One job. rest_seconds: how long it may take until everything is in order again."""
+    """One job. rest_seconds: how long it may take until everything is in order again. beside: the stage of a second
+    engine, if there is one."""
 
-    def __init__(self, folder: Path, stage: int, seed: int, rest_seconds: float) -> None:
+    def __init__(self, folder: Path, stage: int, seed: int, rest_seconds: float, beside: int | None = None) -> None:
         self.chance, self.row, self.rest_seconds = random.Random(seed), Row(stage, seed), rest_seconds
-        self.job = training(folder, stage, BLOCK, f"{SIZE}:{SIZE}", STEP_SECONDS)
+        self.events = ["step"] if beside is None else ["step", "beside"]
+        self.given = {} if beside is None else {"script": "several.py", "BESIDE": str(beside)}
+        self.job = training(folder, stage, BLOCK, f"{SIZE}:{SIZE}", STEP_SECONDS, **self.given)
         self.job.seconds = rest_seconds
         self.agents: list[str] = []
         self.count = 0
@@ -115,29 +120,29 @@ class Deaths:
         for name in (*self.agents, "coordinator"):
             if code := self.job.code(name):
                 self.row.faults.append(f"{name} ended with code {code}")
-        rows = self.job.rows("step")
-        losses, samples = history(rows)
-        self.row.steps = len(losses)
-        made = [(row["pid"], row["step"]) for row in rows]
+        made = [(row["pid"], row["step"]) for row in self.job.rows("step")]
         self.row.again = len(made) - len(set(made))
-        wanted_losses, wanted_samples = self._undisturbed(len(losses))
-        if sorted(losses) != list(range(len(losses))):
-            self.row.faults.append("steps are missing")
-        wrong = [step for step in losses if samples[step] != wanted_samples.get(step)]
-        other = [step for step in losses if losses[step] != wanted_losses.get(step)]
-        if wrong or other:
-            self.row.faults.append(f"samples differ in steps {wrong[:9]}, losses in steps {other[:9]}")
+        self.row.steps = 1 + max(step for _, step in made)
+        wanted = self._undisturbed(self.row.steps)
+        for event, (wanted_losses, wanted_samples) in zip(self.events, wanted, strict=True):
+            losses, samples = history(self.job.rows(event))
+            if sorted(losses) != list(range(len(losses))):
+                self.row.faults.append(f"{event}: some are missing")
+            wrong = [step for step in losses if samples[step] != wanted_samples.get(step)]
+            other = [step for step in losses if losses[step] != wanted_losses.get(step)]
+            if wrong or other:
+                self.row.faults.append(f"{event}: samples differ in {wrong[:9]}, losses in {other[:9]}")
 
-    def _undisturbed(self, steps: int) -> tuple[Losses, Samples]:
-        """Losses and samples of a run in which nobody dies."""
+    def _undisturbed(self, steps: int) -> list[tuple[Losses, Samples]]:
+        """Losses and samples of each engine in a run in which nobody dies."""
         (folder := self.job.folder / "undisturbed").mkdir()
-        job = training(folder, self.row.stage, BLOCK, f"{SIZE}:{SIZE}", 0.0, STEPS=str(steps))
+        job = training(folder, self.row.stage, BLOCK, f"{SIZE}:{SIZE}", 0.0, STEPS=str(steps), **self.given)
         try:
             for number in range(SIZE):
                 job.node(f"n{number}")
             for number in range(SIZE):
                 job.processes[f"n{number}"].wait(self.rest_seconds + steps)
-            return history(job.rows("step"))
+            return [history(job.rows(event)) for event in self.events]
         finally:
             job.clean_up()
 
@@ -145,7 +150,7 @@ class Deaths:
 def run(stage: int, seed: int, args: argparse.Namespace, until: float) -> Row:
     """One job, with as many deaths as there is time for."""
     folder = Path(tempfile.mkdtemp(prefix="dynatrain-deaths-"))
-    deaths = Deaths(folder, stage, seed, args.rest)
+    deaths = Deaths(folder, stage, seed, args.rest, args.beside)
     try:
         deaths.begin()
         while len(deaths.row.gaps) < args.deaths and time.monotonic() < until:
@@ -173,6 +178,7 @@ def main() -> None:
     """Let them die, and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--beside", type=int, help="the stage of a second engine in each process")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--deaths", type=int, default=10, help="of each job (default 10)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all jobs together (default 60)")
@@ -185,7 +191,9 @@ def main() -> None:
     for number, (stage, seed) in enumerate(jobs):
         rows.append(run(stage, seed, args, begin + 60 * args.minutes * (number + 1) / len(jobs)))
     head = ("stage", "seed", "deaths", "steps", "made again, by a member", "next step s", "longest s", "")
-    text = f"Measured on: {machine()}. {SIZE} nodes of one rank and a spare, copies with buddies at each step.\n\n"
+    beside = "" if args.beside is None else f", beside each a second engine in stage {args.beside}"
+    what = f"{SIZE} nodes of one rank and a spare, copies with buddies at each step{beside}"
+    text = f"Measured on: {machine()}. {what}.\n\n"
     text += table(head, map(line, rows))
     print(text)
     if args.write is not None:

@@ -206,14 +206,25 @@ class Job:
         return "\n".join([*parts, *events[-60:]])
 
 
-def training(folder: Path, stage: int, block: dict[str, Any], nodes: str, step_seconds: float, **variables: str) -> Job:
-    """A job of `tests/elastic/training.py`: DeepSpeed's loop, a small model. block: of dynatrain's configuration."""
+def training(
+    folder: Path,
+    stage: int,
+    block: dict[str, Any],
+    nodes: str,
+    step_seconds: float,
+    script: str = "training.py",
+    **variables: str,
+) -> Job:
+    """A job of `tests/elastic/training.py`: DeepSpeed's loop, a small model. block: of dynatrain's configuration.
+
+    script: another one beside it.
+    """
     from tests.elastic.kinds import settings
 
     given = {"SETTINGS": json.dumps(settings(stage, **block)), "DS_ACCELERATOR": "cpu", **variables}
     given["STEP_SECONDS"] = str(step_seconds)
     times = {**TIMES, "silent_seconds": 5.0}
-    return Job(folder, nodes, variables=given, times=times, script=SCRIPT.with_name("training.py"))
+    return Job(folder, nodes, variables=given, times=times, script=SCRIPT.with_name(script))
 
 
 def processes(status: Status) -> list[int]:

@@ -165,8 +165,9 @@ def _refuse_beside(
     if others and settings.buddies.mode == "replay":
         raise usage("buddies that replay steps of several engines").error()
     for other in others:
-        if other.settings.buddies != settings.buddies:
-            here, there = (one.buddies.model_dump() for one in (settings, other.settings))
+        blocks = settings.buddies, other.settings.buddies
+        if any(block.are_on for block in blocks) and blocks[0] != blocks[1]:
+            here, there = (block.model_dump() for block in blocks)
             raise ConfigError(
                 f"dynatrain.buddies: {here} here, and {there} in engine {other.job.number}; all engines of a process "
                 "go back together, to copies of one boundary: give each of them the same block, or none"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.agents import Job
+from tests.elastic.deaths import Undisturbed
 from tests.elastic.runs import Static, training
 
 
@@ -16,6 +17,12 @@ from tests.elastic.runs import Static, training
 def static(tmp_path_factory: pytest.TempPathFactory) -> Static:
     """The same training in worlds that never change."""
     return Static(tmp_path_factory.mktemp("static"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The same in each layout that is asked for, to the bit."""
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture

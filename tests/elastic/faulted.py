@@ -94,8 +94,8 @@ def unable() -> None:
 
 
 def flip() -> None:
-    """One bit of each copy of the newest moment that this process has."""
-    buddies = parts_of(PROCESS.engines[0]).buddies
+    """One bit of each copy of the newest moment that this process has, of the engine that was made last."""
+    buddies = parts_of(PROCESS.engines[-1]).buddies
     copies = [] if buddies is None else buddies.kept.copies()
     for copy in copies:
         if copy.mark == copies[0].mark:
@@ -238,7 +238,7 @@ def _at_instant(owner: Any, name: str, is_after: bool, told: Path, act: Callable
     own, left = getattr(owner, name), [act]
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        steps = PROCESS.engines[0].global_steps if PROCESS.engines else -1
+        steps = max((one.global_steps for one in PROCESS.engines), default=-1)
         is_it = left and told.exists() and steps >= int(told.read_text())
         is_it = is_it and _place_of(arguments[0] if arguments else None) == engine
         if is_it and not is_after:

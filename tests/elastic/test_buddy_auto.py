@@ -13,11 +13,6 @@ from tests.elastic.runs import SCRIPT, finish, steps_on
 AUTO = {"buddies": {"mode": "auto", "verify_every_steps": 4}}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
 @pytest.mark.full
 def test_where_steps_are_long_it_takes_copies(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """At each step, and a death costs one at most."""

@@ -21,11 +21,6 @@ EPOCH = 8
 """Steps."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
 QUICK = ((2, "update"),)
 INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
 OF_STAGE_3 = ("forward", "backward", "step", "norm of stage 3", "update", "boundary", "ship")

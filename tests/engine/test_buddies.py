@@ -366,6 +366,21 @@ def test_copies_of_all_engines_are_whole_together() -> None:
     assert (first.protection.step, other.protection.step) == (3, 6), "the moment before"
 
 
+def test_the_same_members_keep_the_copies_of_all_engines() -> None:
+    """Whatever ranks these have in each."""
+    first, other = of_two_engines()
+    for buddies, members in ((first, (4, 7, 5, 6)), (other, (6, 5, 7, 4))):
+        engine: Any = buddies._engine
+        engine.members, engine.layout = members, engine.layout.replace(data=4)
+        engine.candidates = Candidates(0, {member: "ab"[member // 6] for member in members})
+    first._enter()
+    assert first.protection.buddies == other.protection.buddies == {4: (7,), 7: (4,), 5: (6,), 6: (5,)}
+    assert first.keeper.buddies == ((1,), (0,), (3,), (2,)) and other.keeper.buddies == ((1,), (0,), (3,), (2,))
+    other._engine.members = (4, 5, 6, 7)
+    first._enter()
+    assert other.keeper.buddies == ((3,), (2,), (1,), (0,))
+
+
 def test_a_load_of_one_engine_counts_for_all() -> None:
     """The others' copies are of another history than what it goes on from."""
     first, other = of_two_engines()
