@@ -136,7 +136,7 @@ def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> No
     try:
         refuse_for_series(own)
         sizes = BatchSizes.of(own, layout.data)
-        check_batch(layout, sizes, nn.Module())
+        check_batch(layout, sizes, nn.Module(), layout.pipe > 1)
         micro = sizes.micro_batch_size
         alone = BatchArithmetic(micro, micro, 1)  # outside of a launch there is one rank
         with redirect_stdout(sys.stderr):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,10 +56,14 @@ def test_walks(pool: RankPool, title: str) -> None:
         assert pairs[1] == (0, 0), "of shares alone nothing moves"
 
 
-def with_experts(path: Path) -> list[float]:
-    """Experts that each rank has all of, which see the tokens of their own pipeline alone."""
+def trained(path: Path, name: str, frozen: int = 0) -> list[float]:
+    """frozen: layers at the front that are not trained."""
     losses: list[float] = []
-    with jobs.job(settings(path[0], **FIVE), pipeline("routed"), groups=False) as made:
+    model = pipeline(name)
+    for number in range(frozen):
+        for held in model._modules[str(number)].parameters() if str(number) in model._modules else ():
+            held.requires_grad = False
+    with jobs.job(settings(path[0], **FIVE), model, groups=False) as made:
         engine = made.engine
         for number, target in enumerate(path):
             if number:
@@ -69,11 +74,36 @@ def with_experts(path: Path) -> list[float]:
 
 
 @pytest.mark.full
-def test_experts(pool: RankPool) -> None:
+@pytest.mark.parametrize(("name", "frozen"), [("routed", 0), ("uneven", 4)])
+def test_other_layers(pool: RankPool, name: str, frozen: int) -> None:
+    """Experts that each rank has all of, which see the tokens of their own pipeline alone; a first stage without
+    anything to train."""
     path = [layout(2, 2), shared(2, (3, 12)), layout(1, 4), layout(4, 1)]
-    found = pool.run(with_experts, path=path)
+    found = pool.run(trained, path=path, name=name, frozen=frozen)
     assert found[0] == found[3]
-    assert jobs.furthest(found[0], pool.run(with_experts, path=[layout(4, 1)] * 4)[0]) < 1e-6
+    static = pool.run(trained, path=[layout(4, 1)] * 4, name=name, frozen=frozen)
+    assert jobs.furthest(found[0], static[0]) < 1e-6
+
+
+def saved(folder: str, first: Layout, second: Layout) -> list[float]:
+    """Two steps and a checkpoint in one layout, two more in another one, of a new job."""
+    losses: list[float] = []
+    with job(settings(first, **FIVE), "tied") as made:
+        losses += [made.engine.train_batch().item() for _ in range(2)]
+        made.engine.save(folder)
+    with job(settings(second, **FIVE), "tied") as made:
+        made.engine.load(folder)
+        losses += [made.engine.train_batch().item() for _ in range(2)]
+    return losses
+
+
+@pytest.mark.full
+def test_checkpoints(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    one = pool.run(saved, folder=str(tmp_path / "one"), first=layout(2, 2), second=shared(2, (3, 12)))
+    other = pool.run(saved, folder=str(tmp_path / "other"), first=shared(1, (6, 3, 3, 3)), second=layout(2, 2))
+    static = pool.run(walk, path=[layout(1, 1)], name="tied", more=FIVE, steps=4)
+    for found in (one, other):
+        assert found[0] == found[3] and jobs.furthest(found[0], whole(static)) < 5e-7
 
 
 # ---- who runs what --------------------------------------------------------------------------------------------------
