@@ -79,7 +79,7 @@ class EngineParts(EngineCore):
     def settle_buddies(self) -> None:
         """Before a world is left: no copy is on its way in it."""
         if self.buddies is not None:
-            self.buddies.settle()
+            self.buddies.settle(PROCESS.membership.is_aborted)
 
     @contextmanager
     def watched_step(self) -> Iterator[None]:

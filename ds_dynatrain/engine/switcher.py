@@ -120,13 +120,19 @@ class Switcher:
         budget = engine.settings.memory_budget_bytes
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._attempts.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
-        nodes = [engine.candidates.nodes[member] for member in members]
-        buddies, others = engine.settings.buddies, [one for one in PROCESS.engines if one is not engine]
+        copies = self._memory_of_copies(target, members) if engine.settings.buddies.are_on else 0
+        return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
+
+    def _memory_of_copies(self, target: Layout, members: tuple[int, ...]) -> int:
+        """On the member with the most: before idle ones are buddies, or with them."""
+        engine, buddies, places = self.engine, self.engine.settings.buddies, self.engine.candidates.nodes
+        others = [one for one in PROCESS.engines if one is not engine]
         has_alone = has_single_holders(engine.vps, target)
         everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
-        sizes = engine.vps, target, nodes, buddies.copies
-        copies = memory_of_copies(*sizes, everything=everything) if buddies.are_on else (0,)
-        return SwitchEstimate(target, members, *figures, max(copies), self._targets.step_ms(target, members))
+        takes_idle = buddies.mode != "replay" and not others
+        idle = [places[one] for one in engine.candidates.members if takes_idle and one not in members]
+        sizes = engine.vps, target, [places[member] for member in members], buddies.copies
+        return max(max(memory_of_copies(*sizes, there, everything)) for there in ([], idle))
 
     def suggest(
         self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None

@@ -129,7 +129,12 @@ def _further(
 
     A member keeps one copy more, or as many more as it takes to leave out nodes of their own.
     """
-    count, members, node = len(names), np.arange(len(names)), np.unique(names, return_inverse=True)[1]
+    count, members, numbers = (
+        len(names),
+        np.arange(len(names)),
+        {name: n for n, name in enumerate(dict.fromkeys(names))},
+    )
+    node = np.array([numbers[name] for name in names])
     ranks, is_own = members[:working], node[:working, None] == node
     is_barred, near = ranks[:, None] == members, np.zeros((working, count), np.int64)
     is_barred |= is_own & ((~is_own).sum(axis=1) > len(before))[:, None]

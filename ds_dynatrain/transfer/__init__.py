@@ -6,6 +6,7 @@ certificate compares; `allocate` and `prefault` make memory ready before it is n
 
 from ds_dynatrain.transfer.digest import digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.executor import TransferStats, execute
+from ds_dynatrain.transfer.link import Link
 from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.ready import ReadyPlan
@@ -18,6 +19,7 @@ __all__ = [
     "Buffers",
     "GroupTransport",
     "Handle",
+    "Link",
     "Neighbors",
     "ReadyPlan",
     "RoutedTransport",

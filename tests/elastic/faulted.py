@@ -132,6 +132,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "norm of stage 3": (stage3.DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", True),
     "gather": (stage_1_and_2, "all_gather_dp_groups", False),
     "ship": (Round, "_header", False),
+    "arrival": (Round, "_take_in", False),
     "before replay ships": (Replay, "reduced", False),
     "layer": (torch.nn.functional, "layer_norm", True),
     "backward of a stage": (torch.autograd, "backward", True),
@@ -154,7 +155,8 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "after the step": (DynatrainEngine, "step", True),
 }
 """In which function: before it does anything, or once it is through. After the update own masters have changed, and
-nobody has the others' weights; while a copy is shipped it is on its way; the answer is to give copies to others, in a
+nobody has the others' weights; while a copy is shipped it is on its way, and at the arrival all of it has come (an idle
+member knows of no later step than that at which it became so); the answer is to give copies to others, in a
 world that was formed before, and the proof is of what they came to; who has survived says which ones it has. The first
 world is built where no step is known yet: -1 is its step."""
 OF_THE_OTHER = " of the other"

@@ -259,10 +259,17 @@ def test_auto_takes_copies_where_nothing_can_be_replayed() -> None:
     assert boundary(buddies, 0.09) == 5 and buddies.protection.mode == "copy"
 
 
+def one_tensor(layout: Layout) -> VirtualParameterSpace:
+    """In fp32 with Adam."""
+    tensors = [LogicalTensor("w", (7, 3), 0)]
+    return VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(layout.world_size))
+
+
 def test_in_another_world_all_begin_with_the_same_interval() -> None:
     """Members that have just come do not know how seldom the others took copies, and all have to take them at once."""
     engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0,), rank=0, vps=None)
-    engine.layout = Layout(data=1, zero_stage=1)
+    engine.layout, engine.candidates = Layout(data=1, zero_stage=1), Candidates(0, {0: "a"})
+    engine.vps, engine.control = one_tensor(engine.layout), SimpleNamespace(member=0)
     stayed, came = Buddies(engine), Buddies(engine)
     assert boundary(stayed, 0.09) == 5
     for each in (stayed, came):
@@ -303,12 +310,13 @@ def test_copies_of_the_world_before_protect(
     """As long as each of them has two who have it: so after a switch or a join, and not after a death too many."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=tuple(kept_by), rank=0)
     buddies = Buddies(engine)
-    buddies._pairs = kept_by
+    buddies._pairing.by_member = kept_by
     boundary(buddies, 0.0)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
     tensors, layout = [LogicalTensor("weight", (8,))], engine.layout
     engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(layout.world_size))
     engine.candidates = Candidates(0, {member: str(member) for member in here})
+    engine.control = SimpleNamespace(member=here[0])
     buddies._enter()
     assert buddies.protection.is_protected == is_protected
     assert bool(buddies.protection.why) != is_protected

@@ -168,6 +168,27 @@ class TestCopies:
         assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": one}])
         assert whole_copies([{"a/0": replace(one, frozen=None)}]) == (WholeCopies(mark, (10, 10)),)
 
+    def test_frozen_weights_that_idle_members_do_not_have(self) -> None:
+        """They have all copies, and all that worked are dead: the weights that nobody trains are gone."""
+        layout = Layout(data=2, zero_stage=1)
+        mark = Mark(3, "3.0", 0, 5, layout)
+        had = {
+            lacks: tuple(Had(mark, rank, lacks_frozen=lacks).to_json() for rank in range(2)) for lacks in (True, False)
+        }
+        idle = Survivor(10, None, 3, 5, True, False, layout.to_dict(), had[True])
+        assert whole_copies([{"a/0": idle}]) == ()
+        assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": idle}])
+        worked = Survivor(11, 1, 3, 5, True, False, layout.to_dict(), (), (layout.to_dict(), 1))
+        (found,) = whole_copies([{"a/0": idle, "b/0": worked}])
+        assert found.holders == (10, 10) and found.frozen is not None and found.frozen.members == (11,)
+        assert whole_copies([{"a/0": replace(idle, copies=had[False])}]) == (WholeCopies(mark, (10, 10)),)
+        for alone in (Layout(data=1, zero_stage=1), Layout(data=2, zero_stage=3)):  # which have them in the copies
+            ranks = range(alone.world_size)
+            copies = tuple(Had(Mark(3, "3.0", 0, 5, alone), rank).to_json() for rank in ranks)
+            stale = replace(idle, copies=copies, frozen=(layout.to_dict(), 0))
+            (found,) = whole_copies([{"a/0": stale}])
+            assert found.frozen is None
+
 
 class TestCopiesOfSeveralEngines:
     """Of two: the first in pairs at stage 2, the other one at stage 1, which makes two steps in a round."""

@@ -22,12 +22,14 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.keeper import Keeper
+from ds_dynatrain.engine.buddies.keeping import Keeping
+from ds_dynatrain.engine.buddies.pairing import Pairing
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.buddies.taking import mark_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.plan import buddies_of, has_single_holders, memory_of_copies
+from ds_dynatrain.plan import has_single_holders, memory_of_copies
 from ds_dynatrain.report import Protection, logger
 
 MILLIONTHS = 1_000_000
@@ -45,8 +47,8 @@ class Buddies:
         self._choice = Choice(engine, self.kept)
         self._worlds: list[World | None] = []
         """Of all engines."""
-        self._pairs: dict[int, tuple[int, ...]] = {}
-        """Member -> those who keep its copies, of whichever engine."""
+        self._pairing = Pairing(engine)
+        self._keeping: Keeping | None = None
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = False
         self._whole_of: dict[int, tuple[int, ...]] = {}
@@ -130,13 +132,29 @@ class Buddies:
             logger.debug("no copy of step %d: %s", engine.global_steps, error)
         self._left_at = time.perf_counter()
 
-    def settle(self) -> None:
+    def settle(self, is_aborted: bool = False) -> None:
         """The world is about to be left: wait until nothing is under way in its group, for the usual time-out.
+        is_aborted: by a loss.
 
         What is replayed counts as it is now until copies of another world are whole.
         """
+        if is_aborted:
+            self._pairing.close()  # what goes to idle members would not end by itself
         self.keeper.settle()
         self._choice.end()
+
+    def while_idle(self, host: str) -> None:
+        """On a member that waits for work: offer to keep copies. host: its own address. It may be called often.
+
+        OSError if it cannot be reached, torch's DistError if the board is gone.
+        """
+        engine = self._engine
+        self._pairing.close()
+        if not self._pairing.takes_idle or engine.control.member not in engine.candidates.members:
+            return
+        if self._keeping is None:
+            self._keeping = Keeping(self.kept)
+        self._keeping.offer(engine.control, host)
 
     def forget(self) -> None:
         """Training goes on from another state of an engine, on all members: no copy from before counts, of any."""
@@ -144,7 +162,9 @@ class Buddies:
 
     def _forget(self) -> None:
         for keeper in self._keepers:
+            keeper.settle()
             keeper.kept.forget()
+        self._pairing.forget(self._engine.settings.timeout_seconds)
         for each in self._rounds:
             each.is_void = True
         self._choice.replay = None
@@ -155,15 +175,19 @@ class Buddies:
         if len(worlds) != len(self._worlds) or any(a is not b for a, b in zip(worlds, self._worlds, strict=True)):
             self._enter()
         if self._choice.is_on:
+            self._take_idle(False)
             self._follow()
             return
-        step = self._engine.global_steps
-        is_due = bool(self._pairs) and (self._next is None or step >= self._next)
-        if not is_due and not self._rounds:
-            return
+        pairing = self._pairing
         if self._rounds:
             self._see(self._rounds)
-        if is_due:
+        if pairing.sees_change() and not self._rounds:
+            self._see_idle()
+        pairing.look()
+        if not pairing.by_member and pairing.is_ready:  # one works, and nobody has to be asked
+            self._take_idle(True)
+        step = self._engine.global_steps
+        if pairing.by_member and (self._next is None or step >= self._next):
             self._next = step + self._choice.every
             if not self._rounds:
                 self._begin()
@@ -175,35 +199,36 @@ class Buddies:
         the others'.
         """
         self._choice.end()
-        engine, keepers, self._rounds, self._next = self._engine, self._keepers, (), None
-        was_protected, self._is_protected = self._is_protected, False
-        self._worlds, self._pairs = [keeper.engine.world for keeper in keepers], {}
-        if engine.layout.world_size == 1:
-            self._why = "one member alone works: nobody could keep its copy"
-        elif not any(keeper.has_single_holders for keeper in keepers):
+        keepers, self._rounds, self._next = self._keepers, (), None
+        self._worlds = [keeper.engine.world for keeper in keepers]
+        self._see_idle()
+        self._choice.enter(bool(self._pairing.by_member))
+
+    def _see_idle(self) -> None:
+        """Another world, or other idle members in it: who keeps whose copies there."""
+        engine, keepers, here = self._engine, self._keepers, {*self._engine.candidates.members}
+        is_needed = any(keeper.has_single_holders for keeper in keepers)
+        self._pairing.enter(is_needed)
+        for keeper in keepers:
+            keeper.enter(self._pairing.by_member)
+        kept, was_protected = [{member, *buddies} for member, buddies in self._whole_of.items()], self._is_protected
+        self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
+        self._why = "" if self._is_protected else NEW_WORLD
+        if not is_needed:
             layouts = " and ".join(dict.fromkeys(str(keeper.engine.layout) for keeper in keepers))
             self._is_protected, self._why = True, f"in {layouts} every element has several holders: nothing is copied"
-        else:
-            self._pairs, here = self._pairs_here(), {*engine.candidates.members}
-            kept = [{member, *buddies} for member, buddies in self._whole_of.items()]
-            self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
-            self._why = "" if self._is_protected else NEW_WORLD
-        for keeper in keepers:
-            keeper.enter(self._pairs)
+        elif len(engine.members) == 1 and not self._pairing.idle:
+            self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
         if engine.rank == 0 and was_protected and not self._is_protected:
             logger.warning("buddies: unprotected: %s", self._why)
-        elif engine.rank == 0 and not self._pairs:
+        elif engine.rank == 0 and not self._pairing.by_member and not self._pairing.idle:
             logger.info("buddies: %s", self._why)
-        self._choice.enter(bool(self._pairs))
 
-    def _pairs_here(self) -> dict[int, tuple[int, ...]]:
-        """The buddies of each member, as many as are asked for or there can be."""
-        engine, asked = self._engine, self._settings.copies
-        members = engine.members
-        found = buddies_of([engine.candidates.nodes[member] for member in members], asked)
-        if engine.rank == 0 and len(found[0]) < asked:
-            logger.warning("buddies: %d others keep each copy here, and %d are asked for", len(found[0]), asked)
-        return {members[rank]: tuple(members[each] for each in buddies) for rank, buddies in enumerate(found)}
+    def _take_idle(self, has_idle: bool) -> None:
+        """Let idle members be buddies, or not; on all that work alike, with no round under way."""
+        if has_idle != self._pairing.has_idle:
+            self._pairing.take_idle(has_idle)
+            self.keeper.enter(self._pairing.by_member, self._pairing.idle)
 
     # ---- steps that are replayed -------------------------------------------------------------------------------------
 
@@ -239,7 +264,9 @@ class Buddies:
         """Of all engines that have a world, which is of all of them or none."""
         first = mark_of(self._engine)
         self._rounds = [
-            keeper.begin(first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world)
+            keeper.begin(
+                first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world, self._pairing
+            )
             for keeper in self._keepers
             if keeper.engine.world is not None
         ]
@@ -247,22 +274,28 @@ class Buddies:
 
     def _see(self, found: Sequence[Round]) -> None:
         """How the last rounds have ended, if they have for all; what each says of them is reduced over the world."""
-        share = -int(self._share * MILLIONTHS)
-        is_over = all(each.is_over for each in found)
-        said = torch.tensor([int(is_over), int(is_over and all(each.is_whole for each in found)), share])
+        share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
+        is_whole = is_over and all(each.is_whole for each in found)
+        said = torch.tensor([int(is_over), int(is_whole), int(self._pairing.is_ready), share])
         if self._engine.world is not None:
             td.all_reduce(said, td.ReduceOp.MIN, group=self._engine.world.default)
-        is_over, is_whole, share = bool(said[0]), bool(said[1]), int(said[2])
+        is_over, is_whole, is_ready = (bool(value) for value in said[:3])
         if not is_over:
             return
-        is_whole &= not any(each.is_void for each in found)
+        is_void = any(each.is_void for each in found)
+        is_whole &= not is_void
         self._rounds = ()
         for keeper, each in zip(self._keepers, found, strict=True):
             keeper.see(each, is_whole)
         if is_whole:
-            self._whole_of = dict(self._pairs)
+            self._whole_of = dict(self._pairing.by_member)
         self._tell(found, is_whole)
-        self._choice.weigh(-share / MILLIONTHS, sum(keeper.take_seconds for keeper in self._keepers))
+        self._choice.weigh(-int(said[3]) / MILLIONTHS, sum(keeper.take_seconds for keeper in self._keepers))
+        if is_whole:
+            self._take_idle(is_ready)
+        elif self._pairing.has_idle and not is_void:
+            self._take_idle(False)
+            self._pairing.give_idle_up()
 
     def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
         """Once of each thing that has changed."""
@@ -305,7 +338,7 @@ class Buddies:
         is_known = keeper.world is self._engine.world
         return Protection(
             mode=first._mode,
-            buddies=dict(first._pairs) if is_known else {},
+            buddies=dict(first._pairing.by_member) if is_known else {},
             step=None if whole is None else whole.step,
             is_protected=is_known and first._is_protected,
             why=first._why if is_known else NEW_WORLD,

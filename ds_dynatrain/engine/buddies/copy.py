@@ -111,6 +111,11 @@ def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everyth
     return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
+def lacks_frozen(vps: VirtualParameterSpace, layout: Layout) -> bool:
+    """Whether there are frozen weights that are in no copy, since several ranks of the layout have them."""
+    return any(not tensor.trainable for tensor in vps.tensors) and not has_one_holder(vps, layout, WEIGHT)
+
+
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
     """Of a rank's buffers the frozen weights that others have, too; they are in no copy."""
     if has_one_holder(vps, layout, WEIGHT):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.kept import Kept
+from ds_dynatrain.engine.buddies.pairing import Pairing
 from ds_dynatrain.engine.buddies.shipping import Round, Ward
 from ds_dynatrain.engine.buddies.taking import Taken, take
 from ds_dynatrain.engine.core import EngineCore
@@ -24,8 +25,8 @@ from ds_dynatrain.transfer import GroupTransport
 class Keeper:
     """Of one engine, for the whole job.
 
-    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it; none where
-    nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
+    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it, idle members
+    behind those that work; none where nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -40,12 +41,13 @@ class Keeper:
         """Whether this member's death could take elements away."""
         return has_single_holders(self.engine.vps, self.engine.layout)
 
-    def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
-        """The present world of the engine. buddies: member -> those who keep its copies."""
+    def enter(self, buddies: Mapping[int, tuple[int, ...]], idle: Sequence[int] = ()) -> None:
+        """The present world of the engine, or other buddies in it: member -> those who keep its copies. idle: members
+        that may be among these."""
         self.settle()
         members = self.engine.members
-        self.world = self.engine.world
-        self.buddies = tuple(tuple(members.index(each) for each in buddies[one]) for one in members) if buddies else ()
+        self.world, all_of_them = self.engine.world, (*members, *idle)
+        self.buddies = tuple(tuple(map(all_of_them.index, buddies[one])) for one in members) if buddies else ()
 
     def settle(self) -> None:
         """Wait until nothing is under way in the world's group, for the usual time-out."""
@@ -57,13 +59,14 @@ class Keeper:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def begin(self, mark: Mark, world: World) -> Round:
-        """Take a copy, and send it beside training. mark: the present moment. What only others have alone is copied
-        whole here: all engines go back together.
+    def begin(self, mark: Mark, world: World, pairing: Pairing) -> Round:
+        """Take a copy, and send it beside training. mark: the present moment. pairing: with the way to idle members.
+        What only others have alone is copied whole here: all engines go back together.
         """
         self.settle()
         engine, begin = self.engine, time.perf_counter()
         rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
+        everybody, whole = (*members, *pairing.idle), self.kept.whole
         own, rooms = self.kept.begin(mark, len(wards))
         taken: Taken | None = None
         try:
@@ -73,8 +76,9 @@ class Keeper:
         except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        transport = GroupTransport(world.group(BUDDIES), members)
-        found = Round(mark, taken, [members[each] for each in self.buddies[rank]], kept_here, transport, self.kept)
+        group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
+        way = pairing.begin(mark, whole, group)
+        found = Round(mark, taken, [everybody[each] for each in self.buddies[rank]], kept_here, way, self.kept)
         self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin
         return found

@@ -7,7 +7,7 @@ again: touching new memory costs more than what is copied there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -58,6 +58,9 @@ class Kept:
     frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
     held on to, as they lay in `frozen_of`, (layout, rank).
 
+    guests: on a member that is idle, or was until now, the copies that it keeps of each member that works, apart from
+    its own; until another moment is whole.
+
     standing: where buddies replay steps, what this process and its wards are at (`replay.Replay.copies`). Asked for
     when copies are, and until another moment is whole.
     """
@@ -66,6 +69,7 @@ class Kept:
         self.frozen: Buffers = {}
         self.frozen_of: tuple[Layout, int] | None = None
         self.standing: Callable[[], list[Copy]] | None = None
+        self.guests: dict[int, Kept] = {}
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
         self._open: _Place | None = None
@@ -77,6 +81,8 @@ class Kept:
         """All that this process has whole, of itself and of its wards; the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
+        for guest in list(self.guests.values()):
+            found += guest.copies()
         if self.standing is not None:
             found += self.standing()
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
@@ -93,7 +99,8 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Host memory that the copies take."""
-        return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
+        mine = sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
+        return mine + sum(guest.nbytes for guest in list(self.guests.values()))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +124,17 @@ class Kept:
         """All members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
         if any(place.mark == mark for place in self._places):
-            self.standing = None
+            self.standing, self.guests = None, {}
+
+    def let_go_before(self, mark: Mark, guests: Collection[int]) -> None:
+        """Give the memory of older moments back, on an idle member. guests: of these more is to come."""
+        with self._lock:
+            older = [place for place in self._places if place.mark is not None and place.mark.moment < mark.moment]
+            first, second = (_Place() if place in older else place for place in self._places)
+            self._places = first, second
+        for member, guest in list(self.guests.items()):
+            if member not in guests and all(copy.mark.moment < mark.moment for copy in guest.copies()):
+                self.guests.pop(member, None)
 
     def hand_over(self, standing: Callable[[], list[Copy]]) -> None:
         """Who took over what is here changes it step by step; ask them from here on. No memory is used again."""
@@ -131,3 +148,5 @@ class Kept:
             for place in self._places:
                 place.copies, place.mark = {}, None
             self._open = self._whole = self.standing = None
+        for guest in list(self.guests.values()):
+            guest.forget()

@@ -1,8 +1,8 @@
 """One round: each member's copy goes to its buddies, over a group of its own and from a thread, while training goes on.
 
 A copy travels so: the ward says of how many bytes it is, the buddy answers whether it has room, and then come the bytes
-and, with its own length ahead, the header, which has the digests and so is the last. A length of -1 says that there is
-none. Whatever fails on one member, all others come to the end of the round.
+and, with its own length ahead, the header, which has the digests and so is the last; then the buddy says whether it has
+it all. A length of -1 says that there is none. Whatever fails on one member, all others come to the end of the round.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Ward:
 class Round:
     """One copy of each rank on its way.
 
-    taken: None where this member could not take its own. is_over: the thread has nothing more to do. is_whole: the own
-    copy has left and those of all wards are here. is_void: it does not count, whatever becomes of it.
+    taken: None where this member could not take its own, or is idle and has no buddies. is_over: the thread has nothing
+    more to do. is_whole: the own copy is with its buddies and those of all wards are here. is_void: it does not count,
+    whatever becomes of it. is_broken: it has ended in the midst of a message.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Round:
         kept: Kept,
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
-        self.is_whole = self.is_void = False
-        self.error = "" if taken is not None else "this member has taken none"
+        self.is_whole = self.is_void = self.is_broken = False
+        self.error = "this member has taken none" if taken is None and buddies else ""
         self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
         self._transport: Transport | None = transport
         self._under_way: list[Handle] = []
@@ -75,6 +76,7 @@ class Round:
             self._carry_out()
         except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
             self._note(f"{type(error).__name__}: {error}")
+            self.is_broken = True
         finally:
             self._transport, self._taken, self._under_way = None, None, []  # which hold the group
             self.seconds = time.perf_counter() - begin
@@ -104,10 +106,14 @@ class Round:
         if header is not None:
             self._send_where_welcome(header, told)
         for ward in self._wards:
-            said = headers[ward.rank]
+            said, has_it = headers[ward.rank], False
             if said is not None:
                 self._receive(said, ward).wait(self._deadline)
-                self._take_in(ward, said, values[ward.rank])
+                has_it = self._take_in(ward, said, values[ward.rank])
+            self._send(torch.tensor([int(has_it)]), ward.member, TO_WARD)
+        for buddy in self._buddies:
+            if not self._answer(buddy):
+                self._note(f"member {buddy} does not have the copy of this member")
         for handle in self._under_way:
             handle.wait(self._deadline)
 
@@ -124,8 +130,8 @@ class Round:
         self._kept.add(copy)
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> None:
-        """A ward's copy is here."""
+    def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> bool:
+        """A ward's copy is here; whether it is the one that was due."""
         try:
             if memory is None:
                 raise TransferError(f"member {ward.member} described a copy that it did not send")
@@ -137,8 +143,9 @@ class Round:
                 )
         except TransferError as error:
             self._note(str(error))
-        else:
-            self._kept.add(copy)
+            return False
+        self._kept.add(copy)
+        return True
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -152,14 +159,18 @@ class Round:
         return tuple(buddy for buddy in buddies if self._send_if_welcome(values, buddy))
 
     def _send_if_welcome(self, values: torch.Tensor, buddy: int) -> bool:
-        answer = torch.zeros(1, dtype=torch.int64)
-        self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
-        if not answer.item():
+        if not self._answer(buddy):
             self._note(f"member {buddy} has no room for the copy of this member")
             return False
         self.sent_bytes += values.numel()
         self._send(values, buddy, TO_BUDDY)
         return True
+
+    def _answer(self, buddy: int) -> bool:
+        """What a buddy answers."""
+        answer = torch.zeros(1, dtype=torch.int64)
+        self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
+        return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
         """Hear how long it is, and answer; where it will be, or None if nothing comes."""

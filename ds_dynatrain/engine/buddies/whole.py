@@ -13,20 +13,25 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class Had:
-    """A copy that a member has: of which moment, and of which rank then. is_own: of the member itself."""
+    """A copy that a member has: of which moment, and of which rank then. is_own: of the member itself. lacks_frozen:
+    whether there are frozen weights that are in no copy of that moment.
+    """
 
     mark: Mark
     rank: int
     is_own: bool = False
+    lacks_frozen: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"mark": self.mark.to_dict(), "rank": self.rank, "is_own": self.is_own}
+        of_copy = {"rank": self.rank, "is_own": self.is_own, "lacks_frozen": self.lacks_frozen}
+        return {"mark": self.mark.to_dict(), **of_copy}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Had:
         """The inverse."""
-        return Had(Mark.from_dict(record["mark"]), int(record["rank"]), bool(record["is_own"]))
+        mark, rank = Mark.from_dict(record["mark"]), int(record["rank"])
+        return Had(mark, rank, bool(record["is_own"]), bool(record["lacks_frozen"]))
 
 
 @dataclass(frozen=True)

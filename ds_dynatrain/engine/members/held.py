@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ds_dynatrain.engine.buddies.copy import lacks_frozen
 from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.actions import Held
 from ds_dynatrain.engine.members.restoring import kept_by
@@ -62,7 +63,12 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
     kept, mine = kept_by(engine), engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
     return tuple(
-        Had(copy.mark, copy.rank, is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation))
+        Had(
+            copy.mark,
+            copy.rank,
+            is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation),
+            lacks_frozen=lacks_frozen(engine.vps, copy.mark.layout),
+        )
         for copy in (() if kept is None else kept.copies())
     )
 

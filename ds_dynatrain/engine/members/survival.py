@@ -97,10 +97,17 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
         if one.frozen is not None:
             layout, rank = Layout.from_dict(one.frozen[0]), one.frozen[1]
             frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
-    if not frozen or whole.mark.layout.zero_stage == 3:  # there frozen weights are in the copies
+    had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
+    is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
+    if not is_lacking or _has_all(whole.mark.layout):
         return whole
     complete = [each for each in (_complete(layout, alive) for layout, alive in frozen.items()) if each is not None]
     return replace(whole, frozen=Frozen(*complete[0])) if complete else None
+
+
+def _has_all(layout: Layout) -> bool:
+    """Whether frozen weights are in the copies, too."""
+    return layout.zero_stage == 3 or layout.world_size == 1
 
 
 def without(

@@ -1,0 +1,230 @@
+"""Idle members keep copies of those that work, and stand in for the dead; no checkpoint is there.
+
+Where an idle member takes the place of who has died the worlds are of one size, and the losses must be those, bit for
+bit, of a run in which nobody dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import processes
+from tests.elastic.deaths import STEPS, Undisturbed
+from tests.elastic.runs import Static, check_history, finish, gated, history, open_gate, steps_on, training, worker
+
+SCRIPT = Path(__file__).with_name("idling.py")
+
+
+class Idle:
+    """A job of some nodes, of whose members some work. layouts: as in the configuration; fault: of all nodes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        layouts: dict[str, Any],
+        nodes: str,
+        fault: str = "",
+        block: dict[str, Any] | None = None,
+        **given: str,
+    ) -> None:
+        self.stage, self.nodes, variables = stage, nodes, {"STEP_SECONDS": "0.2", **given}
+        block = {"buddies": {"mode": "copy"}, "layouts": layouts, **(block or {})}
+        count = f"{min(map(int, layouts))}:{len(nodes)}"  # it may begin without the one that is to be idle
+        self.job = training(folder, stage, block, script=SCRIPT, nodes=count, variables=variables)
+        try:
+            self.job.coordinator("coordinator")
+            for node in nodes:
+                gated(self.job, node, "gate-all", **({"FAULT": fault.format(node=node)} if fault else {}))
+            self.pids = {node: worker(self.job, node) for node in nodes}
+            open_gate(self.job, "gate-all")
+            self.first = self.job.settled(len(nodes))
+        except BaseException:
+            self.job.clean_up()
+            raise
+
+    @property
+    def working(self) -> list[str]:
+        """The nodes whose members have made the last steps in the newest generation, by rank."""
+        rows = self.job.rows("step")
+        generation, last = max(((row["generation"], row["step"]) for row in rows), default=(0, 0))
+        there = [row for row in rows if row["generation"] == generation and row["step"] >= last - 1]
+        ranks = {row["pid"]: row["rank"] for row in there}  # of the very last one others may not have written
+        found = {ranks[pid]: node for node, pid in self.pids.items() if pid in ranks}
+        return [found[rank] for rank in sorted(found)]
+
+    @property
+    def idle(self) -> list[str]:
+        """All others that live."""
+        status = self.job.status()
+        there = [] if status is None else processes(status)
+        return [node for node in self.nodes if node not in self.working and self.pids[node] in there]
+
+    def keeping(self) -> set[int]:
+        """The members that keep copies by what those that work say, once all copies are whole."""
+        rows = self.job.rows("protection")
+        last = rows[-1]["of"] if rows else {"buddies": {}, "is_protected": False}
+        return {each for keepers in last["buddies"].values() for each in keepers} if last["is_protected"] else set()
+
+    def wait_for_keepers(self, *members: int) -> None:
+        """Until exactly these do."""
+        self.job.wait(lambda: self.keeping() == {*members}, f"copies with {members}")
+        steps_on(self.job, 2)
+
+    def tell(self, file: str, ahead: int = 3, more: str = "") -> int:
+        """See `Deaths.tell`."""
+        step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
+        (self.job.folder / "telling").write_text(f"{step} {more}".strip())
+        (self.job.folder / "telling").rename(self.job.folder / file)
+        return step
+
+    def kill(self, node: str) -> None:
+        """It loses power."""
+        self.job.kill(node, signal.SIGKILL)
+        os.kill(self.pids[node], signal.SIGKILL)
+
+    def check(self, undisturbed: Undisturbed, most_again: int = 1, **layout: int) -> None:
+        """The losses are those of an undisturbed run; nobody makes more steps again than so many."""
+        steps_on(self.job)
+        finish(self.job)
+        wanted, samples = undisturbed.of(zero_stage=self.stage, **layout)
+        losses, found = history(self.job.rows("step"))
+        assert sorted(losses) == list(range(len(losses))) and len(losses) <= STEPS
+        assert found == {step: samples[step] for step in losses}
+        assert losses == {step: wanted[step] for step in losses}
+        for pid in {row["pid"] for row in self.job.rows("step")}:
+            made = [row["step"] for row in self.job.rows("step") if row["pid"] == pid]
+            assert len(made) - len(set(made)) <= most_again, made
+
+    def log(self, *nodes: str) -> str:
+        """What these nodes have written."""
+        return "".join((self.job.folder / f"{node}.log").read_text() for node in nodes)
+
+
+def test_one_of_two_works_and_dies(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Nobody else works: the idle one has a copy of all, and goes on alone."""
+    idle = Idle(tmp_path, 1, {"1": {"data": 1}}, "ab")
+    try:
+        (keeper,) = idle.idle
+        idle.wait_for_keepers(1)
+        idle.kill(*idle.working)
+        idle.job.settled(1, idle.first.generation)
+        assert "from copies that members keep of each other" in idle.log(keeper)
+        idle.check(undisturbed, data=1)
+    finally:
+        idle.job.clean_up()
+
+
+TWO_WORK = {"2": {"data": 2}}
+INSTANTS = ("forward", "backward", "update", "boundary", "ship")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_who_works_dies(tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str, rank: int) -> None:
+    """An idle one takes its place; of one of the two it has the copy, of the other one the living has it."""
+    idle = Idle(tmp_path, stage, TWO_WORK, "abc", instant + " dies-{node} kill")
+    try:
+        idle.wait_for_keepers(0, 2)
+        dying = idle.working[rank]
+        idle.tell(f"dies-{dying}")
+        idle.job.settled(2, idle.first.generation)
+        assert dying not in idle.working and "from copies that members keep" in idle.job.logs()
+        idle.check(undisturbed, most_again=2 if instant == "ship" else 1, data=2)
+    finally:
+        idle.job.clean_up()
+
+
+@pytest.mark.full
+def test_all_who_work_die(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """At once: with as many idle ones nobody who works keeps copies, and nothing is lost with all of them."""
+    idle = Idle(tmp_path, 3, TWO_WORK, "abcd")
+    try:
+        idle.wait_for_keepers(2, 3)
+        keepers = idle.idle
+        for node in idle.working:
+            idle.kill(node)
+        idle.job.settled(2, idle.first.generation)
+        steps_on(idle.job)
+        assert sorted(idle.working) == sorted(keepers)
+        idle.check(undisturbed, data=2)
+    finally:
+        idle.job.clean_up()
+
+
+@pytest.mark.full
+def test_all_who_have_frozen_weights_die(tmp_path: Path) -> None:
+    """At stage 1 all that work have these, and no copy does: the job ends, and says what is gone."""
+    idle = Idle(tmp_path, 1, TWO_WORK, "abcd")
+    try:
+        idle.wait_for_keepers(2, 3)
+        keepers = idle.idle
+        for node in idle.working:
+            idle.kill(node)
+        assert [idle.job.code(node) != 0 for node in keepers] == [True, True]
+        assert "of frozen weights at step" in idle.log(*keepers)
+    finally:
+        idle.job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["at rest", "as a copy arrives"])
+def test_the_idle_one_dies(tmp_path: Path, undisturbed: Undisturbed, how: str) -> None:
+    """Nobody waits for it, and no step is made again; those that work keep each other's copies."""
+    idle = Idle(tmp_path, 2, TWO_WORK, "abc", "arrival dies-{node} kill")
+    try:
+        idle.wait_for_keepers(0, 2)
+        (dying,) = idle.idle
+        if how == "at rest":
+            idle.kill(dying)
+        else:
+            (idle.job.folder / f"dies-{dying}").write_text("0")
+        idle.wait_for_keepers(0, 1)
+        idle.check(undisturbed, most_again=0, data=2)
+    finally:
+        idle.job.clean_up()
+
+
+@pytest.mark.full
+def test_a_switch_puts_it_to_work_and_back(tmp_path: Path, static: Static) -> None:
+    """All three work, then two, and one of these dies."""
+    idle = Idle(tmp_path, 1, TWO_WORK, "abc")
+    try:
+        idle.wait_for_keepers(0, 2)
+        for size, keepers in ((3, (0, 1, 2)), (2, (0, 2))):
+            idle.tell("switches", more=json.dumps({"data": size}))
+            idle.job.wait(lambda size=size: len(idle.working) == size, f"{size} that work")  # type: ignore[misc]
+            idle.wait_for_keepers(*keepers)
+        idle.kill(idle.working[0])
+        idle.job.settled(2, idle.first.generation)
+        steps_on(idle.job)
+        finish(idle.job)
+        check_history(idle.job, static, kills=1)
+    finally:
+        idle.job.clean_up()
+
+
+@pytest.mark.full
+def test_it_stands_in_for_the_dead_without_a_place(tmp_path: Path, static: Static) -> None:
+    """One goes on with what an idle member had of the dead one, who stays idle."""
+    idle = Idle(tmp_path, 1, {"2": {"data": 2}, "3": {"data": 1}, "4": {"data": 2}}, "abcd")
+    try:
+        idle.wait_for_keepers(2, 3)
+        stays, dying = idle.working
+        idle.kill(dying)
+        idle.job.settled(3, idle.first.generation)
+        steps_on(idle.job)
+        assert idle.working == [stays] and len(idle.idle) == 2
+        assert "from copies that members keep" in idle.log(stays)
+        finish(idle.job)
+        check_history(idle.job, static, kills=1)
+    finally:
+        idle.job.clean_up()
