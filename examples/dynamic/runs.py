@@ -64,19 +64,20 @@ class Run:
 
 
 @contextmanager
-def job(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], **layout: Any) -> Iterator[Any]:
-    """An engine over all processes, in two stages, or as layout says."""
-    pipe = int(layout.get("pipe", 2))
-    data = td.get_world_size() // pipe
+def job(
+    dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, Any], rate: float = 2e-3, **block: Any
+) -> Iterator[Any]:
+    """An engine over all processes, in two stages. rate: of learning. block: more of the `dynatrain` block."""
+    data = td.get_world_size() // 2
     batch = dynamism.micro_batch * MICRO_BATCHES * data
     config = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": dynamism.micro_batch,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
         "pipeline": {"partition": "uniform"},
-        "dynatrain": {"layout": {"data": data, "pipe": pipe, **layout}, "balance": dict(balance)},
+        "dynatrain": {"layout": {"data": data, "pipe": 2}, "balance": dict(balance), **block},
     }
     samples = Windows(texts()[0], steps * batch, dynamism.length)
     engine, *_ = ds_dynatrain.initialize(model=pipeline(dynamism, sizes), config=config, training_data=samples)
@@ -107,10 +108,17 @@ def train(dynamism: Dynamism, sizes: Sizes, steps: int, balance: Mapping[str, An
 
 def change(engine: Any, dynamism: Dynamism, progress: float) -> str:
     """Change the layers, and let the engine know: of what is trained no more, and that costs are others."""
+    said = change_only(engine, dynamism, progress)
+    if said:
+        engine.balancer.note(said)
+    return said
+
+
+def change_only(engine: Any, dynamism: Dynamism, progress: float) -> str:
+    """The same without a word on costs: windows find out."""
     said = dynamism.change(layers_of(engine), progress, gather, boundaries(engine)[-1])
     if said:
         engine.update_param_groups()
-        engine.balancer.note(said)
     return said
 
 

@@ -1,0 +1,160 @@
+"""Balance with layers that change: six dynamisms on two stages, each once its layers change no more.
+
+python tools/bench_dynamic.py
+python tools/bench_dynamic.py --only freezing early_exit --json build/dynamic.json --write docs/figures.md
+
+It wants two idle cores and takes about ten minutes. Layers are those of `examples/dynamic`, so what they save is real
+processor time. Of each: a step as predicted from layers timed in it, beside the clock, at even boundaries and at the
+best; 300 steps in which balance acts, windows and pauses included, beside the best boundaries of all, found by trying
+each; what each move gained beside what was predicted; and even boundaries beside the best, by the clock and by the
+slowest stage. DeepSpeed's boundaries of the start are even.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from figures import keep, machine, table
+from launch import launch
+
+NAMES = (
+    "freezing",
+    "pruning",
+    "early_exit",
+    "mixture_of_depths",
+    "sparse_attention",
+    "mixture_of_experts",
+)
+BLOCKS, WIDTH = 8, 96
+NARROW = {"sparse_attention": 64}
+"""Widths of those whose samples are long."""
+OFF, ACTED, GAINED, SHARE = 0.15, 1.05, 0.8, 0.9
+"""Bars: how far a prediction may be off; steps with balance ÷ the best ones; measured ÷ predicted gain, the middle one;
+share of what the slowest stages promise that the clock must show, where cost drifts along depth.
+"""
+DRIFTING = ("freezing", "early_exit")
+HEAD = (
+    "layers",
+    "even boundaries, ms",
+    "best boundaries, ms",
+    "predicted: even",
+    "best",
+    "balance acts: begin of stage 1",
+    "÷ best",
+    "moves: predicted gain",
+    "measured",
+    "even ÷ best",
+    "by slowest stages",
+    "at most",
+)
+
+
+def slowest(said: Mapping[str, Any]) -> float:
+    """Seconds of the stage that computes the longest, of a micro-batch."""
+    layers, cut = said["layers"], said["cut"]
+    return max(sum(layers[start:stop]) for start, stop in itertools.pairwise(cut))
+
+
+def figures(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is held against the bars."""
+    start, best = said["start"], said["best"]
+    layers = start["layers"]
+    return {
+        "off": [each["predicted"] / each["measured"] - 1 for each in (start, best)],
+        "acted": said["acted"] / said["steps"] / min(start["measured"], best["measured"]),
+        "moves": [each for each in said["moves"] if each[1] is not None],
+        "gain": start["measured"] / best["measured"],
+        "promised": slowest(start) / slowest({**best, "layers": layers}),
+        "bound": slowest(start) / max(max(layers), sum(layers) / 2),
+    }
+
+
+def row(name: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """One line of the table."""
+    start, best = said["start"], said["best"]
+    moves = [" ".join(f"{each[side]:.3f}" for each in found["moves"]) for side in (0, 1)]
+    return [
+        f"{name}: {said['said']}",
+        f"{1e3 * start['measured']:.0f}",
+        f"{1e3 * best['measured']:.0f} ({best['cut'][1]})",
+        *(f"{each:+.3f}" for each in found["off"]),
+        f"{said['cut'][1]}",
+        f"{found['acted']:.3f}",
+        *moves,
+        *(f"{found[key]:.3f}" for key in ("gain", "promised", "bound")),
+    ]
+
+
+def verdict(by_name: Mapping[str, Mapping[str, Any]]) -> str:
+    """The bars, and who misses them."""
+    off = max((abs(each), name) for name, found in by_name.items() for each in found["off"])
+    acted = max((found["acted"], name) for name, found in by_name.items())
+    ratios = [measured / predicted for found in by_name.values() for predicted, measured in found["moves"]]
+    shares = [(found["gain"] / found["promised"], name) for name, found in by_name.items() if name in DRIFTING]
+    lines = [
+        _bar(f"predicted steps are off by {off[0]:.3f} at the most ({off[1]})", OFF, off[0] <= OFF),
+        _bar(f"steps with balance take {acted[0]:.3f} of the best at the most ({acted[1]})", ACTED, acted[0] <= ACTED),
+    ]
+    if ratios:
+        middle = median(ratios)
+        lines.append(_bar(f"measured ÷ predicted gain, {len(ratios)} moves: {middle:.2f}", GAINED, middle >= GAINED))
+    if shares:
+        least = min(shares)
+        lines.append(
+            _bar(f"even ÷ best by the clock and by stages: {least[0]:.3f} ({least[1]})", SHARE, least[0] >= SHARE)
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _bar(what: str, bar: float, is_met: bool) -> str:
+    return f"{what}; bar {bar}: {'pass' if is_met else 'missed'}"
+
+
+def measured(names: Sequence[str], steps: int, timed: int) -> dict[str, dict[str, Any]]:
+    """What rank 0 says of each."""
+    found = {}
+    for name in names:
+        given: dict[str, Any] = {
+            "name": name,
+            "blocks": BLOCKS,
+            "width": NARROW.get(name, WIDTH),
+            "steps": steps,
+            "timed": timed,
+        }
+        found[name] = launch("dynamic_ranks.py", 2, 1800, **given)[0][0]
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these dynamisms")
+    parser.add_argument("--steps", type=int, default=300, help="in which balance acts (default 300)")
+    parser.add_argument("--timed", type=int, default=6, help="steps that are timed at each boundary (default 6)")
+    parser.add_argument("--json", type=Path, help="a file for all that was measured")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    asked = parser.parse_args()
+    begin = time.perf_counter()
+    said = measured(asked.only, asked.steps, asked.timed)
+    by_name = {name: figures(each) for name, each in said.items()}
+    text = (
+        f"Measured on: {machine()}.\n\n{table(HEAD, [row(name, said[name], by_name[name]) for name in said])}\n\n"
+        f"{verdict(by_name)}\n\n{asked.steps} steps each in which balance acts; {time.perf_counter() - begin:.0f} s."
+    )
+    print(text)
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps({"said": said, "figures": by_name}, indent=1), encoding="utf-8")
+    if asked.write:
+        keep(asked.write, "bench_dynamic", text)
+
+
+if __name__ == "__main__":
+    main()

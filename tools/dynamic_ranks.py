@@ -1,0 +1,100 @@
+"""One rank of `bench_dynamic.py`: a pipeline of two stages whose layers have changed, with balance and without.
+
+torchrun ... dynamic_ranks.py FOLDER '{"name": "pruning", "blocks": 8, "width": 96, "steps": 300, "timed": 6}'
+
+Layers change after the first step, as far as they do at all. Then steps are timed while balance acts; and, in another
+job, at all boundaries that there are, with what was predicted for those of the start and for the best.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import deepspeed
+import torch.distributed as td
+from launch import Notes
+from workload import quiet
+
+from ds_dynatrain.report import read_events
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from dynamic.model import Dynamism, Sizes
+from dynamic.runs import DYNAMISMS, boundaries, change_only, job, layer_seconds
+
+RATE = 1e-6
+"""Of learning: so small that what layers take stays as it is."""
+SETTLING, AGAIN = 2, 4
+"""Steps after a switch that are not timed, and how many times as many are timed of the best boundaries."""
+
+
+def steps_of(engine: Any, count: int) -> list[float]:
+    """Seconds of each step."""
+    found = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        engine.train_batch()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def acting(dynamism: Dynamism, sizes: Sizes, steps: int, file: Path) -> dict[str, Any]:
+    """What so many steps take while layers move by themselves, all included, and what came of each move."""
+    balance = {"mode": "act", "horizon_steps": steps}
+    with job(dynamism, sizes, steps, balance, RATE, report={"jsonl": str(file)}) as engine:
+        engine.train_batch()
+        said = change_only(engine, dynamism, 1.0)
+        seconds, cut = steps_of(engine, steps), boundaries(engine)
+    moves = [[each.predicted_gain, each.measured_gain] for each in (read_events(file) if file.exists() else [])]
+    return {"said": said, "acted": sum(seconds), "steps": steps, "moves": moves, "cut": cut}
+
+
+def tried(dynamism: Dynamism, sizes: Sizes, timed: int) -> dict[str, Any]:
+    """The middle step at all boundaries; at the best and those of the start of more steps, beside predictions."""
+    balance = {"mode": "advise", "every_steps": 10**6}
+    with job(dynamism, sizes, 4 * timed, balance, RATE) as engine:
+        engine.train_batch()
+        change_only(engine, dynamism, 1.0)
+        start = boundaries(engine)
+        found = {}
+        for cut in ((0, at, start[-1]) for at in range(1, start[-1])):
+            found[cut] = at_boundaries(engine, cut, timed)["measured"]
+        best = min(found, key=lambda cut: found[cut])
+        both = [at_boundaries(engine, cut, AGAIN * timed, window=True) for cut in (start, best)]
+    return {"start": both[0], "best": both[1], "all": [[cut[1], seconds] for cut, seconds in found.items()]}
+
+
+def at_boundaries(engine: Any, cut: tuple[int, ...], timed: int, window: bool = False) -> dict[str, Any]:
+    """The middle one of so many steps there, the same on all members; and a prediction, if a window is wanted."""
+    if cut != boundaries(engine):
+        engine.switch(boundaries=cut, at=engine.global_steps)
+    steps_of(engine, SETTLING)
+    said: dict[str, Any] = {"cut": cut}
+    if window:
+        engine.balancer.note("timed now")
+        engine.train_batch()
+        layers = layer_seconds(engine.balancer.profile)
+        said |= {"predicted": engine.balancer.advise().present_time.seconds, "layers": layers}
+    mine = [median(steps_of(engine, timed))] * td.get_world_size()
+    td.broadcast_object_list(mine, 0)
+    return {**said, "measured": mine[0]}
+
+
+def main() -> None:
+    """Measure one dynamism."""
+    folder, wanted = sys.argv[1], json.loads(sys.argv[2])
+    quiet()
+    deepspeed.init_distributed("gloo", verbose=False)
+    notes = Notes(folder, td.get_rank())
+    dynamism, sizes = DYNAMISMS[wanted["name"]], Sizes(wanted["blocks"], wanted["width"])
+    found: Mapping[str, Any] = acting(dynamism, sizes, wanted["steps"], Path(folder) / "switches.txt")
+    notes.write({**found, **tried(dynamism, sizes, wanted["timed"])})
+
+
+if __name__ == "__main__":
+    main()
