@@ -59,7 +59,7 @@ HEAD = (
 def slowest(said: Mapping[str, Any]) -> float:
     """Seconds of the stage that computes the longest, of a micro-batch."""
     layers, cut = said["layers"], said["cut"]
-    return max(sum(layers[start:stop]) for start, stop in itertools.pairwise(cut))
+    return float(max(sum(layers[start:stop]) for start, stop in itertools.pairwise(cut)))
 
 
 def figures(said: Mapping[str, Any]) -> dict[str, Any]:

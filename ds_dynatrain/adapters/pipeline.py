@@ -24,8 +24,11 @@ from ds_dynatrain.adapters.template import Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
-PARAMETERS, UNIFORM, TYPE = "parameters", "uniform", "type:"
-"""DeepSpeed's partition methods; the last one is followed by a pattern for the names of layer classes."""
+PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
+"""DeepSpeed's partition methods; "type:" is followed by a pattern for the names of layer classes, and "profile" is a
+name without anything behind it there."""
+Cut = Callable[[int, int], tuple[int, ...]]
+"""Cuts so many layers into so many stages."""
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -39,8 +42,8 @@ class PipelineTemplate:
 
     layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
     tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts: the boundaries that the module
-    was built with: those of as many stages, whatever the method says. counts_all: whether a partition by parameters
-    counts all experts, and not those of a rank alone.
+    was built with: those of as many stages, unless the method is "profile". cut: does what that method says.
+    counts_all: whether a partition by parameters counts all experts, and not those of a rank alone.
     """
 
     layers: tuple[Template | None, ...]
@@ -49,10 +52,11 @@ class PipelineTemplate:
     tied: Mapping[str, tuple[str, ...]]
     method: str = PARAMETERS
     parts: tuple[int, ...] = ()
+    cut: Cut | None = None
     counts_all: bool = False
 
     @staticmethod
-    def of(model: PipelineModule, method: str = PARAMETERS) -> PipelineTemplate:
+    def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
         """Read a module that has all layers, and let it make its layers from the template from now on.
 
         UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
@@ -69,6 +73,7 @@ class PipelineTemplate:
             {key: tuple(attributes) for key, attributes in model.tied_weight_attrs.items()},
             method.lower(),
             tuple(map(int, model.parts)),
+            cut,
         )
         model._layer_specs = [
             spec if layer is None else giving(spec, layer.copy)
@@ -154,6 +159,8 @@ class PipelineTemplate:
         return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
 
     def _partition(self, pipe: int, expert: int) -> tuple[int, ...]:
+        if self.method == PROFILE and self.cut is not None:
+            return self.cut(len(self.layers), pipe)
         if pipe == len(self.parts) - 1:
             return self.parts
         if self.method == UNIFORM:

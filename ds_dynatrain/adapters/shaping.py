@@ -16,7 +16,7 @@ from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.children import pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.module_state import pass_on
-from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.pipeline import Cut, is_pipeline
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.template import ModelFactory
@@ -34,15 +34,16 @@ def shaper_of(
     lists: Sequence[list[nn.Parameter]] = (),
     factory: ModelFactory | None = None,
     owners: Mapping[int, int] | None = None,
+    cut: Cut | None = None,
 ) -> Shaper:
     """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
 
     From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
     parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
-    owners: see `staged.put_together`.
+    owners: see `staged.put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
-        return PipelineShaper(model, config, member, lists, owners)
+        return PipelineShaper(model, config, member, lists, owners, cut)
     if experts.is_on(config):
         return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
     if layers_with_experts(model):

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.children import Made, with_memory
 from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
 from ds_dynatrain.adapters.grid import StageGrid
-from ds_dynatrain.adapters.pipeline import PARAMETERS, PipelineTemplate, giving, layer_of
+from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, giving, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.shaper import Shaper
@@ -39,16 +39,17 @@ class PipelineShaper(Shaper):
         member: int = 0,
         lists: Sequence[list[nn.Parameter]] = (),
         owners: Mapping[int, int] | None = None,
+        cut: Cut | None = None,
     ) -> None:
         """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
-        built with. owners: see `staged.put_together`.
+        built with. owners: see `staged.put_together`. cut: what the method "profile" does.
         """
         method = (config.get("pipeline") or {}).get("partition", "best")
         self.autoep: StageExperts | None = None
         self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
-        self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method)
+        self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
         if experts.is_on(config):
             self.autoep = StageExperts(model, self.template, config, bool(lists), owners or {})

@@ -39,6 +39,7 @@ from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle
+from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import usage
 
@@ -199,6 +200,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
     try:
         lists, said = lists_of(arguments), described(own, settings)
         entry.membership.refuse(settings, model)
+        cut = cut_by_profile(own, settings, entry, said) if is_pipeline(model) else None
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
@@ -210,7 +212,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             sizes = BatchSizes.of(own, layout.data)
         own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
         features = features_of(model, own, mpu)
-        shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners)
+        shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
         records = introduce(entry, incoming)
         seed = int((entry.record or records[0])["seed"])

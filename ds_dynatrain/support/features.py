@@ -61,7 +61,8 @@ PARALLELISM = (
     *works(
         "",
         "pipeline",
-        "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with; "
+        "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with, "
+        'of all numbers if it is ["profile"](balance.md#boundaries-of-the-start); '
         "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
         _PIPELINE,
         below=True,
