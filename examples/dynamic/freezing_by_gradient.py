@@ -43,12 +43,14 @@ class WatchedBlock(Block):
 
 
 def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
-    """Freeze those that have come to rest, from the first block on; the embedding with the first one."""
-    changes = gather({number: each.look() for number, each in layers.items() if isinstance(each, WatchedBlock)})
-    middle, until = sorted(changes.values())[len(changes) // 2], 1
+    """Freeze those that have come to rest, from the first block that is trained on; with it the embedding."""
+    blocks = {number: each for number, each in layers.items() if isinstance(each, WatchedBlock)}
+    changes = gather({number: each.look() for number, each in blocks.items() if each.up.weight.requires_grad})
+    middle, first = sorted(changes.values())[len(changes) // 2], min(changes)
+    until = first
     while until < most(progress, count) and changes[until] <= middle:
         until += 1
-    return freeze(layers, until if until > 1 else 0)
+    return freeze(layers, until) if until > first else ""
 
 
 DYNAMISM = Dynamism(WatchedBlock, change)
