@@ -197,7 +197,7 @@ def main() -> None:
     text += table(head, map(line, rows))
     print(text)
     if args.write is not None:
-        keep(args.write, "deaths", text)
+        keep(args.write, "deaths" if args.beside is None else "deaths_beside", text)
     if any(row.faults for row in rows):
         sys.exit(1)
 

@@ -15,6 +15,7 @@ from tests.elastic.runs import (
     finish,
     gated,
     history,
+    node_of,
     open_gate,
     steps_on,
     training,
@@ -91,6 +92,11 @@ class Deaths:
         (self.job.folder / "telling").write_text(f"{step} {more}".strip())
         (self.job.folder / "telling").rename(self.job.folder / file)
         return step
+
+    def of_another_pair(self, node: str) -> str:
+        """A node of four, in two pairs by their ranks, which are as they came, that is not the buddy of this one."""
+        by_rank = [node_of(self.job, self.first, rank) for rank in range(4)]
+        return by_rank[(by_rank.index(node) + 2) % 4]
 
     def check(self, undisturbed: Undisturbed, most_again: int = 1, half_told: Collection[int] = ()) -> None:
         """The losses are those of the undisturbed run; nobody makes more than so many steps again in all.

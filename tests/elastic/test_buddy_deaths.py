@@ -90,9 +90,10 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Undisturbed)
 @pytest.mark.parametrize("instant", ["forming", "answer"])
 def test_one_dies_while_it_gives_copies(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
     """Two pairs of buddies lose a member each, the second one in the midst of the restoration, or as it begins."""
-    faults = {"b": "boundary dies kill", "c": f"{instant} dies kill"}
+    faults = {"b": "boundary dies kill", **{node: f"{instant} {node} kill" for node in "acd"}}
     deaths = Deaths(tmp_path, 1, faults, ("a", "b", "c", "d"), spares=2)
     try:
+        deaths.tell(deaths.of_another_pair("b"))
         deaths.tell()
         settled = deaths.job.settled(4, deaths.first.generation)
         assert len(set(processes(settled)) - set(processes(deaths.first))) == 2, deaths.job.logs()

@@ -92,8 +92,7 @@ def test_one_dies_while_it_gives_copies_of_the_other(tmp_path: Path, undisturbed
     faults = {"b": "boundary dies kill", **{node: f"{instant} {node} kill" for node in "acd"}}
     deaths = of_several(tmp_path, (1, 2), faults, *"abcd", spares=2)
     try:
-        by_rank = [node_of(deaths.job, deaths.first, rank) for rank in range(4)]
-        deaths.tell(by_rank[(by_rank.index("b") + 2) % 4])  # not its buddy
+        deaths.tell(deaths.of_another_pair("b"))
         deaths.tell()
         settled = deaths.job.settled(4, deaths.first.generation)
         assert len(set(processes(settled)) - set(processes(deaths.first))) == 2, deaths.job.logs()
