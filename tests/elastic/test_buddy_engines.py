@@ -179,3 +179,22 @@ def test_one_dies_after_one_engine_has_switched(train: Callable[..., Job], stati
     (log,) = [(job.folder / f"{name}.log").read_text() for name in {"a", "b"} - {dead}]
     assert log.count("from copies that members keep of each other") == 2, log
     check_all(job, static, kills=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [(1, 3), (0, 2)])
+def test_who_has_no_place_gives_what_it_has(train: Callable[..., Job], static: Static, stages: tuple[int, int]) -> None:
+    """Two are left of three, and there is a layout for one: the other one gives copies of both engines, and waits."""
+    block = {**COPIES, "layouts": {"3": {"data": 3}, "1": {"data": 1}}}
+    job = train(nodes="1:4", stage=stages[0], script=SEVERAL, variables={"BESIDE": str(stages[1])}, block=block)
+    job.coordinator("coordinator")
+    for node in "abc":
+        job.node(node, is_host=0)
+    three = job.settled(3)
+    steps_on(job)
+    job.kill(node_of(job, three, 1))
+    made = job.wait(lambda: [row for row in job.rows("step") if row["generation"] > three.generation], "a world of one")
+    assert made[0]["size"] == 1
+    steps_on(job)
+    finish(job, *living(job))
+    check_all(job, static, kills=1)
