@@ -66,11 +66,20 @@ class Idle:
         there = [] if status is None else processes(status)
         return [node for node in self.nodes if node not in self.working and self.pids[node] in there]
 
-    def keeping(self) -> set[int]:
-        """The members that keep copies by what those that work say, once all copies are whole."""
+    def buddies(self) -> dict[str, list[int]]:
+        """By what those that work say, once all copies are whole."""
         rows = self.job.rows("protection")
-        last = rows[-1]["of"] if rows else {"buddies": {}, "is_protected": False}
-        return {each for keepers in last["buddies"].values() for each in keepers} if last["is_protected"] else set()
+        last: dict[str, Any] = rows[-1]["of"] if rows else {"buddies": {}, "is_protected": False}
+        return last["buddies"] if last["is_protected"] else {}
+
+    def keeping(self) -> set[int]:
+        """The members that keep copies by that."""
+        return {each for keepers in self.buddies().values() for each in keepers}
+
+    def idle_keep_all(self) -> bool:
+        """Whether two work, and two others keep their copies."""
+        buddies = self.buddies()
+        return len(buddies) == 2 and len(self.keeping() - {*map(int, buddies)}) == 2
 
     def wait_for_keepers(self, *members: int) -> None:
         """Until exactly these do."""
@@ -217,7 +226,8 @@ def test_it_stands_in_for_the_dead_without_a_place(tmp_path: Path, static: Stati
     """One goes on with what an idle member had of the dead one, who stays idle."""
     idle = Idle(tmp_path, 1, {"2": {"data": 2}, "3": {"data": 1}, "4": {"data": 2}}, "abcd")
     try:
-        idle.wait_for_keepers(2, 3)
+        idle.job.wait(idle.idle_keep_all, "copies with the idle ones")  # who works depends on who came when
+        steps_on(idle.job, 2)
         stays, dying = idle.working
         idle.kill(dying)
         idle.job.settled(3, idle.first.generation)
