@@ -18,7 +18,7 @@ from tests.engine import jobs
 from tests.engine.pool import RankPool
 
 NAMES = {
-    *("switch", "plan", "suggest", "balancer", "on_switch", "last_switch", "is_switching", "boundary"),
+    *("switch", "plan", "suggest", "balancer", "meter", "on_switch", "last_switch", "is_switching", "boundary"),
     *("layout", "members", "member", "rank", "generation", "idle", "is_discarded"),
     *("loader", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
     *("data", "data_rank", "sequence", "sequence_rank"),
