@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as td
 from launch import Notes
 from workload import quiet
@@ -80,9 +81,9 @@ def at_boundaries(engine: Any, cut: tuple[int, ...], timed: int, window: bool = 
         engine.train_batch()
         layers = layer_seconds(engine.balancer.profile)
         said |= {"predicted": engine.balancer.advise().present_time.seconds, "layers": layers}
-    mine = [median(steps_of(engine, timed))] * td.get_world_size()
-    td.broadcast_object_list(mine, 0)
-    return {**said, "measured": mine[0]}
+    took = torch.tensor([median(steps_of(engine, timed))], dtype=torch.float64)
+    td.broadcast(took, 0)
+    return {**said, "measured": took.item()}
 
 
 def main() -> None:
