@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.device import synchronize
@@ -123,7 +122,7 @@ class ChildTimer:
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
         """Of those that no module has given so far."""
-        leaves = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor) and each.requires_grad]
+        leaves = [each for each in _tensors(tensors) if each.requires_grad]
         known = {id(each) for each in self._given}
         found = [each for each in leaves if id(each) not in known and not isinstance(each, nn.Parameter)]
         for tensor in found:
@@ -134,3 +133,14 @@ class ChildTimer:
         """From now on time is a module's, or the rest's."""
         if self._marks is not None:
             self._marks.append((whose, now()))
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in lists, tuples and dictionaries, such as the outputs of transformers."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from _tensors(tuple(given.values()))
+    elif isinstance(given, list | tuple):
+        for part in given:
+            yield from _tensors(part)

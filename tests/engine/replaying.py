@@ -31,7 +31,7 @@ def begin(engine: Any) -> Replay:
     parts.buddies = SimpleNamespace(
         watched_step=replay.watched_step,
         finish_step=replay.finish,
-        settle=lambda: None,
+        settle=lambda is_aborted: None,
     )
     return replay
 
