@@ -19,14 +19,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("buddies", "instant"),
-    [
-        (COPIES, "layer"),
-        pytest.param(COPIES, "boundary", marks=pytest.mark.full),
-        pytest.param(REPLAY, "replica", marks=pytest.mark.full),
-        pytest.param(COPIES, "loss", marks=pytest.mark.full),
-    ],
+    ("buddies", "instant"), [(COPIES, "layer"), (COPIES, "boundary"), (REPLAY, "replica"), (COPIES, "loss")]
 )
 def test_a_death_in_a_window(
     tmp_path: Path, undisturbed: Undisturbed, buddies: dict[str, object], instant: str

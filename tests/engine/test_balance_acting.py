@@ -169,6 +169,7 @@ def failing() -> tuple[list[float], list[Any]]:
         return trained(acting(settings(EVEN, train_batch_size=24), cooldown_steps=6), burning(SECONDS), 26)
 
 
+@pytest.mark.full
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 def test_a_move_that_fails_is_tried_again_after_the_cooldown(pool: RankPool) -> None:
     for _, events in pool.run(failing, seconds=120)[:WORKING]:
