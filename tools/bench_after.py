@@ -27,6 +27,7 @@ from launch import launch
 from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal, shares_of
+from ds_dynatrain.balance.memory import peak_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import Layout
@@ -34,8 +35,10 @@ from ds_dynatrain.space import Layout
 FORWARD, BACKWARD, LAYERS = 0.008, 0.016, 6
 """Seconds of a layer for a micro-batch."""
 BATCH, MICRO_BATCH, STEPS = 64, 4, 5
-BAR, ROOM = 0.95, 1.15
+BAR, ROOM = 0.95, 1.25
 """Of the best measured throughput; by how much a step may take longer than predicted."""
+MEMORY = 1.5
+"""Of a member, by what it needs in the layout that it begins in; so not every member can have all layers."""
 SLOW_STEPS, ANSWERED_WITHIN, SLOW_FROM = 20, 5, 30
 """That a member must be slow for; after which it must be answered; the step from which it is."""
 
@@ -59,7 +62,7 @@ class Case:
                 name=f"sleeper.{place}",
                 forward_seconds=FORWARD * share,
                 backward_seconds=BACKWARD * share,
-                kind_bytes={"weight": 0},
+                kind_bytes={"weight": 100},
             )
             for place, share in enumerate(self.share)
         )
@@ -77,7 +80,18 @@ class Case:
 
     def chosen(self) -> Layout:
         """What a job takes."""
-        return choose(self.profile, self.before, Members(self.speeds), Search(zero_stages=(1,), count=1))[0].layout
+        members = Members(self.speeds, self.memory_bytes)
+        return choose(self.profile, self.before, members, Search(zero_stages=(1,), count=1))[0].layout
+
+    @property
+    def memory_bytes(self) -> int:
+        """That a member has."""
+        return int(MEMORY * self.needed(self.before))
+
+    def needed(self, layout: Layout) -> int:
+        """Bytes of the rank with the most."""
+        deal = Deal.of(self.profile, layout, pipeline=True)
+        return max(stage.total for stage in peak_bytes(self.profile, layout, deal))
 
     def dropped(self) -> Layout | None:
         """Without the column of the member that is lost or slow; None if it is the only one, or nobody is either."""
@@ -118,7 +132,8 @@ class Case:
 
     def _is_possible(self, layout: Layout) -> bool:
         try:
-            return is_possible(layout, Deal.of(self.profile, layout, pipeline=True), pipeline=True)
+            deal = Deal.of(self.profile, layout, pipeline=True)
+            return self.needed(layout) <= self.memory_bytes and is_possible(layout, deal, pipeline=True)
         except LayoutError:
             return False
 

@@ -36,7 +36,10 @@ def can_judge(move: Made, measured: Measured) -> bool:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of both passes of each layer, and their standard errors."""
+    """Seconds of both passes of each layer for a sample, and their standard errors.
+
+    For a sample, as another layout may cut the batch into micro-batches of another size.
+    """
 
     seconds: tuple[float, ...]
     errors: tuple[float, ...]
@@ -46,7 +49,7 @@ class Costs:
         """As measured."""
         passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
-        return cls(tuple(passes.tolist()), tuple(errors.tolist()))
+        return cls(*(tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors)))
 
     def differ(self, now: Costs, places: Bools, least: float) -> bool:
         """Whether those at some places are others now, by `least` of the whole at least."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,16 @@ def test_other_costs_of_layers_that_stayed_leave_it_open_to_nobody() -> None:
     assert tripled.verdict is Verdict.BACK, "they explain too little of it"
     by_moving = profile((3.0, 4.0, 1.0, 1.0), batch=8, speeds=(1.0, 1.0))
     assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, by_moving).verdict is Verdict.BACK
+
+
+def test_micro_batches_of_another_size_are_no_other_costs() -> None:
+    """A layer takes half as long for half of the samples."""
+    halved = replace(profile((1.5, 0.5, 0.5, 0.5), batch=8, speeds=(1.0, 1.0)), micro_batch_size=1)
+    whole = replace(HEAVY, micro_batch_size=2)
+    course = after(Course.new(RULES), 20, STEP, EVEN, whole)
+    assert course.wanted is not None
+    course = after(course.moved(course.wanted, 21, EVEN), 40, Measured(85.0, 0.5, 8), FRONT, halved)
+    assert course.verdict is Verdict.KEPT and course.gain == pytest.approx(0.15)
 
 
 def test_what_fails_waits() -> None:
