@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as td
 
 import ds_dynatrain
@@ -128,10 +130,15 @@ def layers_of(engine: Any) -> Layers:
 
 
 def gather(mine: Mapping[int, Any]) -> Mapping[int, Any]:
-    """What is said of each layer by the first process that holds it, on all."""
-    said: list[Mapping[int, Any]] = [{}] * td.get_world_size()
-    td.all_gather_object(said, mine)
-    return {number: value for each in reversed(said) for number, value in each.items()}
+    """What is said of each layer by the first process that holds it, on all: numbers and lists of them, as JSON."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(td.get_world_size())]
+    td.all_gather(sizes, torch.tensor([len(text)]))
+    longest = max(int(size) for size in sizes)
+    said = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    td.all_gather(said, torch.cat([text, torch.zeros(longest - len(text), dtype=torch.uint8)]))
+    found = [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(said, sizes, strict=True)]
+    return {int(number): value for each in reversed(found) for number, value in each.items()}
 
 
 def boundaries(engine: Any) -> tuple[int, ...]:
