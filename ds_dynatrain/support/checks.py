@@ -157,6 +157,17 @@ def scales_gradients(target: Target) -> Refusal | None:
     return None
 
 
+def times_stages(target: Target) -> Refusal | None:
+    """DeepSpeed 0.19.8 starts the timer of a backward pass twice on every stage but the last."""
+    if target.layout.pipe == 1:
+        return None
+    return Refusal(
+        "with more than one stage DeepSpeed 0.19.8 starts its timer of a backward pass twice, and fails with "
+        "'bwd_microstep timer has already been started'",
+        "leave the key out, or take pipe=1; the balance block times layers",
+    )
+
+
 def _has_compiler() -> bool:
     return any(shutil.which(name) is not None for name in ("c++", "g++"))
 

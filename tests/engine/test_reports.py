@@ -8,7 +8,9 @@ from typing import Any
 import deepspeed
 import pytest
 
-from tests.engine import jobs
+from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.space import Layout
+from tests.engine import jobs, pipeline_walks
 from tests.engine.pool import RankPool
 
 SCHEDULE: jobs.Schedule = {2: (4, 3), 4: (3, 1), 5: (2, 3), 6: (4, 0), 7: (2, 2)}
@@ -61,6 +63,33 @@ def test_reports_go_on(pool: RankPool, tmp_path: Path, profile_step: int) -> Non
     record: Any = found[0]
     assert sorted(record.notes["timers"]) == list(range(1, STEPS + 1))
     assert record.notes["summary"]
+
+
+def timed_stages() -> tuple[list[float], str]:
+    """Losses of a pipeline of one stage with DeepSpeed's timers, and why there can be no second one."""
+    with pipeline_walks.job(
+        pipeline_walks.settings(Layout(zero_stage=1, data=2), wall_clock_breakdown=True), "tied"
+    ) as made:
+        losses = [made.engine.train_batch().item() for _ in range(2)]
+        with pytest.raises(SwitchRefused) as caught:
+            made.engine.switch(pipe=2, data=1)
+        return losses, str(caught.value)
+
+
+def started_in_stages() -> str:
+    """What `initialize` says of two stages."""
+    settings = pipeline_walks.settings(Layout(zero_stage=1, pipe=2), wall_clock_breakdown=True)
+    with pytest.raises(ConfigError) as caught, pipeline_walks.job(settings, "tied"):
+        pass
+    return str(caught.value)
+
+
+def test_timers_of_stages_are_refused_by_name(pool: RankPool) -> None:
+    """Plain DeepSpeed 0.19.8 starts a timer twice on every stage but the last: an AssertionError in the first step."""
+    for losses, said in pool.run(timed_stages)[:2]:
+        assert len(losses) == 2 and "wall_clock_breakdown: with more than one stage DeepSpeed 0.19.8" in said
+    for said in pool.run(started_in_stages):
+        assert "wall_clock_breakdown: with more than one stage DeepSpeed 0.19.8" in said and "pipe=1" in said
 
 
 def plain_case() -> jobs.Record:
