@@ -131,6 +131,15 @@ class Course:
         """With what is known of costs by now. since: see `History`."""
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
+    def in_doubt(self) -> Course:
+        """With one more window that differs from those before it: nothing is judged or decided until the next one."""
+        return self._unjudged(
+            "this window differs from those before it: the next one is to say whether costs have changed"
+        )
+
+    def _unjudged(self, why: str) -> Course:
+        return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why=why)
+
     def after(
         self,
         rules: Rules,
@@ -143,7 +152,7 @@ class Course:
         """With one more window. measured: a step by the clock. present: with its boundaries. advise: what would be
         faster; LayoutError if nothing fits.
         """
-        course = replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, why="")
+        course = self._unjudged("")
         open_move = self.history.open
         if open_move is not None and can_judge(open_move, measured):
             least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / open_move.before_seconds))

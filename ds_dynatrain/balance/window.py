@@ -1,7 +1,7 @@
 """From the passes of one window to a profile: medians over micro-batches, one view of all ranks, means over windows.
 
 A rank has a row for each layer of its stage (`COLUMNS`, float64). The rows of all ranks make one window; windows are
-averaged while costs stay what they are, and begun anew when they have changed.
+averaged while costs stay what they are, and begun anew when two in a row say that they have changed.
 """
 
 from __future__ import annotations
@@ -117,10 +117,20 @@ def _merged(found: Floats) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True, eq=False)
+class Doubted:
+    """A window that differs from those before it: [layers, COLUMNS], as of a step."""
+
+    rows: Floats
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
 class Averaged:
     """The mean over windows. batch: (samples of a step, of a micro-batch). since: see `decision.History`.
 
-    windows: how many it is of. speeds: of the last one.
+    windows: how many it is of. speeds: of the last one. doubted: the last one, where it is not in the mean: layers that
+    have not changed may take a third longer in all passes of one window, as where a core is shared, so costs are others
+    only once the next window says the same.
     """
 
     rows: Floats
@@ -128,6 +138,7 @@ class Averaged:
     batch: tuple[int, int]
     windows: int = 1
     since: tuple[int, ...] = (0,)
+    doubted: Doubted | None = None
 
     @classmethod
     def after(
@@ -140,29 +151,46 @@ class Averaged:
         now = cls(window.rows, window.speeds, batch, since=(step,))
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
             return now
-        if is_new or _differ(before.rows, window.rows, least):
-            return cls(window.rows, window.speeds, batch, since=(*before.since, step)[-REMEMBERED:])
-        share = max(NEW_SHARE, 1 / (before.windows + 1))
-        rows = (1 - share) * before.rows + share * window.rows
-        rows[:, _ERRORS] = np.hypot((1 - share) * before.rows[:, _ERRORS], share * window.rows[:, _ERRORS])
-        return cls(rows, window.speeds, batch, before.windows + 1, before.since)
+        if is_new:
+            return before._begun_anew(window, step)
+        if not _differ(before.rows, window.rows, least):
+            return before._with(window)
+        doubted = before.doubted
+        if doubted is not None and _is_nearer(window.rows, doubted.rows, before.rows):
+            return before._begun_anew(window, doubted.step)
+        return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
+
+    def _begun_anew(self, window: Window, step: int) -> Averaged:
+        """Costs are others since a step. The window that was doubted stays out: it may have been noise all the same."""
+        return Averaged(window.rows, window.speeds, self.batch, since=(*self.since, step)[-REMEMBERED:])
+
+    def _with(self, window: Window) -> Averaged:
+        share = max(NEW_SHARE, 1 / (self.windows + 1))
+        rows = (1 - share) * self.rows + share * window.rows
+        rows[:, _ERRORS] = np.hypot((1 - share) * self.rows[:, _ERRORS], share * window.rows[:, _ERRORS])
+        return Averaged(rows, window.speeds, self.batch, self.windows + 1, self.since)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives the same, every digit of it."""
+        doubted = self.doubted
         return {
             "rows": self.rows.tolist(),
             "speeds": list(self.speeds),
             "batch": list(self.batch),
             "windows": self.windows,
             "since": list(self.since),
+            "doubted": None if doubted is None else [doubted.rows.tolist(), doubted.step],
         }
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Averaged:
         """The inverse of `to_json`."""
+        doubted = None
+        if said["doubted"] is not None:
+            doubted = Doubted(np.array(said["doubted"][0], dtype=np.float64), int(said["doubted"][1]))
         rows = np.array(said["rows"], dtype=np.float64)
         batch = int(said["batch"][0]), int(said["batch"][1])
-        return cls(rows, tuple(said["speeds"]), batch, int(said["windows"]), tuple(said["since"]))
+        return cls(rows, tuple(said["speeds"]), batch, int(said["windows"]), tuple(said["since"]), doubted)
 
     def profile(self, layers: Sequence[Known], source: str = "") -> Profile:
         """With what is known of the layers."""
@@ -185,6 +213,16 @@ class Averaged:
 
 
 def _differ(before: Floats, after: Floats, least: float) -> bool:
-    seconds = [rows[:, _PASSES].sum(axis=1) for rows in (before, after)]
     errors = [np.sqrt((rows[:, _ERRORS][:, _PASSES] ** 2).sum(axis=1)) for rows in (before, after)]
-    return costs_differ(seconds[0], seconds[1], np.hypot(errors[0], errors[1]), least)
+    return costs_differ(_seconds(before), _seconds(after), np.hypot(errors[0], errors[1]), least)
+
+
+def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
+    """Whether layers take times that are nearer to those of the one than to those of the other."""
+    distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
+    return bool(distances[0] < distances[1])
+
+
+def _seconds(rows: Floats) -> Floats:
+    """[layers], of both passes."""
+    return np.asarray(rows[:, _PASSES].sum(axis=1))

@@ -74,7 +74,8 @@ class Balancer:
         """Segment of training, and how often what is trained has changed."""
         self._settled = self._next = 0
         """The steps from which one may be timed, and at which the next window is due."""
-        self._is_noted = False
+        self._are_new = False
+        """Whether costs are known to be others than those of the windows so far."""
         self._noted: tuple[str, int] = ("", 0)
         """Where `note` was called last, and how often there."""
         made.listeners.append(self._note_switch)
@@ -102,7 +103,7 @@ class Balancer:
 
         session = Session(engine.control, key, engine.members, what, stop=stop)
         session.agree(Request({"step": engine.global_steps}), True, _cannot_note, ask_for_different_things)
-        self._is_noted, self._next, self._timer = True, engine.global_steps, None
+        self._are_new, self._next, self._timer = True, engine.global_steps, None
         self._steps.forget()
         if engine.rank == 0:
             logger.info("balance: %s: layers are timed at the next step", text)
@@ -192,6 +193,7 @@ class Balancer:
         engine = self._engine
         now, step = (engine.segment, len(engine.registered)), engine.global_steps
         if now != self._at:
+            self._are_new |= now[1] != self._at[1]
             self._at, self._timer = now, None
             self._settled = self._next = step + SETTLING
             self._steps.forget()
@@ -225,21 +227,22 @@ class Balancer:
     def _interval(self) -> int:
         """Steps from the begin of a window to that of the next, the same on all: they have one course by now.
 
-        Moves are judged as soon as there are steps enough, and a member that becomes slow is to be seen in time.
+        Moves are judged as soon as there are steps enough, a member that becomes slow is to be seen in time, and a
+        window that is in doubt has the next one soon.
         """
         settings = self._settings
         limits = [settings.every_steps]
         if settings.acts and settings.slow_ratio is not None:
             limits.append(settings.slow_seen_steps)
-        if self._acting.is_open:
+        if self._acting.is_open or (self._averaged is not None and self._averaged.doubted is not None):
             limits.append(ENOUGH_STEPS)
         return max(settings.window_steps, min(limits))
 
     def _share(self, times: StageTimes) -> Course:
         """Let all have the profile of all, and what is decided from it."""
         engine, steps = self._engine, self._engine.global_steps
-        measured = self._steps.measured(), self._steps.measured(self._settings.window_steps)
-        seconds = dict(zip(("steps", "window"), map(astuple, measured), strict=True))
+        measured = self._steps.measured(), self._steps.measured(self._steps_if_changed(steps))
+        seconds = dict(zip(("steps", "newest"), map(astuple, measured), strict=True))
         mine = {"rows": self._model.rows(times).tolist(), **seconds}
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
@@ -248,12 +251,17 @@ class Balancer:
         if self._shared is not None and self._shared.board is session.board:
             self._shared.forget_answer("rows")
         self._shared = session
+        if said["has_changed"]:
+            self._steps.forget(but=self._steps_if_changed(steps))
         self._averaged, self._pause = Averaged.from_json(said["averaged"]), Pause(*said["pause"])
-        self._is_noted, self._step_seconds = False, float(said["step_seconds"])
-        if said["has_changed"]:  # steps before this window had other costs
-            self._steps.forget(but=self._settings.window_steps)
+        self._are_new, self._step_seconds = False, float(said["step_seconds"])
         self.profile = self._profile(self._averaged)
         return Course.from_json(said["course"])
+
+    def _steps_if_changed(self, step: int) -> int:
+        """Steps that have the new costs, if a window that ends now says so: those since the one in doubt began."""
+        doubted = None if self._averaged is None else self._averaged.doubted
+        return self._settings.window_steps + (0 if doubted is None else step - doubted.step)
 
     def _profile(self, averaged: Averaged) -> Profile:
         engine = self._engine
@@ -266,14 +274,16 @@ class Balancer:
         by_rank = {int(rank): np.array(each["rows"], dtype=np.float64) for rank, each in said.items()}
         window = Window.of(by_rank, engine.layout, self._model.cut)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
-        averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._is_noted)
+        averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)
-        has_changed = self._averaged is not None and averaged.windows == 1
-        steps = (Measured(*each["window" if has_changed else "steps"]) for each in said.values())
+        has_changed = self._averaged is not None and averaged.since != self._averaged.since
+        steps = (Measured(*each["newest" if has_changed else "steps"]) for each in said.values())
         measured = max(steps, key=lambda each: each.seconds)
         slow = self._acting.course.slow.after(engine.members, window.speeds, step, settings.slow_ratio)
         course = self._acting.course.at(averaged.since, slow)
-        if settings.acts:
+        if settings.acts and averaged.doubted is not None:
+            course = course.in_doubt()
+        elif settings.acts:
             profile = self._profile(averaged)
             decide = partial(self._advise, profile, slow, measured.seconds)
             course = course.after(self._rules, step, measured, self._model.present, profile, decide)

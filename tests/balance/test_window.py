@@ -86,9 +86,55 @@ def test_windows_are_averaged_until_costs_change() -> None:
         state = Averaged.after(state, window(1, 1, 1, 1, noise=0.05, seed=10 * step), (16, 2), step, 0.03, is_new=False)
     assert state.windows == 6 and state.since == (0,)
     assert state.rows[:, 3].max() < window(1, 1, 1, 1, noise=0.05).rows[:, 3].max()
-    after = Averaged.after(state, window(1, 1, 1, 2, noise=0.05), (16, 2), 6, 0.03, is_new=False)
-    assert after.windows == 1 and after.since == (0, 6)
+    doubted = following(state, 6, 1, 1, 1, 2, noise=0.05)
+    assert np.array_equal(doubted.rows, state.rows) and (doubted.windows, doubted.since) == (6, (0,))
+    assert doubted.doubted is not None and doubted.doubted.step == 6
+    after = following(doubted, 10, 1, 1, 1, 2, noise=0.05, seed=10)
+    assert (after.windows, after.since, after.doubted) == (1, (0, 6), None)
     assert after.rows[3, 0] == pytest.approx(2, rel=0.1)
+
+
+def following(state: Averaged, step: int, *seconds: float, **more: float) -> Averaged:
+    """With one more window."""
+    return Averaged.after(state, window(*seconds, **more), (16, 2), step, 0.03, is_new=False)
+
+
+def test_one_window_that_differs_is_noise() -> None:
+    before = averaged(1, 1, 1, 1, noise=0.01)
+    doubted = following(before, 1, 1.3, 1.3, 1, 1, noise=0.01)
+    after = following(doubted, 2, 1, 1, 1, 1, noise=0.01, seed=20)
+    assert (after.windows, after.since, after.doubted) == (2, (0,), None)
+    assert after.rows[:, 0] == pytest.approx([1] * 4, rel=0.02)
+
+
+def test_two_windows_that_differ_in_other_layers_are_noise() -> None:
+    state = following(averaged(1, 1, 1, 1, noise=0.01), 1, 1.3, 1, 1, 1, noise=0.01)
+    state = following(state, 2, 1, 1, 1, 1.3, noise=0.01)
+    assert (state.windows, state.since) == (1, (0,))
+    assert state.doubted is not None and state.doubted.step == 2, "the newer one is looked at next"
+
+
+def test_costs_that_go_on_changing_have_changed() -> None:
+    state = averaged(1, 1, 1, 1, noise=0.01)
+    for step in range(1, 9):
+        state = following(state, step, 1 + 0.2 * step, 1, 1, 1, noise=0.01, seed=step)
+    assert state.since == (0, 1, 3, 5, 7) and state.rows[0, 0] == pytest.approx(2.6, rel=0.02)
+
+
+def test_windows_on_a_shared_core_change_nothing() -> None:
+    """One in ten is a third longer on one stage, with small errors; two in a row on the same stage are believed."""
+    random = np.random.default_rng(7)
+    state, longer = averaged(1, 1, 1, 1, noise=0.01), 0
+    for step in range(1, 300):
+        first, second = 1 + 0.33 * np.eye(2)[random.integers(2)] * (random.random() < 0.1)
+        longer += first > 1 or second > 1
+        state = following(state, step, first, first, second, second, noise=0.01, seed=step)
+    assert longer > 20 and len(state.since) <= 3, f"{longer} windows were longer, changes at {state.since}"
+
+
+def test_what_is_known_to_have_changed_is_not_doubted() -> None:
+    found = Averaged.after(averaged(1, 1, 1, 1), window(1, 1, 1, 1.5), (16, 2), 1, 0.03, is_new=True)
+    assert (found.windows, found.since, found.doubted) == (1, (0, 1), None)
 
 
 @pytest.mark.parametrize(("batch", "is_new", "since"), [((16, 2), True, (0, 1)), ((16, 4), False, (1,))])
@@ -99,7 +145,10 @@ def test_what_begins_anew(batch: tuple[int, int], is_new: bool, since: tuple[int
 
 def test_every_digit_travels() -> None:
     state = averaged(1 / 3, 0.1, 1e-7, 2, noise=0.1)
+    state = following(state, 1, 1, 0.1, 1e-7, 2, noise=0.1)
+    assert state.doubted is not None
     back = Averaged.from_json(json.loads(json.dumps(state.to_json())))
+    assert back.doubted is not None and np.array_equal(back.doubted.rows, state.doubted.rows)
     assert np.array_equal(back.rows, state.rows) and (back.speeds, back.batch) == (state.speeds, state.batch)
     assert back.profile(layers()) == state.profile(layers())
 
