@@ -1,14 +1,16 @@
 """Data that follows the world: how a global batch is dealt, in which order, and the loaders that do it.
 
-`batch` deals samples to ranks and micro-batches, `order` says which samples a global batch has, `cursor` where
-training stands, `source` takes a data set or a torch loader apart, `loader` and `evaluation` are what a user iterates
-over, `host` is what they need from an engine. The package knows torch, and no DeepSpeed.
+`batch` deals samples to ranks and micro-batches, `leaves` does so in parts that are the same in every world, `order`
+says which samples a global batch has, `cursor` where training stands, `source` takes a data set or a torch loader
+apart, `loader` and `evaluation` are what a user iterates over, `host` is what they need from an engine. The package
+knows torch, and no DeepSpeed.
 """
 
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Slot, SlotTable, Unevenness, uneven
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.evaluation import EvaluationLoader
 from ds_dynatrain.data.host import Host
+from ds_dynatrain.data.leaves import Leaf, LeafArithmetic
 from ds_dynatrain.data.loader import Pass, TrainLoader
 from ds_dynatrain.data.order import EpochOrder
 from ds_dynatrain.data.source import STOCK_WORKERS, Source
@@ -22,6 +24,8 @@ __all__ = [
     "EpochOrder",
     "EvaluationLoader",
     "Host",
+    "Leaf",
+    "LeafArithmetic",
     "Pass",
     "Slot",
     "SlotTable",

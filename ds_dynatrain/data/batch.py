@@ -116,12 +116,15 @@ class SlotTable:
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
         """The slots of one rank of the data axis, in the order in which they are trained."""
-        if not 0 <= rank < self.batch.data:
-            raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
+        self._check(rank)
         mine, count = self.batch.positions(rank, self.samples), self.batch.micro_batches(rank)
         small, larger = divmod(len(mine), count)
         starts = [index * small + min(index, larger) for index in range(count + 1)]
         return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.batch.data:
+            raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
 
     def _slot(self, positions: Sequence[int]) -> Slot:
         if not positions:

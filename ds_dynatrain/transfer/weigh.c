@@ -1,4 +1,5 @@
-/* The digest's sum, compiled: what `weighing.InNumpy` computes, at the speed of memory. See `digest.py` for the formula.
+/* Two sums, compiled, at the speed of memory: the digest's, which `weighing.InNumpy` computes (see `digest.py` for the
+   formula), and that of squares on a grid, which `exact/squares.py` does.
 
    Built where the package is installed and a compiler is there; without it the numbers are the same, only later. */
 
@@ -139,13 +140,98 @@ static PyObject *runs(PyObject *Py_UNUSED(module), PyObject *args)
     return is_sound ? PyLong_FromUnsignedLongLong(sum) : NULL;
 }
 
+/* Added to a number below 2^51 it leaves a whole one in the low bits, rounded half to even. */
+#define ROUNDER 6755399441055744.0 /* 1.5 * 2^52 */
+
+static uint64_t bits_of(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Products are by powers of two or of two fp32 numbers, and so exact: fused or not, the result is the same. */
+FOR_EACH_PROCESSOR
+static void squares_on_grid(const float *values, uint64_t count, double scale, double bin, uint64_t *sums)
+{
+    uint64_t high = 0, low = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        double value = values[i], square = value * value * scale, first = square + ROUNDER;
+        high += bits_of(first);
+        low += bits_of((square - (first - ROUNDER)) * bin + ROUNDER);
+    }
+    sums[0] = high - count * bits_of(ROUNDER);
+    sums[1] = low - count * bits_of(ROUNDER);
+}
+
+/* Of numbers without their sign the order is that of their bits; nan is above inf. */
+FOR_EACH_PROCESSOR
+static uint32_t largest_bits(const uint32_t *values, uint64_t count)
+{
+    uint32_t found = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits = values[i] & UINT32_C(0x7FFFFFFF);
+        found = bits > found ? bits : found;
+    }
+    return found;
+}
+
+static int are_floats(const Py_buffer *data)
+{
+    if (data->len % (Py_ssize_t)sizeof(float) == 0 && (uintptr_t)data->buf % sizeof(float) == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are no array of fp32 numbers", data->len);
+    return 0;
+}
+
+static PyObject *squares(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer data;
+    double scale, bin;
+    uint64_t sums[2] = {0, 0};
+    int is_sound;
+    if (!PyArg_ParseTuple(args, "y*dd", &data, &scale, &bin))
+        return NULL;
+    is_sound = are_floats(&data);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        squares_on_grid(data.buf, (uint64_t)data.len / sizeof(float), scale, bin, sums);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    return is_sound ? Py_BuildValue("LL", (long long)sums[0], (long long)sums[1]) : NULL;
+}
+
+static PyObject *largest(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer data;
+    uint32_t bits = 0;
+    float found;
+    int is_sound;
+    if (!PyArg_ParseTuple(args, "y*", &data))
+        return NULL;
+    is_sound = are_floats(&data);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        bits = largest_bits(data.buf, (uint64_t)data.len / sizeof(float));
+        Py_END_ALLOW_THREADS
+        if (bits > UINT32_C(0x7F800000))
+            bits = UINT32_C(0x7F800000);
+        memcpy(&found, &bits, sizeof found);
+    }
+    PyBuffer_Release(&data);
+    return is_sound ? PyFloat_FromDouble(found) : NULL;
+}
+
 static PyMethodDef METHODS[] = {
+    {"largest", largest, METH_VARARGS, "The largest absolute value of fp32 numbers; inf if one is inf or nan."},
+    {"squares", squares, METH_VARARGS, "The squares of fp32 numbers as two sums of integers."},
     {"runs", runs, METH_VARARGS, "The weighted sum, mod 2^64, of equal runs of bytes at equal distances."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef MODULE = {
-    PyModuleDef_HEAD_INIT, "weigh", "The digest's sum, compiled.", 0, METHODS, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "weigh", "Sums, compiled.", 0, METHODS, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit_weigh(void)

@@ -1,4 +1,4 @@
-from numpy import uint8, uint64
+from numpy import float32, uint8, uint64
 from numpy.typing import NDArray
 
 def runs(
@@ -14,3 +14,5 @@ def runs(
     seed: int,
     /,
 ) -> int: ...
+def squares(values: NDArray[float32], scale: float, bin_size: float, /) -> tuple[int, int]: ...
+def largest(values: NDArray[float32], /) -> float: ...
