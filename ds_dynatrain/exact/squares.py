@@ -56,10 +56,7 @@ class Grid:
 def largest(values: Floats) -> float:
     """The largest absolute value, 0.0 of none; inf if one of them is inf or nan. values: 1-D and contiguous."""
     _check(values)
-    if weigh is not None:
-        return weigh.largest(values)
-    found = float(np.abs(values).max(initial=np.float32(0)))
-    return found if math.isfinite(found) else math.inf
+    return largest_in_numpy(values) if weigh is None else weigh.largest(values)
 
 
 def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
@@ -67,6 +64,12 @@ def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
     _check(values)
     by = math.ldexp(1.0, grid.bits - grid.exponent), math.ldexp(1.0, grid.bits)
     return in_numpy(values, *by) if weigh is None else weigh.squares(values, *by)
+
+
+def largest_in_numpy(values: Floats) -> float:
+    """The same without a compiler."""
+    found = float(np.abs(values).max(initial=np.float32(0)))
+    return found if math.isfinite(found) else math.inf
 
 
 def in_numpy(values: Floats, scale: float, bin_size: float) -> tuple[int, int]:

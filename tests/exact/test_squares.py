@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.exact import Grid, largest, square_sums
-from ds_dynatrain.exact.squares import Floats, in_numpy
+from ds_dynatrain.exact.squares import Floats, in_numpy, largest_in_numpy
 from ds_dynatrain.transfer import is_compiled
 
 needs_compiled = pytest.mark.skipif(not is_compiled(), reason="the package was installed without a C compiler")
@@ -58,6 +58,7 @@ def test_both_give_the_same_integers(count: int, seed: int, skip: int, bits: int
     grid = Grid(math.frexp(max(largest(values), 1e-30) ** 2)[1] + above, bits)
     by = math.ldexp(1.0, grid.bits - grid.exponent), math.ldexp(1.0, grid.bits)
     assert square_sums(values, grid) == in_numpy(values, *by)
+    assert largest(values) == largest_in_numpy(values)
 
 
 @needs_compiled
@@ -84,7 +85,8 @@ def test_the_sum_of_as_many_as_the_grid_is_for_fits() -> None:
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_told(wrong: float) -> None:
-    assert largest(np.array([1.0, wrong, 2.0], dtype=np.float32)) == math.inf
+    values = np.array([1.0, wrong, 2.0], dtype=np.float32)
+    assert largest(values) == largest_in_numpy(values) == math.inf
     with pytest.raises(TransferError, match="no grid"):
         Grid.of(math.inf, 3)
 
