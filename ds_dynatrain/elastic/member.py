@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leav
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
-from ds_dynatrain.elastic.store import node_store, world_store
+from ds_dynatrain.elastic.store import job_store, node_store, world_store
 from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
@@ -210,6 +210,10 @@ class Member:
     def store(self, world: World, seconds: float) -> Store:
         """The key-value store of a generation, over a connection of its own; its calls wait at most `seconds`."""
         return world_store(*self._store_address, world, seconds)
+
+    def job_store(self, world: World, seconds: float) -> Store:
+        """The same for all generations that the coordinator which has published this one publishes."""
+        return job_store(*self._store_address, world, seconds)
 
     def node_store(self, seconds: float) -> Store:
         """The same for the workers of this member's node, whatever the generation."""

@@ -44,6 +44,11 @@ def world_store(host: str, port: int, world: World, seconds: float) -> Store:
     return _store(host, port, world.prefix, seconds)
 
 
+def job_store(host: str, port: int, world: World, seconds: float) -> Store:
+    """The store of all generations of one run of the coordinator; as `world_store`, but for the keys."""
+    return _store(host, port, f"job/{world.term}", seconds)
+
+
 def node_store(host: str, port: int, node: str, seconds: float) -> Store:
     """The store of one node's workers alone; as `world_store`, since a node's id is never used again."""
     return _store(host, port, f"node/{node}", seconds)

@@ -184,7 +184,9 @@ class EngineCore:
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """A load: steps may come again, in the same world and from another state."""
+        """A load, on all that work: steps may come again, in the same world and from another state. CheckpointError,
+        on all alike, if that cannot be.
+        """
         self.repeat_places()
 
     def repeat_places(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_dynatrain.adapters.worlds import drop
@@ -21,6 +22,7 @@ from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
+from ds_dynatrain.engine.transaction.session import Session
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.balancer import Balancer
@@ -74,7 +76,11 @@ class EngineParts(EngineCore):
         """A load: steps may come again, and copies from before it would bring back what it has replaced."""
         super().begin_segment()
         if self.buddies is not None:
-            self.buddies.forget()
+            if (first := open_engines()[0]) is not self:  # by whose places copies of all engines go
+                first.repeat_places()
+            say = partial(PROCESS.membership.say_replaced, self.buddies.stretch)
+            Session(self.control, f"replaced/{self.segment}", self.members, "load").first("said", say, "saying so")
+            self.buddies.replace()
 
     def settle_buddies(self) -> None:
         """Before a world is left: no copy is on its way in it."""

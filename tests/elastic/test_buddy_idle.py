@@ -32,12 +32,13 @@ class Idle:
         nodes: str,
         fault: str = "",
         block: dict[str, Any] | None = None,
+        script: Path = SCRIPT,
         **given: str,
     ) -> None:
         self.stage, self.nodes, variables = stage, nodes, {"STEP_SECONDS": "0.2", **given}
         block = {"buddies": {"mode": "copy"}, "layouts": layouts, **(block or {})}
         count = f"{min(map(int, layouts))}:{len(nodes)}"  # it may begin without the one that is to be idle
-        self.job = training(folder, stage, block, script=SCRIPT, nodes=count, variables=variables)
+        self.job = training(folder, stage, block, script=script, nodes=count, variables=variables)
         try:
             self.job.coordinator("coordinator")
             for node in nodes:

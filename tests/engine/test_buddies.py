@@ -324,25 +324,30 @@ def test_copies_of_the_world_before_protect(
 
 def test_after_a_load_nothing_from_before_counts() -> None:
     """Nor what was on its way: it would bring back what the load has replaced."""
-    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1)
+    engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1, layout=None, **PLACE)
     buddies = Buddies(engine)
     boundary(buddies, 0.0)
     assert buddies.protection.is_protected and buddies.protection.step == 3
     under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
     under_way.mark = SimpleNamespace(step=4)
     buddies._rounds = [under_way]
-    buddies.forget()
+    buddies.replace()
+    assert buddies.kept.since == (3, 1)
     assert not buddies.protection.is_protected and buddies.protection.step is None
     buddies._see([under_way])
     assert not buddies.protection.is_protected and buddies.protection.step is None
     assert boundary(buddies, 0.0) and buddies.protection.is_protected
 
 
+PLACE: dict[str, Any] = {"generation": 3, "segment": "3.1", "registered": (), "global_steps": 4}
+"""Of an engine after its first load in a world."""
+
+
 def of_two_engines() -> tuple[Buddies, Buddies]:
     """Those of the first engine of a process and of another one, in a world of two."""
     members, found = (0, 1), list[Buddies]()
     for layout in (Layout(data=2, zero_stage=1), Layout(data=2, zero_stage=0)):
-        engine: Any = SimpleNamespace(settings=settings(), world=None, members=members, rank=0, layout=layout)
+        engine: Any = SimpleNamespace(settings=settings(), world=None, members=members, rank=0, layout=layout, **PLACE)
         tensors = [LogicalTensor("weight", (8,))]
         engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(2))
         engine.candidates = Candidates(0, {member: str(member) for member in members})
@@ -395,7 +400,8 @@ def test_a_load_of_one_engine_counts_for_all() -> None:
     first._enter()
     first._see(two_rounds(3))
     first._rounds = two_rounds(4)
-    other.forget()
+    other.replace()
+    assert first.kept.since == other.kept.since == (3, 1)
     first._see(first._rounds)
     for buddies in (first, other):
         assert not buddies.protection.is_protected and buddies.protection.step is None

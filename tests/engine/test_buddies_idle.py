@@ -126,13 +126,18 @@ def test_another_link_takes_over_what_there_is(idle: Idle) -> None:
     assert idle.has() == [(2, 1), (1, 0)]
 
 
-def test_what_is_forgotten(idle: Idle) -> None:
-    """All know it when the call returns."""
+def test_what_a_load_has_replaced(idle: Idle) -> None:
+    """Also a copy from before it that comes after the word of it; a world that was formed since is newer."""
     ward = Ward(idle).linked()
     assert ward.ships(at(1)).is_whole
-    ward.links.forget(SECONDS)
+    idle.kept.void_before(replace(MARK, segment=f"{MARK.generation}.2").stretch)
     assert not idle.has()
-    assert ward.ships(at(2)).is_whole and idle.has() == [(2, 0)]
+    assert ward.ships(at(9)).is_whole and not idle.has()
+    for step, segment in ((2, f"{MARK.generation}.2"), (1, f"{MARK.generation + 1}.0")):
+        mark = Mark(int(segment.split(".")[0]), segment, MARK.registered, step, MARK.layout)
+        assert ward.ships(mark).is_whole and idle.has() == [(step, 0)]
+    idle.kept.void_before(MARK.stretch)
+    assert idle.kept.since == (MARK.generation, 2), "an older word changes nothing"
 
 
 def test_no_room(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from ds_dynatrain.engine.members.actions import (
     Serve,
     Spend,
     Transact,
+    Void,
 )
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import Destination, Question
@@ -231,6 +232,17 @@ class TestCopies:
         assert sorted(read) == [("a/0", 18), ("a/0", 19), ("b/0", 18), ("b/0", 19)]
         found = steps(both[0][0], self.idle(both[0][1]), failure("a/0", "b/0", survivors=2), board)
         assert isinstance(found[-1], Restore) and found[-1].copies == (WholeCopies(self.mark, (0, 1, 1)),)
+
+    def test_what_was_loaded_since_one_knows_and_tells_all(self) -> None:
+        """Copies from before that are whole, and nobody goes on from them."""
+        board, newest = Board({}), failure("a/0", "b/0", survivors=2)
+        known = self.survivor("a/0", 0), self.survivor("b/0", 1, 2, since=lambda: (7, 1))
+        machines = ChangeMachine(stay), ChangeMachine(stay)
+        steps(machines[0], known[0], newest, board)
+        for machine, one in zip(reversed(machines), reversed(known), strict=True):
+            found = steps(machine, one, newest, board)
+            assert Void((7, 1)) in found and isinstance(found[-1], Fail)
+            assert "were taken before a checkpoint was loaded" in str(found[-1].error)
 
     def test_who_goes_at_once_is_not_counted_on(self) -> None:
         """An idle member that was told to leave has a copy, and is gone before anybody could have it."""

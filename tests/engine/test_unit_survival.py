@@ -149,6 +149,38 @@ class TestCopies:
         )
         assert joint_loss([alive(self.layout, steps(0, 1))]) == ""
 
+    def idle(self, since: tuple[int, ...] | None = (), registered: int = 0) -> dict[str, Survivor]:
+        """One that has whole copies of step 5, of a moment before any load."""
+        copies = tuple(Had(self.mark(5), rank).to_json() for rank in range(4))
+        of_it = Survivor(10, None, 3, 5, True, False, self.layout.to_dict(), copies, None, registered, since)
+        return {"a/0": Survivor(**of_it.to_json())}
+
+    @pytest.mark.parametrize("since", [(), (2, 7), (3, 0)])
+    def test_a_load_before_the_copies(self, since: tuple[int, ...]) -> None:
+        (found,) = whole_copies([self.idle(since)])
+        assert found.mark == self.mark(5)
+
+    @pytest.mark.parametrize("since", [(3, 1), (4, 1)])
+    @pytest.mark.parametrize("who", ["itself", "another"])
+    def test_a_load_after_the_copies(self, who: str, since: tuple[int, ...]) -> None:
+        """Whoever knows of it: what was replaced is no state to go on from."""
+        other = replace(alive(self.layout, steps(1))["n1/0"], since=since)
+        said = self.idle(since) if who == "itself" else {**self.idle(None), "b/0": other}
+        assert whole_copies([said]) == ()
+        assert "were taken before a checkpoint was loaded" in joint_loss([said])
+
+    def test_nobody_can_know_of_loads(self) -> None:
+        """Idle members, and another coordinator than when they came; one that worked knows."""
+        assert whole_copies([self.idle(None)]) == ()
+        assert "nobody knows whether a checkpoint was loaded" in joint_loss([self.idle(None)])
+        (found,) = whole_copies([{**self.idle(None), **alive(self.layout, steps(1))}])
+        assert found.mark == self.mark(5)
+
+    def test_parameters_were_registered_anew(self) -> None:
+        """Copies of the line before would be read as others."""
+        assert whole_copies([self.idle(registered=1)]) == ()
+        assert "or parameters were registered anew" in joint_loss([self.idle(registered=1)])
+
     def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
         said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
         for name, one in said.items():

@@ -156,15 +156,25 @@ class Buddies:
             self._keeping = Keeping(self.kept)
         self._keeping.offer(engine.control, host)
 
+    @property
+    def stretch(self) -> tuple[int, ...]:
+        """In which the next copies are, of all engines."""
+        return mark_of(self._first._engine).stretch
+
+    def replace(self) -> None:
+        """Another state of an engine is loaded, on all members that work: no copy from before counts, of any."""
+        for keeper in self._keepers:
+            keeper.kept.void_before(self.stretch)
+        self.forget()
+
     def forget(self) -> None:
-        """Training goes on from another state of an engine, on all members: no copy from before counts, of any."""
+        """No copy that this process has counts any more, of any engine."""
         self._first._forget()
 
     def _forget(self) -> None:
         for keeper in self._keepers:
             keeper.settle()
             keeper.kept.forget()
-        self._pairing.forget(self._engine.settings.timeout_seconds)
         for each in self._rounds:
             each.is_void = True
         self._choice.replay = None

@@ -46,6 +46,11 @@ class Mark:
         """
         return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
+    @property
+    def stretch(self) -> tuple[int, ...]:
+        """Of its moment, what a load makes larger: what is of a smaller one is of a state that was replaced."""
+        return self.moment[:2]
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         return {

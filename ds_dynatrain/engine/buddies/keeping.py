@@ -90,10 +90,6 @@ class Keeping:
         """One copy after the other; TransferError at the end."""
         while True:
             said = hear(link, TO_BUDDY, FOREVER)
-            if not said:
-                kept.forget()
-                say(link, TO_WARD, {})
-                continue
             mark = Mark.from_dict(said["mark"])
             if said["whole"] is not None:
                 self._is_whole(kept, Mark.from_dict(said["whole"]))

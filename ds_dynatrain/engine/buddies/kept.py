@@ -61,6 +61,8 @@ class Kept:
     guests: on a member that is idle, or was until now, the copies that it keeps of each member that works, apart from
     its own; until another moment is whole.
 
+    since: the stretch of training in which the newest load was (`Mark.stretch`); copies of older ones count no more.
+
     standing: where buddies replay steps, what this process and its wards are at (`replay.Replay.copies`). Asked for
     when copies are, and until another moment is whole.
     """
@@ -70,6 +72,7 @@ class Kept:
         self.frozen_of: tuple[Layout, int] | None = None
         self.standing: Callable[[], list[Copy]] | None = None
         self.guests: dict[int, Kept] = {}
+        self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
         self._open: _Place | None = None
@@ -85,6 +88,7 @@ class Kept:
             found += guest.copies()
         if self.standing is not None:
             found += self.standing()
+        found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
@@ -141,6 +145,10 @@ class Kept:
         with self._lock:
             self._places, self._open, self._whole = (_Place(), _Place()), None, None
             self.standing = standing
+
+    def void_before(self, stretch: tuple[int, ...]) -> None:
+        """A state was loaded in that stretch: copies of older ones count no more, whenever they come."""
+        self.since = max(self.since, stretch)
 
     def forget(self) -> None:
         """No copy counts any more, nor one that is on its way. Their memory stays."""

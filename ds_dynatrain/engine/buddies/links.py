@@ -88,17 +88,6 @@ class Links:
             say(self._links[member], TO_BUDDY, what)
         return _Routed(self._links, group)
 
-    def forget(self, seconds: float) -> None:
-        """No copy that was sent counts any more; it waits until they say that it does not."""
-        for member, link in self._links.items():
-            try:
-                if not link.is_over:
-                    say(link, TO_BUDDY, {})
-                    hear(link, TO_WARD, time.monotonic() + seconds)
-            except DynatrainError as error:
-                logger.warning("buddies: idle member %d may have copies of another state: %s", member, error)
-                link.close()
-
     def close(self) -> None:
         """Whatever waits for them ends at once."""
         self._is_closed = True

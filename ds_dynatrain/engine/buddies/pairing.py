@@ -84,11 +84,6 @@ class Pairing:
             raise RuntimeError("a member that works alone, without idle ones, has nobody to send copies to")
         return group
 
-    def forget(self, seconds: float) -> None:
-        """See `Links.forget`."""
-        if self._links is not None:
-            self._links.forget(seconds)
-
     def take_idle(self, has_idle: bool) -> None:
         """Let idle members be buddies, or not; on all that work alike, with no round under way."""
         self.has_idle = has_idle

@@ -86,6 +86,8 @@ class Checkpoints:
             found = self.load(folder, tag, trust_pickle)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
+            if not engine.idle:
+                engine.begin_segment()
             result = load(folder, tag, *arguments, **named)
         PROCESS.membership.remember_load(engine.job.number, result)
         return result

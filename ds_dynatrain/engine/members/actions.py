@@ -24,9 +24,10 @@ class Held:
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
-    fallback checkpoints. copies: which ones this process has. damaged: of those that it is to give, the ranks whose
-    copy is not what it was made of; it takes reading them. frozen: as in `Survivor`. goes_late: whether masters and
-    moments are to follow after the pause of a switch to a layout.
+    fallback checkpoints. registered, since: as in `Survivor`; since asks the store. copies: which ones this process
+    has. damaged: of those that it is to give, the ranks whose copy is not what it was made of; it takes reading them.
+    frozen: as in `Survivor`. goes_late: whether masters and moments are to follow after the pause of a switch to a
+    layout.
     """
 
     number: int
@@ -39,6 +40,8 @@ class Held:
     is_clean: bool = True
     is_switching: bool = False
     can_restore: bool = False
+    registered: int = 0
+    since: Callable[[], tuple[int, ...] | None] = tuple
     copies: Callable[[], tuple[Had, ...]] = tuple
     damaged: Callable[[WholeCopies], tuple[int, ...]] = lambda copies: ()
     frozen: tuple[dict[str, Any], int] | None = None
@@ -143,6 +146,13 @@ class Learn:
 
 
 @dataclass(frozen=True)
+class Void:
+    """Copies from before that stretch of training count no more, on whoever has them."""
+
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LetGo:
     """Hold nothing any more. lost: what is gone for good, in words."""
 
@@ -225,6 +235,7 @@ Action = (
     | Decide
     | PostJob
     | Learn
+    | Void
     | LetGo
     | Hold
     | Prepare

@@ -54,10 +54,18 @@ from ds_dynatrain.engine.members.actions import (
     Serve,
     Spend,
     Transact,
+    Void,
 )
 from ds_dynatrain.engine.members.destinations import Destination, Question
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.survival import Survivor, joint_loss, whole_copies, whole_state, without
+from ds_dynatrain.engine.members.survival import (
+    Survivor,
+    joint_loss,
+    replaced_before,
+    whole_copies,
+    whole_state,
+    without,
+)
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 
@@ -239,7 +247,8 @@ class ChangeMachine:
             return []
         self._leader = next((one for one in stay if one in holders), "")
         of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
-        return self._go_on_from(of_engines)
+        since = replaced_before(of_all)
+        return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
 
     def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
         """What each of those has said who may hold state; None until all have.
@@ -501,4 +510,6 @@ def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
         layout=held.layout.to_dict(),
         copies=tuple(each.to_json() for each in held.copies()) if gives else (),
         frozen=held.frozen,
+        registered=held.registered,
+        since=held.since(),
     )

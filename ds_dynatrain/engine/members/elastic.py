@@ -12,6 +12,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch.distributed as td
+
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
@@ -28,6 +30,7 @@ from ds_dynatrain.errors import WorldChanged
 CONNECT_SECONDS = 2.0
 WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.transfer")
 """Where the main thread waits for other members: in a collective, while a group is made, in a transfer."""
+REPLACED = "replaced"
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
 
@@ -195,13 +198,38 @@ class Elastic:
             store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
             store.set_timeout(timedelta(seconds=self.timeout_seconds))
             watch = partial(self._stop_if_aborted_after, world.generation)
-            given = self.timeout_seconds, watch, self._seal(world), self._teardowns
+            given = self.timeout_seconds, watch, self._seal(world.prefix), self._teardowns
             boards.append(Control(store, prefix, number, *given))
         return boards[0], boards[1]
 
-    def _seal(self, world: World) -> Seal | None:
-        """Of a generation's boards; without a token there is nothing to seal them with."""
-        return None if self._token is None else Seal(derive(self._token, f"board {world.prefix}"))
+    def _seal(self, name: str) -> Seal | None:
+        """Of boards; without a token there is nothing to seal them with."""
+        return None if self._token is None else Seal(derive(self._token, f"board {name}"))
+
+    # ---- what outlives generations -------------------------------------------------------------------------------
+
+    def say_replaced(self, stretch: tuple[int, ...]) -> None:
+        """A state is loaded in that stretch of training; torch's DistError if the store cannot be reached."""
+        if self.world is not None:
+            self._job_board(self.world).post(REPLACED, list(stretch))
+
+    def replaced(self) -> tuple[int, ...] | None:
+        """The newest stretch of which that was said since this member has entered its generation, or before in the
+        coordinator's present run; None if that is not known.
+
+        It is not where the store cannot be reached, and not in the run of another coordinator, whose store is empty.
+        """
+        newest = self.member.newest
+        if self.world is None or newest is None or newest.term != self.world.term:
+            return None
+        try:
+            return tuple(self._job_board(self.world).read(REPLACED) or ())
+        except (td.DistError, OSError):
+            return None
+
+    def _job_board(self, world: World) -> Control:
+        store = self.member.job_store(world, CONNECT_SECONDS)
+        return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: World, registry: Registry) -> Candidates:
         """The members of a generation as those that could work."""

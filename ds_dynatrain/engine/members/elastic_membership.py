@@ -239,3 +239,7 @@ class ElasticMembership:
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """What JSON has a word for."""
         self.elastic.loaded[engine] = [plain_part(part) for part in result]
+
+    def say_replaced(self, stretch: tuple[int, ...]) -> None:
+        """In the coordinator's store, where it outlives generations."""
+        self.elastic.say_replaced(stretch)

@@ -33,6 +33,7 @@ from ds_dynatrain.engine.members.actions import (
     Serve,
     Spend,
     Transact,
+    Void,
 )
 from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.change import ChangeMachine
@@ -42,7 +43,7 @@ from ds_dynatrain.engine.members.held import held_by
 from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.members.policy import Choice, choose
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.restoring import let_go, restore, serve
+from ds_dynatrain.engine.members.restoring import kept_by, let_go, restore, serve, void_before
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.meeting import Outcome
@@ -114,7 +115,7 @@ class Executor:
 
     def _own(self) -> Own:
         elastic = self.elastic
-        held = tuple(held_by(engine, self.say_once) for engine in self.engines)
+        held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
         is_leaving = elastic.member.is_leaving
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
         return Own(*known, held, is_leaving, self._has_waited)
@@ -149,6 +150,9 @@ class Executor:
                 self._post_job(registry)
             case Learn(records):
                 self._learn(records)
+            case Void(before):
+                for one in self.engines:
+                    void_before(one, before)
             case LetGo(lost):
                 if lost:
                     logger.warning("%s; all goes back to the fallback checkpoint", lost)
@@ -218,6 +222,7 @@ class Executor:
                 "seed": job.job_seed,
                 "registered": engine.registered,
                 "loaded": self.elastic.loaded.get(job.number),
+                "since": None if (kept := kept_by(engine)) is None else kept.since,
             }
             self._open_boards.of(place)[0].post("job", record)
 
@@ -229,6 +234,7 @@ class Executor:
                     engine.attempt = int(record["attempt"])
                     engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
                     registration.repeat(engine, record["registered"][len(engine.registered) :])
+                    void_before(engine, tuple(record["since"] or ()))
 
     def _prepare(self, proposals: Proposals) -> None:
         boards = self._open_boards

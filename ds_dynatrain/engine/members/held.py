@@ -16,8 +16,8 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 
-def held_by(engine: EngineParts, say: Callable[[str], None]) -> Held:
-    """By one engine of this process, just now. say: to people."""
+def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[[], tuple[int, ...] | None]) -> Held:
+    """By one engine of this process, just now. say: to people. replaced: what others may have said of loads."""
     number = engine.control.member
     return Held(
         number=number,
@@ -30,6 +30,8 @@ def held_by(engine: EngineParts, say: Callable[[str], None]) -> Held:
         is_clean=not engine.is_stepping,
         is_switching=engine.is_switching,
         can_restore=engine.settings.fallback is not None,
+        registered=len(engine.registered),
+        since=partial(_since, engine, replaced),
         copies=partial(_copies, engine),
         damaged=partial(_damaged, engine),
         frozen=_frozen(engine),
@@ -56,6 +58,15 @@ def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
         return None
     layout, rank = kept.frozen_of
     return layout.to_dict(), rank
+
+
+def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """See `Survivor`. Who works has taken part in each load, unless the others have gone on without it."""
+    kept = kept_by(engine)
+    if kept is None:
+        return ()
+    said = replaced()
+    return None if said is None and engine.idle else max(kept.since, said or ())
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:

@@ -156,3 +156,7 @@ class Membership(Protocol):
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """What `load_checkpoint` has returned, for those who come later."""
+
+    def say_replaced(self, stretch: tuple[int, ...]) -> None:
+        """Say to all who may have copies that a state is loaded in that stretch of training; torch's DistError if it
+        cannot be said."""

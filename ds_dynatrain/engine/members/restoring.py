@@ -143,6 +143,12 @@ def kept_by(engine: EngineParts) -> Kept | None:
     return None if engine.buddies is None else engine.buddies.kept
 
 
+def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
+    """See `Kept.void_before`."""
+    if (kept := kept_by(engine)) is not None:
+        kept.void_before(stretch)
+
+
 def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:
     key = f"restore/{world.generation}/copies"
     return Goal(proposal.layout, proposal.members, world, key, f"{key}/record")

@@ -8,7 +8,7 @@ there may be copies (`buddies`) of an earlier moment that are whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,8 +22,10 @@ class Survivor:
     """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
     generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
-    that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in
-    plain JSON. frozen: in which (layout, rank) it had the frozen weights that are in no copy, if there are any.
+    that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in plain
+    JSON. registered: how often parameters were registered anew. since: see `Kept`; None if this member cannot know it,
+    as it was idle and the coordinator is another one now. frozen: in which (layout, rank) it had the frozen weights
+    that are in no copy, if there are any.
     """
 
     number: int
@@ -35,6 +37,8 @@ class Survivor:
     layout: dict[str, Any]
     copies: tuple[dict[str, Any], ...] = ()
     frozen: tuple[dict[str, Any], int] | None = None
+    registered: int = 0
+    since: tuple[int, ...] | None = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -78,6 +82,12 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
     smaller = layout.replace(data=len(replicas))
     ranks = range(smaller.world_size)
     return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
+
+
+def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
+    """The stretch of training in which the newest load was that any of them knows of; None if nobody can know."""
+    known = [tuple(one.since) for one in survivors if one.since is not None]
+    return max(known) if known else None
 
 
 def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
@@ -137,7 +147,7 @@ def joint_loss(
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
     if not found:
-        return ""
+        return _replaced(engines)
     engine, mark, ranks = next((one for one in found if one[2]), found[0])
     if not ranks:
         return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
@@ -146,8 +156,27 @@ def joint_loss(
     return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
 
 
+def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
+    """Why copies that are there do not count."""
+    there = [one for of_engine in engines for one in of_engine.values() if one.copies]
+    if not there:
+        return ""
+    if all(replaced_before(of_engine.values()) is None for of_engine in engines):
+        return "nobody knows whether a checkpoint was loaded after the last copies: the coordinator is another one now"
+    return "the copies that are there were taken before a checkpoint was loaded, or parameters were registered anew"
+
+
 def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
-    return {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
+    """The copies that count: of the state that was loaded last, and of the parameters that were registered last."""
+    since = replaced_before(survivors.values())
+    registered = max((one.registered for one in survivors.values()), default=0)
+    had = {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
+    if since is None:
+        return {}
+    return {
+        number: [one for one in copies if one.mark.stretch >= since and one.mark.registered == registered]
+        for number, copies in had.items()
+    }
 
 
 def _replicas(layout: Layout, alive: Mapping[int, int]) -> list[int]:
