@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,26 @@ from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
-from tests.engine.burning import burning
+from tests.engine.burning import CLOCKS, TICK, burning, clock
 from tests.engine.pipeline_walks import job, layout, settings
 from tests.engine.pool import ROOT, RankPool, free_port
 from tools.burning import Points, busy
 
 SECONDS = (0.008, 0.004, 0.002, 0.002, 0.001, 0.001)
 """Forward; the first layer weighs almost as much as all others."""
+LONGER = 10
+"""Times as long, by the clock: so what comes with each pass, almost 1 ms on a busy machine, is within bounds."""
 EVEN = layout(2, 2, 1, (0, 3, 6))
+
+
+def close(seconds: Sequence[float], said: bool) -> Any:
+    """Measured, by a clock that has nothing else in it, or one that has what comes with each pass."""
+    return pytest.approx(list(seconds), rel=0.1, abs=10 * TICK if said else 8e-4)
+
+
+def lasting(seconds: Sequence[float], said: bool) -> list[float]:
+    """Of layers, forward."""
+    return [each if said else LONGER * each for each in seconds]
 
 
 def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -30,11 +43,12 @@ def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 
-def measuring(folder: str) -> dict[str, Any]:
+def measuring(folder: str, said: bool) -> dict[str, Any]:
     """Two windows in the first layout, a switch to what is proposed, and one window there."""
     by_the_clock = {"least_gain": 0.005}  # where four ranks share two cores, and these with others, a step takes longer
     given = balanced(settings(EVEN, train_batch_size=24), horizon_steps=10**6, **by_the_clock)
-    with jobs.job(given, burning(SECONDS), data=Points(), groups=False) as made:
+    model = burning(lasting(SECONDS, said))
+    with clock(said), jobs.job(given, model, data=Points(), groups=False) as made:
         engine = made.engine
         with pytest.raises(ProfileError, match="the first window begins at step"):
             engine.balancer.advise()
@@ -67,16 +81,18 @@ def measuring(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
-def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path) -> None:
-    ranks = pool.run(measuring, folder=str(tmp_path), seconds=120)
+@pytest.mark.parametrize("said", CLOCKS)
+def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path, said: bool) -> None:
+    ranks = pool.run(measuring, folder=str(tmp_path), said=said, seconds=240)
+    forward = lasting(SECONDS, said)
     first, advice = ranks[0]["first"], ranks[0]["advice"]
     for name in ("first", "second", "advice", "stays"):
         assert all(rank[name] == ranks[0][name] for rank in ranks), name
     assert first == Profile.load(tmp_path / "profile.json")
     assert (first.train_batch_size, first.micro_batch_size) == (24, 3)
     assert first.names == tuple(f"{place}.Burning" for place in range(6)) and first.trained.all()
-    assert first.seconds("forward_seconds") == pytest.approx(SECONDS, rel=0.1, abs=8e-4)
-    assert first.seconds("backward_seconds") == pytest.approx([2 * each for each in SECONDS], rel=0.1, abs=8e-4)
+    assert first.seconds("forward_seconds") == close(forward, said)
+    assert first.seconds("backward_seconds") == close([2 * each for each in forward], said)
     assert 0 < first.seconds("optimizer_seconds").sum() < 0.05
     assert first.counts("output_bytes").tolist() == [4 * 3 * 4] * 6
     assert first.kind_bytes("weight").tolist() == first.kind_bytes("exp_avg").tolist() == [80] * 6
@@ -87,13 +103,14 @@ def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path) -> None:
     assert advice.proposed.boundaries == (0, 1, 6) and advice.decision.answer is Answer.ACT
     assert advice.gain > 0.08 and advice.move.nbytes > 0
     assert ranks[0]["stays"].proposed == ranks[0]["stays"].present
-    assert ranks[0]["second"].seconds("forward_seconds") == pytest.approx(SECONDS, rel=0.1, abs=8e-4)
+    assert ranks[0]["second"].seconds("forward_seconds") == close(forward, said)
 
 
-def freezing_first(count: int) -> tuple[Any, ...]:
+def freezing_first(count: int, said: bool) -> tuple[Any, ...]:
     """Profiles before and after the first layers are frozen, what is proposed then, and the profile there."""
-    given = balanced(settings(EVEN, train_batch_size=24), every_steps=10**6, window_steps=2, horizon_steps=10**6)
-    with jobs.job(given, burning((0.002,) * 6), data=Points(), groups=False) as made:
+    given = balanced(settings(EVEN, train_batch_size=12), every_steps=10**6, window_steps=2, horizon_steps=10**6)
+    model = burning(lasting((0.002,) * 6, said))
+    with clock(said), jobs.job(given, model, data=Points(), groups=False) as made:
         engine, found = made.engine, []
 
         def measured() -> Profile:
@@ -114,14 +131,16 @@ def freezing_first(count: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
-def test_layers_of_a_frozen_prefix_take_no_backward_pass(pool: RankPool) -> None:
+@pytest.mark.parametrize("said", CLOCKS)
+def test_layers_of_a_frozen_prefix_take_no_backward_pass(pool: RankPool, said: bool) -> None:
     """Also those behind the first boundary; so a stage of them alone is proposed."""
-    first, second, third, advice = pool.run(freezing_first, count=4, seconds=120)[0]
-    assert first.seconds("backward_seconds") == pytest.approx([0.004] * 6, rel=0.1, abs=8e-4)
+    first, second, third, advice = pool.run(freezing_first, count=4, said=said, seconds=120)[0]
+    forward, backward = (lasting([each] * 6, said) for each in (0.002, 0.004))
+    assert first.seconds("backward_seconds") == close(backward, said)
     for profile in (second, third):
         assert profile.trained.tolist() == [False] * 4 + [True] * 2
-        assert profile.seconds("forward_seconds") == pytest.approx([0.002] * 6, rel=0.1, abs=8e-4)
-        assert profile.seconds("backward_seconds") == pytest.approx([0.0] * 4 + [0.004] * 2, rel=0.1, abs=8e-4)
+        assert profile.seconds("forward_seconds") == close(forward, said)
+        assert profile.seconds("backward_seconds") == close([0.0] * 4 + backward[4:], said)
         assert (profile.counts("activation_bytes") > 0).tolist() == profile.trained.tolist()
         assert not profile.seconds("optimizer_seconds")[:4].any()
     assert advice.proposed.boundaries == (0, 4, 6)
