@@ -5,6 +5,7 @@ hook and nothing is compiled again. A pass is a row of marks: from this moment o
 mark is where a layer is called. Backward, it is where the gradient of a layer's output arrives, by a hook on that
 tensor, or where a layer is called again to recompute its activations. So all of a pass is some layer's: the loss is the
 last one's, and what waits for other stages is between passes. A stage that does not go backward takes no time for it.
+What the thread does beside passes is kept apart: the samples, messages, and the rest of a step.
 
 On a CPU torch makes both passes in the thread that is timed.
 """
@@ -12,22 +13,34 @@ On a CPU torch makes both passes in the thread that is timed.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+)
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.device import synchronize
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
 
 Layer = Callable[[Any], Any]
+MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
+
 _Mark = tuple[int, Any]
 """From when on time is which layer's; the last mark of a pass ends it."""
 
@@ -47,6 +60,8 @@ class StageTimer:
         """Inputs of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._count, [0] * self._count
         self._kept: set[int] = set()
+        self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
+        """Seconds of the thread: of each step, of a micro-batch's samples, and of each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -57,11 +72,15 @@ class StageTimer:
             ForwardPass: self._timed_pass(known[ForwardPass], self._forward, 0),
             BackwardPass: self._timed_pass(known[BackwardPass], self._backward, self._count - 1),
         }
+        beside = {each: _adding(known[each], self._messages) for each in MESSAGES}
+        beside[LoadMicroBatch] = _adding(known[LoadMicroBatch], self._loads)
         with ExitStack() as stack:
             stack.enter_context(replaced(self._module, "forward_funcs", layers))
-            stack.enter_context(replaced(self._engine, "_INSTRUCTION_MAP", {**known, **passes}))
+            stack.enter_context(replaced(self._engine, "_INSTRUCTION_MAP", {**known, **passes, **beside}))
             stack.enter_context(self._updates.timing())
+            begin = time.thread_time()
             yield
+            self._wholes.append(time.thread_time() - begin)
 
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
         """Nothing: a pass is timed within its step."""
@@ -74,14 +93,21 @@ class StageTimer:
     def times(self) -> StageTimes:
         """Of all passes so far; once they are done."""
         synchronize()
-        return StageTimes(
-            self._seconds(self._forward),
-            self._seconds(self._backward) if self._backward else np.zeros((len(self._forward), self._count)),
+        forward, backward = self._seconds(self._forward), self._seconds(self._backward)
+        found = StageTimes(
+            forward,
+            backward if self._backward else np.zeros((len(self._forward), self._count)),
             self._updates.seconds,
             self._updates.stepped,
             tuple(self._output_bytes),
             tuple(self._kept_bytes),
         )
+        if is_accelerated() or not self._wholes:  # there the thread runs ahead
+            return found
+        known = forward.sum() + backward.sum() + self._updates.seconds + sum(self._loads) + sum(self._messages)
+        load, message = (float(np.median(each)) if each else 0.0 for each in (self._loads, self._messages))
+        rest = max(0.0, (sum(self._wholes) - float(known)) / len(self._wholes))
+        return replace(found, load_seconds=load, message_seconds=message, beside_seconds=rest)
 
     def _seconds(self, passes: Sequence[list[_Mark]]) -> Floats:
         found = np.zeros((len(passes), self._count))
@@ -168,6 +194,17 @@ class StageTimer:
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+
+def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+    """One of DeepSpeed's instructions; what the thread takes for it is added."""
+
+    def timed(engine: Any, **given: Any) -> None:
+        begin = time.thread_time()
+        run(engine, **given)
+        seconds.append(time.thread_time() - begin)
+
+    return timed
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

@@ -29,6 +29,8 @@ class StageTimes:
     step_seconds: of the optimizer, norms and messages not included, for `stepped` elements. output_bytes: of each
     layer's output for one micro-batch. kept_bytes: of what its forward pass leaves for the backward pass; with
     activation checkpointing the inputs of what is computed again; 0 for a layer that is compiled.
+
+    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; of the thread, so 0 on accelerators.
     """
 
     forward: Floats
@@ -37,6 +39,9 @@ class StageTimes:
     stepped: int
     output_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...]
+    load_seconds: float = 0.0
+    message_seconds: float = 0.0
+    beside_seconds: float = 0.0
 
 
 def now() -> Any:

@@ -27,12 +27,13 @@ FREE = Links()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step; the first five add up to it.
+    """Predicted seconds of one step; the first six add up to it.
 
-    compute_seconds: the passes of the rank with the most. waiting_seconds: until the last stage has made its passes,
-    beyond that: messages between stages, and the bubble. reduce_seconds: of gradients. optimizer_seconds, and
-    gather_seconds, of weights. busy: by stage, seconds that its slowest rank computes, with the optimizer.
-    efficiency: the mean over all ranks of the share of the step that they compute.
+    compute_seconds: the passes of the rank with the most, and the samples that it loads. waiting_seconds: until the
+    last stage has made its passes, beyond that: messages between stages, and the bubble. reduce_seconds: of gradients.
+    optimizer_seconds, and gather_seconds, of weights. beside_seconds: of a pipeline, once a step (`Profile`). busy: by
+    stage, seconds that its slowest rank computes, with the optimizer. efficiency: the mean over all ranks of the share
+    of the step that they compute.
     """
 
     compute_seconds: float
@@ -40,6 +41,7 @@ class StepTime:
     reduce_seconds: float
     optimizer_seconds: float
     gather_seconds: float
+    beside_seconds: float
     busy: tuple[float, ...]
     efficiency: float
 
@@ -59,7 +61,7 @@ class StepTime:
         return {name: 1e3 * seconds for name, seconds in [*self._terms().items(), ("total", self.seconds)]}
 
     def _terms(self) -> dict[str, float]:
-        names = ("compute", "waiting", "reduce", "optimizer", "gather")
+        names = ("compute", "waiting", "reduce", "optimizer", "gather", "beside")
         return {name: getattr(self, f"{name}_seconds") for name in names}
 
 
@@ -107,9 +109,10 @@ class _Model:
         stepped, gathers = self._optimizer(), self._gathers()
         stepped_last = float(stepped.max())
         after = float((stepped.max(axis=1) + gathers).max())
-        total = reduced + after
+        beside = self.profile.beside_seconds
+        total = reduced + after + beside
         share = float((busy + stepped).mean()) / total if total else 1.0
-        terms = (compute, passed - compute, reduced - passed, stepped_last, after - stepped_last)
+        terms = (compute, passed - compute, reduced - passed, stepped_last, after - stepped_last, beside)
         return StepTime(*terms, tuple((busy + stepped).max(axis=1).tolist()), share)
 
     @cached_property
@@ -146,12 +149,21 @@ class _Model:
 
     def _work(self, column: int, size: float, sends: tuple[Link, ...]) -> StageWork:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
-        forward, backward = (self.by_stage(profile.seconds(f"{way}_seconds")) for way in ("forward", "backward"))
+        forward, backward = self.by_stage(self._forward()), self.by_stage(profile.seconds("backward_seconds"))
         handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
+        lasts += profile.message_seconds
         needed = np.logical_or.accumulate(profile.trained)
         returns = needed[np.array(self.cut[1:-1], dtype=np.int64) - 1]
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
+
+    def _forward(self) -> Floats:
+        """[layers], of one stage with the samples once, of several on the first and the last."""
+        if self.layout.pipe > 1:
+            return self.profile.forward_with_loading
+        seconds = self.profile.seconds("forward_seconds")
+        seconds[0] += self.profile.load_seconds
+        return seconds
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
         """[stages]: what the data ranks of each stage need for that many bytes."""

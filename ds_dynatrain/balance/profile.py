@@ -22,6 +22,8 @@ VERSION = 1
 SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
 BYTES = ("activation_bytes", "output_bytes")
+BESIDE = ("load_seconds", "message_seconds", "beside_seconds")
+"""Of `Profile`: what a pipeline takes beside its layers."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -79,12 +81,19 @@ class Profile:
     speeds: of each member, relative: a layer takes its seconds divided by this. train_batch_size: samples of one
     optimizer step in all members. micro_batch_size: samples of the micro-batches that were timed. source: where the
     numbers come from, for people.
+
+    load_seconds: of the samples of a micro-batch, on the first and on the last stage of a pipeline. message_seconds: of
+    one message between stages, on each of both, whatever its bytes. beside_seconds: once in a step of a pipeline, of
+    what is none of these, no layer and no optimizer step. 0 where they were not measured.
     """
 
     layers: tuple[LayerCost, ...]
     train_batch_size: int
     micro_batch_size: int
     speeds: tuple[float, ...] = (1.0,)
+    load_seconds: float = 0.0
+    message_seconds: float = 0.0
+    beside_seconds: float = 0.0
     source: str = ""
     version: int = field(default=VERSION)
 
@@ -96,6 +105,8 @@ class Profile:
         for member, speed in enumerate(self.speeds):
             _check_seconds(f"member {member}", "speed", speed)
             _check(speed > 0, f"member {member}: speed is 0; leave out a member that does nothing")
+        for name in BESIDE:
+            _check_seconds("the step", name, getattr(self, name))
         for name in ("train_batch_size", "micro_batch_size"):
             _check_whole("the batch", name, getattr(self, name), 1)
 
@@ -112,6 +123,13 @@ class Profile:
     def seconds(self, name: str) -> Floats:
         """One of the numbers of seconds (or their errors) of each layer, by the field's name."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
+
+    @property
+    def forward_with_loading(self) -> Floats:
+        """[layers], seconds of a forward pass; the first and the last layer's with those of loading samples."""
+        seconds = self.seconds("forward_seconds")
+        seconds[[0, -1]] += self.load_seconds  # once if that is the same layer
+        return seconds
 
     def counts(self, name: str) -> Ints:
         """One of the numbers of bytes of each layer, by the name of the field or of the property."""

@@ -18,14 +18,15 @@ import numpy as np
 
 from ds_dynatrain.adapters.timing import StageTimes
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.averaged import Averaged
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course
 from ds_dynatrain.balance.decision import History, Rules
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.pause import Pause
-from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.slow import Slow
 from ds_dynatrain.balance.steps import Measured, StepSeconds
-from ds_dynatrain.balance.window import Averaged, Window
+from ds_dynatrain.balance.window import Window
 from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.engine.acting import Acting
 from ds_dynatrain.engine.attempts import Attempts
@@ -243,7 +244,8 @@ class Balancer:
         engine, steps = self._engine, self._engine.global_steps
         measured = self._steps.measured(), self._steps.measured(self._steps_if_changed(steps))
         seconds = dict(zip(("steps", "newest"), map(astuple, measured), strict=True))
-        mine = {"rows": self._model.rows(times).tolist(), **seconds}
+        beside = [getattr(times, name) for name in BESIDE]
+        mine = {"rows": self._model.rows(times).tolist(), "beside": beside, **seconds}
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
         said = session.reduce("rows", {str(engine.rank): mine}, _merged, partial(self._joined, steps))
@@ -272,7 +274,8 @@ class Balancer:
         """On the first member: its own history goes on with what all ranks say."""
         engine, settings = self._engine, self._settings
         by_rank = {int(rank): np.array(each["rows"], dtype=np.float64) for rank, each in said.items()}
-        window = Window.of(by_rank, engine.layout, self._model.cut)
+        beside = [each["beside"] for each in said.values()]
+        window = Window.of(by_rank, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)

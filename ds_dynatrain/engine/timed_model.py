@@ -16,8 +16,9 @@ from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.stage_timer import StageTimer
 from ds_dynatrain.adapters.timing import StageTimes
+from ds_dynatrain.balance.averaged import Known
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.balance.window import Known, rows_of
+from ds_dynatrain.balance.window import rows_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout, LogicalTensor

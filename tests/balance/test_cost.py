@@ -47,7 +47,23 @@ def of(layout: Layout, layers: tuple[LayerCost, ...], batch: int = 12, **more: A
 
 def test_one_rank_computes_and_steps() -> None:
     terms = of(Layout(zero_stage=0), (costs(), costs()))
-    assert terms == {"compute": 72, "waiting": 0, "reduce": 0, "optimizer": 24, "gather": 0, "total": 96}
+    assert terms == {"compute": 72, "waiting": 0, "reduce": 0, "optimizer": 24, "gather": 0, "beside": 0, "total": 96}
+
+
+def test_what_a_pipeline_does_beside_its_layers() -> None:
+    """Samples are loaded on the first and on the last stage, a message takes both sides, and the rest comes once."""
+    beside = {"load_seconds": 0.5, "message_seconds": 0.25, "beside_seconds": 7.0}
+    layers = (costs(), costs(), costs())
+    plain = Profile(layers=layers, train_batch_size=1, micro_batch_size=1)
+    measured = Profile(layers=layers, train_batch_size=1, micro_batch_size=1, **beside)
+    layout = Layout(zero_stage=0, pipe=3, boundaries=(0, 1, 2, 3))
+    times = [step_time(each, layout, Deal.of(each, layout)) for each in (plain, measured)]
+    assert times[1].seconds - times[0].seconds == 2 * 0.5 + 4 * 0.25 + 7
+    assert [after - before for before, after in zip(times[0].busy, times[1].busy, strict=True)] == [0.5, 0, 0.5]
+    whole = [
+        step_time(each, Layout(zero_stage=0), Deal.of(each, Layout(zero_stage=0))).seconds for each in (plain, measured)
+    ]
+    assert whole[1] - whole[0] == 0.5 + 7, "one stage loads them once"
 
 
 @pytest.mark.parametrize(

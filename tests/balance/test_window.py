@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.advice import Move, Situation, advise
+from ds_dynatrain.balance.averaged import Averaged, Known
 from ds_dynatrain.balance.decision import Answer, History, Rules
-from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
+from ds_dynatrain.balance.window import COLUMNS, Window, rows_of
 from ds_dynatrain.errors import LayoutError, ProfileError
 from ds_dynatrain.space import Columns, Layout
 
@@ -132,6 +133,19 @@ def test_windows_on_a_shared_core_change_nothing() -> None:
     assert longer > 20 and len(state.since) <= 3, f"{longer} windows were longer, changes at {state.since}"
 
 
+def beside(*ranks: tuple[float, float, float]) -> Window:
+    return Window.of({0: rows(1.0, 1.0), 1: rows(1.0, 1.0)}, TWO, (0, 2, 4), ranks)
+
+
+def test_what_no_layer_takes_is_averaged_where_it_was_measured() -> None:
+    state = Averaged.after(None, beside((2, 1, 4), (0, 3, 4)), (16, 2), 0, 0.03, is_new=False)
+    assert state.beside.tolist() == [2, 2, 4], "a stage that loads nothing does not count"
+    state = Averaged.after(state, beside((4, 0, 6), (4, 0, 6)), (16, 2), 1, 0.03, is_new=False)
+    assert state.beside.tolist() == [3, 2, 5], "without messages what is known of them stays"
+    profile = state.profile(layers())
+    assert (profile.load_seconds, profile.message_seconds, profile.beside_seconds) == (3, 2, 5)
+
+
 def test_what_is_known_to_have_changed_is_not_doubted() -> None:
     found = Averaged.after(averaged(1, 1, 1, 1), window(1, 1, 1, 1.5), (16, 2), 1, 0.03, is_new=True)
     assert (found.windows, found.since, found.doubted) == (1, (0, 1), None)
@@ -146,7 +160,7 @@ def test_what_begins_anew(batch: tuple[int, int], is_new: bool, since: tuple[int
 def test_every_digit_travels() -> None:
     state = averaged(1 / 3, 0.1, 1e-7, 2, noise=0.1)
     state = following(state, 1, 1, 0.1, 1e-7, 2, noise=0.1)
-    assert state.doubted is not None
+    assert state.doubted is not None and state.beside.tolist() == [0, 0, 0]
     back = Averaged.from_json(json.loads(json.dumps(state.to_json())))
     assert back.doubted is not None and np.array_equal(back.doubted.rows, state.doubted.rows)
     assert np.array_equal(back.rows, state.rows) and (back.speeds, back.batch) == (state.speeds, state.batch)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.balance.decision import Answer
-from ds_dynatrain.balance.profile import Profile
+from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
 from tests.engine.burning import CLOCKS, TICK, burning, clock
@@ -94,6 +94,7 @@ def test_all_members_have_one_profile(pool: RankPool, tmp_path: Path, said: bool
     assert first.seconds("forward_seconds") == close(forward, said)
     assert first.seconds("backward_seconds") == close([2 * each for each in forward], said)
     assert 0 < first.seconds("optimizer_seconds").sum() < 0.05
+    assert all(0 < getattr(first, name) < 0.05 for name in BESIDE)
     assert first.counts("output_bytes").tolist() == [4 * 3 * 4] * 6
     assert first.kind_bytes("weight").tolist() == first.kind_bytes("exp_avg").tolist() == [80] * 6
     for rank in ranks:
@@ -201,13 +202,15 @@ def test_notes_are_of_all_or_of_nobody(pool: RankPool) -> None:
 SCRIPT = """
 import sys, deepspeed
 import ds_dynatrain
-from tests.engine.burning import burning
-from tools.burning import Points
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch.nn import MSELoss
+from tools.burning import Burning, Points
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
 deepspeed.init_distributed("gloo", verbose=False)
 config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
           "zero_optimization": {"stage": 1}, "steps_per_print": 10**9, "dynatrain": {}}
-engine, *_ = ds_dynatrain.initialize(model=burning((0.0, 0.0)), config=config, training_data=Points())
+model = PipelineModule([LayerSpec(Burning, 0.0, 0.0)] * 2, num_stages=1, loss_fn=MSELoss())
+engine, *_ = ds_dynatrain.initialize(model=model, config=config, training_data=Points())
 engine.train_batch()
 assert engine.balancer is None
 found = sorted(name for name in sys.modules if name.startswith("ds_dynatrain.balance") or "stage_timer" in name)
