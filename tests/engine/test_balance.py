@@ -15,7 +15,8 @@ from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
-from tests.engine.burning import CLOCKS, TICK, burning, clock
+from tests.engine.burning import burning
+from tests.engine.clocks import CLOCKS, TICK, clock
 from tests.engine.pipeline_walks import job, layout, settings
 from tests.engine.pool import ROOT, RankPool, free_port
 from tools.burning import Points, busy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +11,11 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_dynatrain.balance.steps import StepSeconds
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.report import read_events
 from tests.engine import jobs
 from tests.engine.burning import burning
+from tests.engine.clocks import CLOCKS, STEP, clock
 from tests.engine.pipeline_walks import layout, settings
 from tests.engine.pool import RankPool
 from tools.burning import WIDTH, Burn, Points, burn
@@ -28,7 +27,7 @@ WORKING = 2
 FRONT = (0, 1, 6)
 """What is best for these seconds."""
 BETTER, WORSE = {FRONT: 0.35}, {FRONT: 1.5}
-"""Seconds that a step is said to take, by boundaries; 0.5 with all others. On shared cores a clock says little."""
+"""Seconds that a step is said to take, by boundaries; `STEP` with all others. On shared cores a clock says little."""
 
 
 def acting(given: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -37,25 +36,20 @@ def acting(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 
-@contextmanager
-def said_to_take(seconds: Mapping[Any, float] | None, given: list[Any]) -> Iterator[None]:
-    """For steps of the engine in a list; None: what the clock says."""
-    whole = StepSeconds.add
-
-    def add(steps: StepSeconds, by_the_clock: float) -> None:
-        whole(steps, by_the_clock if seconds is None else seconds.get(given[0].layout.boundaries, 0.5))
-
-    with patch.object(StepSeconds, "add", add):
-        yield
-
-
 def trained(
     given: dict[str, Any], model: Any, steps: int, each: Any = None, seconds: Mapping[Any, float] | None = BETTER
 ) -> tuple[list[float], list[Any]]:
-    """Losses of a pipeline, and the events of its switches, the last one also if it failed. seconds: of its steps."""
+    """Losses of a pipeline, and the events of its switches, the last one also if it failed.
+
+    seconds: of its steps, by its boundaries; None: what the clock says.
+    """
     events: list[Any] = []
     engines: list[Any] = []
-    with said_to_take(seconds, engines), jobs.job(given, model, data=Points(), groups=False) as made:
+
+    def step_seconds() -> float:
+        return (seconds or {}).get(engines[0].layout.boundaries, STEP)
+
+    with clock(seconds is not None, step_seconds), jobs.job(given, model, data=Points(), groups=False) as made:
         engines.append(made.engine)
         made.engine.on_switch(events.append)
         losses = []
@@ -67,9 +61,6 @@ def trained(
         is_missing = last is not None and last.generation not in {event.generation for event in events}
         return losses, [*events, last] if is_missing else events
     return [], events
-
-
-CLOCKS = [pytest.param(True, id="said"), pytest.param(False, id="by the clock", marks=pytest.mark.full)]
 
 
 def moving(file: str, block: bool, said: bool) -> tuple[list[float], list[Any]]:
@@ -194,18 +185,25 @@ class Paced(nn.Module):
 PACE = [1.0]
 
 
-def slowed(pace: float, from_step: int, steps: int, ranks: int, **more: Any) -> tuple[list[float], list[Any]]:
+def slowed(
+    pace: float, from_step: int, steps: int, ranks: int, said: bool, **more: Any
+) -> tuple[list[float], list[Any]]:
     """Rank 1 becomes slow at a step."""
     given = jobs.config(start=(ranks, 1), train_batch_size=24, train_micro_batch_size_per_gpu=12)
     events: list[Any] = []
     losses: list[float] = []
-    with jobs.job(acting(given, **more), Paced(0.001), data=Points(), groups=False) as made:
+    slowest = [1.0]
+    with (
+        clock(said, lambda: 0.04 * slowest[0]),
+        jobs.job(acting(given, **more), Paced(0.001), data=Points(), groups=False) as made,
+    ):
         engine = made.engine
         engine.on_switch(events.append)
         mine = engine.rank == 1
         while engine.idle or engine.global_steps < steps:
             for batch in made.loader:
-                PACE[0] = pace if mine and engine.global_steps >= from_step else 1.0
+                slowest[0] = pace if engine.global_steps >= from_step else 1.0
+                PACE[0] = slowest[0] if mine else 1.0
                 loss = engine(*batch)
                 engine.backward(loss)
                 losses.append(float(engine.mean(loss, made.loader.samples)))
@@ -216,6 +214,7 @@ def slowed(pace: float, from_step: int, steps: int, ranks: int, **more: Any) -> 
 
 
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
+@pytest.mark.parametrize("said", CLOCKS)
 @pytest.mark.parametrize(
     ("pace", "ranks", "answer"),
     [
@@ -224,16 +223,16 @@ def slowed(pace: float, from_step: int, steps: int, ranks: int, **more: Any) -> 
         pytest.param(4.0, 2, {"data": 2}, id="an idle member takes its place"),
     ],
 )
-def test_a_slow_member_is_answered(pool: RankPool, pace: float, ranks: int, answer: dict[str, Any]) -> None:
+def test_a_slow_member_is_answered(pool: RankPool, pace: float, ranks: int, answer: dict[str, Any], said: bool) -> None:
     """With a quarter of the speed and one other, an idle member is worth more than other shares."""
-    found = pool.run(slowed, pace=pace, from_step=6, steps=24, ranks=ranks, seconds=120, slow_steps=9)
+    found = pool.run(slowed, pace=pace, from_step=6, steps=24, ranks=ranks, said=said, seconds=120, slow_steps=9)
     losses, events = found[0]
     assert events and events[0].cause == "balance" and 6 < events[0].step <= 6 + 9 + 5
     layout = {name: size for name, size in events[0].target.layout.items() if name in ("data", "shares")}
     assert layout == answer
     has_stayed = "shares" in answer
     assert (1 in events[0].target.members) == has_stayed and (events[0].bytes_sent == 0) == has_stayed
-    plain = pool.once(slowed, pace=1.0, from_step=0, steps=24, ranks=4, seconds=120, slow_ratio=None)[0]
+    plain = pool.once(slowed, pace=1.0, from_step=0, steps=24, ranks=4, said=True, seconds=120, slow_ratio=None)[0]
     assert plain[1] == [] and jobs.furthest(losses, plain[0]) <= 1e-6
 
 
