@@ -10,12 +10,14 @@ Everything is a function of its arguments, ties included, so all members get the
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from ds_dynatrain.balance.bound import Bound
 from ds_dynatrain.balance.cost import FREE, StepTime, column_seconds, step_time
 from ds_dynatrain.balance.deal import Deal, shares_of
 from ds_dynatrain.balance.links import Links
@@ -58,12 +60,22 @@ class Members:
         return self._fastest_first[:count]
 
     @cached_property
+    def are_alike(self) -> bool:
+        """Whether all are as fast."""
+        return len(set(self.speeds)) == 1
+
+    @cached_property
+    def _in_order(self) -> Floats:
+        """Speeds as `working` has them."""
+        return np.array([self.speeds[member] for member in self.working(len(self.speeds))])
+
+    @cached_property
     def _fastest_first(self) -> tuple[int, ...]:
         return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
 
     def pace(self, layout: Layout) -> Floats:
         """[stages, data]: the slowest member at each place."""
-        speeds = np.array([self.speeds[member] for member in self.working(layout.world_size)])
+        speeds = self._in_order[: layout.world_size]
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
 
@@ -178,9 +190,22 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
     )
 
 
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """seconds: that it takes at the least. number: in the order in which all are tried. layout: without boundaries."""
+
+    seconds: float
+    number: tuple[int, int]
+    layout: Layout = field(compare=False)
+    deal: Deal = field(compare=False)
+
+
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search. reasons: why what does not fit does not, by number of members. seen: what was tried."""
+    """One search. reasons: why what does not fit does not, by number of members. seen: what was tried.
+
+    dealt: by data ranks and shares.
+    """
 
     profile: Profile
     present: Layout
@@ -190,42 +215,88 @@ class _Choosing:
     switch_seconds: Callable[[Layout], float]
     reasons: dict[int, str] = field(default_factory=dict)
     seen: set[tuple[Layout, Deal]] = field(default_factory=set)
+    dealt: dict[tuple[int, tuple[int, ...] | None], tuple[Deal, ...]] = field(default_factory=dict)
 
     @cached_property
-    def passes(self) -> Floats:
-        return self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
+    def bound(self) -> Bound:
+        return Bound(self.profile, self.members.speeds, self.members.links.fastest)
 
     def best(self) -> tuple[Choice, ...]:
         found: list[Choice] = []
-        for bound, layout, deal in sorted(self._candidates(), key=lambda each: each[0]):
-            if len(found) == self.search.count and _rounded(bound) > _rounded(found[-1].seconds):
-                break
-            found = sorted([*found, *self._fitted(layout, deal)], key=lambda each: each.order)[: self.search.count]
+        for each in self._in_order():
+            if len(found) == self.search.count:
+                most = found[-1].seconds
+                if _rounded(each.seconds) > _rounded(most):
+                    break
+                if self._is_beyond(most, each.layout, each.deal):
+                    continue
+            found = sorted([*found, *self._fitted(each.layout, each.deal)], key=lambda choice: choice.order)
+            del found[self.search.count :]
         if not found:
             raise LayoutError(self._why_none())
         return tuple(found)
 
-    def _candidates(self) -> Iterator[tuple[float, Layout, Deal]]:
-        """(seconds that it takes at the least, layout without boundaries, deal)."""
+    def _in_order(self) -> Iterator[_Candidate]:
+        """The least bound first; a number of stages and data ranks is looked into once its turn comes."""
+        known: list[_Candidate] = []
+        sizes = sorted((self.bound.of_size(*size), number, size) for number, size in enumerate(self._sizes()))
+        for least, number, size in sizes:
+            while known and known[0].seconds < least:
+                yield heapq.heappop(known)
+            for place, (layout, deal) in enumerate(self._candidates(*size)):
+                heapq.heappush(known, _Candidate(self._bound(layout, deal), (number, place), layout, deal))
+        while known:
+            yield heapq.heappop(known)
+
+    def _bound(self, layout: Layout, deal: Deal) -> float:
+        """Seconds at the least; with shares that may be dealt again those count that the layout has."""
+        given = layout, deal, self.members.pace(layout)
+        if self._may_be_dealt_again(layout):
+            return max(self.bound.of_passes(*given), self.bound.of_any_shares(*given))
+        return self.bound.of(*given)
+
+    def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
+        """Whether no boundaries make a step of so many seconds."""
+        if self._may_be_dealt_again(layout):
+            return False
+        return self.bound.is_beyond(seconds, layout, deal, self.members.pace(layout))
+
+    def _may_be_dealt_again(self, layout: Layout) -> bool:
+        return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Numbers of stages and of data ranks."""
         per_data = self.present.sequence * self.present.tensor
         most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
         for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
             for data in range(1, min(most // pipe, self.profile.train_batch_size) + 1):
-                if (data * per_data) % self.present.expert:
-                    continue
-                for zero_stage in self.search.zero_stages or STAGES:
-                    layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
-                    for shared in self._shared(layout):
-                        for deal in self.search.deals(self.profile, shared):
-                            if is_possible(shared, deal, self.search.pipeline):
-                                yield self._bound(shared, deal), shared, deal
+                if (data * per_data) % self.present.expert == 0:
+                    yield pipe, data
+
+    def _candidates(self, pipe: int, data: int) -> Iterator[tuple[Layout, Deal]]:
+        """Layouts without boundaries."""
+        for zero_stage in self.search.zero_stages or STAGES:
+            layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
+            for shared in self._shared(layout):
+                for deal in self._deals(shared):
+                    if is_possible(shared, deal, self.search.pipeline):
+                        yield shared, deal
+
+    def _deals(self, layout: Layout) -> tuple[Deal, ...]:
+        """Of a search without a job's own numbers they are the same for every number of stages."""
+        if self.search.accumulation is not None:
+            return tuple(self.search.deals(self.profile, layout))
+        key = layout.data, layout.shares
+        if key not in self.dealt:
+            self.dealt[key] = tuple(self.search.deals(self.profile, layout))
+        return self.dealt[key]
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
         """With equal shares; with those that suit the members' speeds; with the present ones, if it is that layout."""
-        even = layout.replace(shares=None)
+        even = layout if layout.shares is None else layout.replace(shares=None)
         found = {even: None, layout: None}
-        if layout.data > 1 and len(set(self.members.speeds)) > 1:
-            for deal in self.search.deals(self.profile, even):
+        if layout.data > 1 and not self.members.are_alike:
+            for deal in self._deals(even):
                 if (fair := self._fair(layout, deal)) != deal.shares:
                     found[layout.replace(shares=fair)] = None
         yield from found
@@ -241,19 +312,7 @@ class _Choosing:
             return shares_of(slowest.tolist(), self.profile.train_batch_size)
         fill = (1 / pace).sum(axis=0) - 1 / slowest
         counts = shares_of(slowest.tolist(), sum(deal.counts), fill.tolist())
-        return tuple(max(deal.shares) // deal.micro_batches * count for count in counts)
-
-    def _bound(self, layout: Layout, deal: Deal) -> float:
-        """Each data index has its samples, and a pipeline is as fast as all of its stages together at most.
-
-        Stage s begins after those before it, which end after it. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for
-        n micro-batches and each s, those that add up to most have equality throughout: T (1 - (1 - 1/n)^stages).
-        """
-        pace, samples = self.members.pace(layout), np.array(deal.shares) / self.profile.micro_batch_size
-        whole, numbers = self.passes.sum(), np.maximum(deal.counts, 1)
-        slowest = np.maximum(whole / pace.sum(axis=0), self.passes.max() / pace.max(axis=0))
-        filling = whole / pace.max(axis=0) / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
-        return float((samples * np.maximum(slowest, filling)).max())
+        return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[Choice]:
         """With the best boundaries, and with the present ones, which were found for other costs and may not fit."""
@@ -276,7 +335,7 @@ class _Choosing:
 
     def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
         """With the shares that suit these boundaries where members differ, and the boundaries that suit those."""
-        if layout.pipe == 1 or layout.data == 1 or len(set(self.members.speeds)) == 1:
+        if not self._may_be_dealt_again(layout):
             return
         working = self.members.working(layout.world_size)
         speeds = [self.members.speeds[member] for member in working]
@@ -285,8 +344,8 @@ class _Choosing:
         counts = shares_of((1 / each).tolist(), sum(deal.counts), begins.tolist())
         if counts == deal.counts:
             return
-        shared = layout.replace(shares=tuple(max(deal.shares) // deal.micro_batches * count for count in counts))
-        for its in self.search.deals(self.profile, shared):
+        shared = layout.replace(shares=_samples(deal, counts))
+        for its in self._deals(shared):
             if is_possible(shared, its, self.search.pipeline):
                 yield shared, its
                 yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
@@ -321,6 +380,12 @@ class _Choosing:
             )
         most = max(self.reasons)
         return f"no layout fits {count} members; of the largest that was tried: {self.reasons[most]}"
+
+
+def _samples(deal: Deal, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Shares of so many micro-batches."""
+    size = max(deal.shares) // deal.micro_batches
+    return tuple(size * count for count in counts)
 
 
 def _rounded(seconds: float) -> float:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.links import Link, Links
+from ds_dynatrain.balance.links import Links
 from ds_dynatrain.balance.memory import cut_of
 from ds_dynatrain.balance.profile import Floats, Profile
 from ds_dynatrain.balance.schedule import StageWork, simulate
@@ -126,31 +127,37 @@ class _Model:
     def _passes(self) -> tuple[Floats, Floats]:
         """(end, busy) of each [stage, data index]; data indices that are alike are played through once."""
         ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
-        known: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
-        for column, (count, size) in enumerate(self._micro_batches()):
-            sends = tuple(self._between(column, stage) for stage in range(self.layout.pipe - 1))
-            key = (count, size, tuple(self.pace[:, column]), sends)
-            if key not in known:
-                played = simulate(self._work(column, size, sends), count)
-                known[key] = played.ends, played.busy
-            ends[:, column], busy[:, column] = known[key]
+        counts, sizes = self._micro_batches()
+        alike: dict[bytes, list[int]] = {}
+        for column, line in enumerate(np.concatenate(([counts], [sizes], self.pace, self._inside)).T.copy()):
+            alike.setdefault(line.tobytes(), []).append(column)
+        for columns in alike.values():
+            first = columns[0]
+            played = simulate(self._work(first, float(sizes[first])), int(counts[first]))
+            ends[:, columns], busy[:, columns] = played.ends[:, None], played.busy[:, None]
         return ends, busy
 
-    def _micro_batches(self) -> list[tuple[int, float]]:
-        """(number, samples of each) by data index: of one size in a pipeline, else as many everywhere."""
+    def _micro_batches(self) -> tuple[Floats, Floats]:
+        """([data], [data]): numbers, and samples of each; of one size in a pipeline, else as many everywhere."""
         if self.layout.pipe > 1:
-            return [(count, self.deal.size) for count in self.deal.counts]
-        return [(self.deal.micro_batches, share / self.deal.micro_batches) for share in self.deal.shares]
+            return np.array(self.deal.counts, dtype=np.float64), np.full(self.layout.data, self.deal.size)
+        number = float(self.deal.micro_batches)
+        return np.full(self.layout.data, number), np.array(self.deal.shares) / number
 
-    def _between(self, column: int, stage: int) -> Link:
-        layout = self.layout
-        first = (stage * layout.data + column) * layout.sequence * layout.tensor
-        return self.links.of((first, first + layout.ranks_per_stage))
+    @cached_property
+    def _inside(self) -> npt.NDArray[np.bool_]:
+        """[stages - 1, data]: whether a stage and the next one are on one node."""
+        if self.links.per_node is None:
+            return np.ones((self.layout.pipe - 1, self.layout.data), dtype=np.bool_)
+        members = np.array(self.links.members or range(self.layout.world_size))
+        nodes = members.reshape(*self.pace.shape, -1)[:, :, 0] // self.links.per_node
+        return np.asarray(nodes[:-1] == nodes[1:])
 
-    def _work(self, column: int, size: float, sends: tuple[Link, ...]) -> StageWork:
+    def _work(self, column: int, size: float) -> StageWork:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
         forward, backward = self.by_stage(self._forward()), self.by_stage(profile.seconds("backward_seconds"))
         handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
+        sends = [self.links.inside if is_near else self.links.between for is_near in self._inside[:, column]]
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
         lasts += profile.message_seconds
         needed = np.logical_or.accumulate(profile.trained)

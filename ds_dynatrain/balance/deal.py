@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import LayoutError
@@ -56,7 +57,7 @@ class Deal:
         """That of pipelines side by side."""
         return cls(columns.shares, columns.longest)
 
-    @property
+    @cached_property
     def size(self) -> float:
         """Samples of a micro-batch of the data index with the most."""
         return max(self.shares) / self.micro_batches
@@ -72,7 +73,7 @@ class Deal:
         """Whether all data indices have as many samples."""
         return min(self.shares) == max(self.shares)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Micro-batches by data index where all have one size."""
         most = max(self.shares)

@@ -64,6 +64,12 @@ class Links:
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
+    @property
+    def fastest(self) -> Link:
+        """A link that is as good as each of them."""
+        used = (self.inside,) if self.per_node is None else (self.inside, self.between)
+        return Link(max(each.bytes_per_second for each in used), min(each.latency_seconds for each in used))
+
     def between_members(self, members: tuple[int, ...]) -> Links:
         """The same with these members at the ranks."""
         return dataclasses.replace(self, members=members)

@@ -123,6 +123,37 @@ def test_no_layout_is_left_out_and_none_is_better() -> None:
     assert min(worse) > 1 - 1e-9 and max(worse) < 1.1 and np.mean(worse) < 1.005
 
 
+@pytest.mark.parametrize("cases", [CASES // 4, pytest.param(3 * CASES, marks=pytest.mark.full)])
+def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
+    """Bounds leave layouts out; asked for all answers `choose` leaves out none."""
+    random = np.random.default_rng(15)
+    compared = 0
+    for _ in range(cases):
+        measured, members, present = random_case(random, 8)
+        speeds = tuple(random.choice([0.5, 1.0, 2.0], 9).tolist()) if random.random() < 0.5 else (1.0,) * 9
+        wide = Links(Link(float(random.choice([1e2, 1e4]))))
+        members = Members(speeds, 4 * members.memory_bytes, wide if random.random() < 0.3 else members.links)
+        search = Search(
+            pipeline=bool(random.random() < 0.7),
+            least_micro_batch=int(random.choice([1, 2])),
+            horizon_steps=20,
+            count=int(random.choice([1, 3, 10])),
+        )
+        cost, bad = float(random.choice([0, 5])), int(random.integers(0, 6))
+        asked = measured, present if search.pipeline else Layout(zero_stage=int(random.integers(0, 4))), members
+
+        def refused(layout: Layout, deal: Deal, bad: int = bad) -> bool:
+            return (layout.data + layout.pipe) % 7 == bad
+
+        def switch_seconds(layout: Layout, cost: float = cost) -> float:
+            return cost
+
+        every = choose(*asked, dataclasses.replace(search, count=ALL), refused, switch_seconds)
+        assert choose(*asked, search, refused, switch_seconds) == every[: search.count]
+        compared += len(every) > search.count
+    assert compared > cases / 2
+
+
 def test_slow_members_without_stages_get_the_best_shares() -> None:
     """Against all shares, where neither links nor memory say anything."""
     random = np.random.default_rng(13)
@@ -283,8 +314,15 @@ def test_a_layer_that_fits_nowhere() -> None:
 def test_many_members() -> None:
     """A thousand members: only layouts that may be among the best are played through."""
     measured = profile((1.0,) * 48, batch=1024)
-    found = choose(measured, ONE, Members((1.0,) * 1024, links=Links(Link(1e4))), Search(zero_stages=(1,), count=3))
+    members, played = Members((1.0,) * 1024, links=Links(Link(1e4))), []
+
+    def refused(layout: Layout, deal: Deal) -> bool:
+        played.append(layout)
+        return False
+
+    found = choose(measured, ONE, members, Search(zero_stages=(1,), count=3), refused)
     assert len(found) == 3 and found[0].layout.world_size <= 1024
+    assert len(played) < 400  # of 4,545 sizes
 
 
 def test_bad_members() -> None:
