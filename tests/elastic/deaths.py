@@ -93,6 +93,10 @@ class Deaths:
         (self.job.folder / "telling").rename(self.job.folder / file)
         return step
 
+    def numbers(self, node: str) -> list[int]:
+        """Of a node's processes: its workers, then its agent."""
+        return [*self.job.workers_of(node), self.job.processes[node].pid]
+
     def of_another_pair(self, node: str) -> str:
         """A node of four, in two pairs by their ranks, which are as they came, that is not the buddy of this one."""
         by_rank = [node_of(self.job, self.first, rank) for rank in range(4)]

@@ -63,6 +63,15 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def together() -> None:
+    """The node loses power at once with others: all processes whose numbers stand in `$OUT/together` are gone."""
+    for process in Path(os.environ["OUT"], "together").read_text().split():
+        if int(process) != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    kill()
+
+
 def term() -> None:
     """The node is told to go."""
     os.kill(os.getppid(), signal.SIGTERM)
@@ -120,6 +129,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "linger": linger,
     "term": term,
+    "together": together,
     "unable": unable,
 }
 

@@ -22,20 +22,22 @@ class Keeping(Script):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = self.engine._parts
+        self.of_engine = self.engine._parts
         self.told: set[tuple[int, int, int]] = set()
-        self.buddies = self.parts.buddies
+        self.buddies = self.of_engine.buddies
         assert self.buddies is not None
         self.look = self.buddies.at_boundary
         self.buddies.at_boundary = self.at_boundary  # type: ignore[method-assign]
 
     def at_boundary(self) -> None:
         """The boundary, with words about it."""
-        held = copied(self.parts.vps, self.parts.layout, self.parts.host.state_buffers()[0])
+        held = copied(self.of_engine.vps, self.of_engine.layout, self.of_engine.host.state_buffers()[0])
         before, self_taken = self.said(held), self.buddies.protection.taken
         self.look()
         if self.buddies.protection.taken > self_taken:
-            self.say(event="moment", world=self.parts.generation, rank=self.parts.rank, step=self.step, said=before)
+            self.say(
+                event="moment", world=self.of_engine.generation, rank=self.of_engine.rank, step=self.step, said=before
+            )
         for copy in self.buddies.kept.copies():
             self.tell(copy)
         self.say(event="protection", step=self.step, of=vars(self.buddies.protection))
@@ -43,20 +45,20 @@ class Keeping(Script):
     def tell(self, copy: Copy) -> None:
         """A copy that is here, once."""
         key = copy.mark.generation, copy.mark.step, copy.rank
-        if key in self.told or copy.mark.generation != self.parts.generation:
+        if key in self.told or copy.mark.generation != self.of_engine.generation:
             return
         self.told.add(key)
-        is_sound = copy.is_sound(self.parts.vps)
+        is_sound = copy.is_sound(self.of_engine.vps)
         flipped = {key: held.clone() for key, held in copy.buffers.items()}  # of its own: the copy may be on its way
         next(iter(flipped.values())).view(torch.uint8)[0] ^= 1
-        is_found = not dataclasses.replace(copy, buffers=flipped).is_sound(self.parts.vps)
-        what = {"said": self.said(copy.buffers), "sound": is_sound, "flip found": is_found, "here": self.parts.rank}
+        is_found = not dataclasses.replace(copy, buffers=flipped).is_sound(self.of_engine.vps)
+        what = {"said": self.said(copy.buffers), "sound": is_sound, "flip found": is_found, "here": self.of_engine.rank}
         self.say(event="copy", world=key[0], step=key[1], rank=key[2], **what)
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.parts.global_steps)
+        return int(self.of_engine.global_steps)
 
     @staticmethod
     def said(buffers: dict[Any, torch.Tensor]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ class Idle:
         **given: str,
     ) -> None:
         self.stage, self.nodes, variables = stage, nodes, {"STEP_SECONDS": "0.2", **given}
-        block = {"buddies": {"mode": "copy"}, "layouts": layouts, **(block or {})}
+        fewest = layouts[min(layouts, key=int)]  # if all come at once
+        layout = {"zero_stage": stage, **fewest}
+        block = {"buddies": {"mode": "copy"}, "layouts": layouts, "layout": layout, **(block or {})}
         count = f"{min(map(int, layouts))}:{len(nodes)}"  # it may begin without the one that is to be idle
         self.job = training(folder, stage, block, script=script, nodes=count, variables=variables)
         try:

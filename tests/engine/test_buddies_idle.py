@@ -255,6 +255,26 @@ def test_who_needs_no_link_is_ready() -> None:
     assert pairing.is_ready
 
 
+def test_those_of_several_engines() -> None:
+    """Each has links of its own, and idle members are buddies once all of them are there."""
+    first, other = engine("ab", "c"), engine("ab", "c")
+    pairing, idle = Pairing(first, lambda: [first, other]), Idle()
+    pairing.enter(is_needed=True)
+    idle.keeping._secret = "of both"
+    place = {**idle.board.records[f"keeper/{IDLE}"], "secret": "of both"}
+    first.control.records["keeper/2"] = place
+    for _ in range(3):
+        pairing.look()
+        time.sleep(0.3)
+    assert not pairing.is_ready
+    other.control.records["keeper/2"] = place
+    wait(lambda: pairing.look() or pairing.is_ready)
+    pairing.take_idle(True)
+    assert pairing.begin(first, MARK, None, None) is not pairing.begin(other, MARK, None, None)
+    pairing.close()
+    assert not pairing.is_ready
+
+
 @pytest.mark.parametrize(("mode", "is_needed"), [("replay", True), ("copy", False)])
 def test_idle_ones_replay_nothing(mode: str, is_needed: bool) -> None:
     pairing = Pairing(engine("ab", "c", mode))

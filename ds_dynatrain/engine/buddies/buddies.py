@@ -47,7 +47,7 @@ class Buddies:
         self._choice = Choice(engine, self.kept)
         self._worlds: list[World | None] = []
         """Of all engines."""
-        self._pairing = Pairing(engine)
+        self._pairing = Pairing(engine, lambda: [one._engine for one in self._all])
         self._keeping: Keeping | None = None
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = False
@@ -150,7 +150,7 @@ class Buddies:
         """
         engine = self._engine
         self._pairing.close()
-        if not self._pairing.takes_idle or engine.control.member not in engine.candidates.members:
+        if self._pairing.passes_over or engine.control.member not in engine.candidates.members:
             return
         if self._keeping is None:
             self._keeping = Keeping(self.kept)
@@ -238,7 +238,8 @@ class Buddies:
         """Let idle members be buddies, or not; on all that work alike, with no round under way."""
         if has_idle != self._pairing.has_idle:
             self._pairing.take_idle(has_idle)
-            self.keeper.enter(self._pairing.by_member, self._pairing.idle)
+            for keeper in self._keepers:
+                keeper.enter(self._pairing.by_member, self._pairing.idle)
 
     # ---- steps that are replayed -------------------------------------------------------------------------------------
 

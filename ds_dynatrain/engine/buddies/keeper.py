@@ -77,7 +77,7 @@ class Keeper:
             logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
-        way = pairing.begin(mark, whole, group)
+        way = pairing.begin(engine, mark, whole, group)
         found = Round(mark, taken, [everybody[each] for each in self.buddies[rank]], kept_here, way, self.kept)
         self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin

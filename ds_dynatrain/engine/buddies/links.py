@@ -35,7 +35,7 @@ class Links:
     """Of one member, in one world. keepers: the idle members that it wants to be linked to."""
 
     def __init__(self, engine: EngineCore, keepers: Sequence[int]) -> None:
-        self._engine, self._rank, self._keepers = engine, engine.rank, tuple(keepers)
+        self.engine, self._rank, self._keepers = engine, engine.rank, tuple(keepers)
         self._links: dict[int, Link] = {}
         self._asked: set[int] = set()
         self._next, self._is_closed = 0.0, False
@@ -53,7 +53,7 @@ class Links:
         self._next = time.monotonic() + LOOK_SECONDS
         for member in missing:
             with suppress(td.DistError):  # the board is gone for now
-                place = self._engine.control.read(place_of(member))
+                place = self.engine.control.read(place_of(member))
                 if place is not None:
                     self._asked.add(member)
                     start_thread(partial(self._connect, member, place), "dynatrain-keeper")
@@ -65,7 +65,7 @@ class Links:
             tune(connection)
             link = Link(connection, member)
             try:
-                mine = self._engine.control.member
+                mine = self.engine.control.member
                 say(link, TO_BUDDY, {"member": mine, "rank": self._rank, "secret": place["secret"]})
                 hear(link, TO_WARD, time.monotonic() + CONNECT_SECONDS)
             except BaseException:

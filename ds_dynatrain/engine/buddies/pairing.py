@@ -6,29 +6,31 @@ as soon as a round with idle ones has failed. So nobody ever waits for an idle m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.links import Links
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.plan import buddies_of
 from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import Transport
 
 
 class Pairing:
-    """Of one engine, for the whole job; equal on all that work.
+    """Of all engines of a process, for the whole job; equal on all that work. engine: the first one; engines: all.
 
     by_member: member -> those who keep its copies, of whichever engine. idle: who could keep copies besides those that
     work, as far as that was seen. has_idle: whether they do.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
-        self._engine, self._settings = engine, engine.settings.buddies
+    def __init__(self, engine: EngineCore, engines: Callable[[], Sequence[EngineCore]] = tuple) -> None:
+        self._engine, self._settings, self._engines = engine, engine.settings.buddies, engines
         self.by_member: dict[int, tuple[int, ...]] = {}
         self.idle: tuple[int, ...] = ()
         self.has_idle = False
         self._is_needed = False
-        self._links: Links | None = None
+        self._links: tuple[Links, ...] = ()
+        """Of each engine: their rounds travel at the same time."""
 
     # ---- worlds, and who is idle in them -----------------------------------------------------------------------------
 
@@ -37,14 +39,18 @@ class Pairing:
         self.close()
         self._is_needed, self.has_idle, self.idle = is_needed, False, ()
         self.idle = self._idle_now()
+        if self._engine.rank == 0 and self._is_needed and self.passes_over and self._without_work():
+            logger.info("buddies: %s", self.passes_over)
         self._deal(())
         mine = self._dealt(self.idle).get(self._engine.control.member, ())
-        self._links = Links(self._engine, [one for one in mine if one in self.idle])
+        keepers = [one for one in mine if one in self.idle]
+        self._links = tuple(Links(engine, keepers) for engine in self._engines() or (self._engine,))
 
     @property
-    def takes_idle(self) -> bool:
-        """Whether idle members are asked at all: replaying takes who works, and copies of several engines do."""
-        return self._settings.mode != "replay" and not PROCESS.is_shared
+    def passes_over(self) -> str:
+        """Why idle members are not asked, in words; nothing where they are."""
+        is_replaying = self._settings.mode == "replay"
+        return "idle members replay no steps: those that work are buddies of each other" if is_replaying else ""
 
     def sees_change(self) -> bool:
         """Whether idle members have come or gone. What waits for one of those that were there ends then."""
@@ -55,31 +61,32 @@ class Pairing:
 
     def close(self) -> None:
         """Let go of all idle members: nothing waits for them from here on."""
-        if self._links is not None:
-            self._links.close()
+        for links in self._links:
+            links.close()
 
     def _idle_now(self) -> tuple[int, ...]:
-        engine = self._engine
-        if not self._is_needed or not self.takes_idle:
-            return ()
-        return tuple(sorted({*engine.candidates.members} - {*engine.members}))
+        return () if not self._is_needed or self.passes_over else self._without_work()
+
+    def _without_work(self) -> tuple[int, ...]:
+        return tuple(sorted({*self._engine.candidates.members} - {*self._engine.members}))
 
     # ---- links -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Link to the idle members that this one is to be linked to; cheap to call often."""
-        if self._links is not None:
-            self._links.look()
+        for links in self._links:
+            links.look()
 
     @property
     def is_ready(self) -> bool:
         """Whether this member is linked to those idle ones."""
-        return bool(self.idle) and self._links is not None and self._links.are_ready
+        return bool(self.idle and self._links) and all(links.are_ready for links in self._links)
 
-    def begin(self, mark: Mark, whole: Mark | None, group: Transport | None) -> Transport:
-        """A round begins: the way to all that take part in it. group: to those that work, if there are others."""
-        if self._links is not None and self.has_idle:
-            return self._links.begin(mark, whole, group)
+    def begin(self, engine: EngineCore, mark: Mark, whole: Mark | None, group: Transport | None) -> Transport:
+        """A round of an engine begins: the way to all that take part in it. group: to those that work, if there are
+        others."""
+        if self.has_idle:
+            return next(links for links in self._links if links.engine is engine).begin(mark, whole, group)
         if group is None:
             raise RuntimeError("a member that works alone, without idle ones, has nobody to send copies to")
         return group

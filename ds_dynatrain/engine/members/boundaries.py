@@ -174,11 +174,9 @@ class Boundaries:
 
     def _offer_to_keep(self) -> None:
         """Copies of those that work, on an idle member of the generation."""
-        buddies = self.first.buddies
-        if buddies is None:
-            return
         try:
-            self.executor.on_board(lambda: buddies.while_idle(self.elastic.member.host))
+            for buddies in [engine.buddies for engine in self.engines if engine.buddies is not None]:
+                self.executor.on_board(partial(buddies.while_idle, self.elastic.member.host))
         except OSError as error:
             self.executor.say_once(f"buddies: this idle member keeps no copies: {error}")
 
