@@ -41,7 +41,7 @@ class Static:
     def __init__(
         self,
         folder: Path,
-        layouts: Sequence[dict[str, int]] = STATIC_LAYOUTS,
+        layouts: Sequence[dict[str, Any]] = STATIC_LAYOUTS,
         own: dict[str, Any] | None = None,
         **variables: str,
     ) -> None:
@@ -52,10 +52,10 @@ class Static:
         self.distance = max(_furthest(one, other) for one, _ in runs for other, _ in runs)
         """The largest relative distance between two of them, over all steps."""
 
-    def _start(self, folder: Path, layout: dict[str, int], given: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, folder: Path, layout: dict[str, Any], given: dict[str, str]) -> subprocess.Popen[bytes]:
         folder.mkdir(parents=True)
         block = {"layout": {"zero_stage": 1, **layout}}
-        size = math.prod(length for axis, length in layout.items() if axis != "zero_stage")
+        size = math.prod(length for axis, length in layout.items() if axis not in ("zero_stage", "shares"))
         variables = {"OUT": str(folder), "STEPS": str(STATIC_STEPS), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu"}
         variables |= {
             "SETTINGS": json.dumps(settings(layout.get("zero_stage", 1), own=self._own, **block)),

@@ -50,6 +50,35 @@ def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Pa
     check_history(job, static, kills=1)
 
 
+@pytest.mark.parametrize("shares", [(4, 8), (8, 4)])
+def test_pipelines_of_different_lengths_are_killed(
+    train: Callable[..., Job], tmp_path: Path, shares: tuple[int, int]
+) -> None:
+    """Of two the second one dies, without buddies, and another one comes; then the first is told to go."""
+    variables, one = {"KIND": "pipeline", "STEPS": "150"}, {"data": 1, "pipe": 2}
+    uneven = {"data": 2, "pipe": 2, "shares": shares}
+    static = Static(tmp_path / "static", [one, uneven], **variables)
+    variables["STEPS"] = "100000"
+    block = {"layout": {**one, "zero_stage": 0}, "layouts": {"2": one, "4": uneven}}
+    job = train(nodes="1:2", workers=2, stage=0, block=block, variables=variables)
+    first, joined = joined_by_another(job)
+    steps_on(job)
+    assert [row["layout"].get("shares") for row in job.rows("switch")] == [[*shares]] * 4
+    job.kill("b")
+    left = job.settled(2, joined.generation)
+    assert processes(left) == processes(first) and left.changes[-1].change == "failure"
+    gated(job, "c")
+    open_gate(job, "c")
+    again = job.settled(4, left.generation)
+    steps_on(job)
+    job.kill("a", signal.SIGTERM)
+    last = job.settled(2, again.generation)
+    assert processes(last) == processes(again)[2:]
+    job.code("a")
+    finish_together(job)
+    check_history(job, static, kills=1)
+
+
 def joined_by_another(job: Job) -> tuple[Status, Status]:
     """A node of two workers trains, and a second one comes: how the job is before and after."""
     job.coordinator("coordinator")

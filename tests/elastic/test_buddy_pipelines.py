@@ -18,9 +18,13 @@ from tests.elastic.runs import Losses, Static, finish_together, node_of, steps_o
 
 NODES = ("a", "b", "c", "d")
 TWO_BY_TWO = {"data": 2, "pipe": 2, "zero_stage": 1}
+UNEVEN = {**TWO_BY_TWO, "shares": (4, 8)}
+"""Samples of each pipeline: in micro-batches of 4, so the second one has two of them, and the first has one."""
 FOUR = {"data": 1, "pipe": 4, "zero_stage": 1}
 """Here each rank's buddy is in another stage; in pairs of pipelines it is in the same one."""
 CLIPPED, UNCLIPPED = {"gradient_clipping": 1.0}, {"gradient_clipping": 0.0}
+FIRST, EVEN = "tied_modules.,1.,2.,3.", {"gradient_clipping": 1.0, "pipeline": {"partition": "uniform"}}
+"""Layers that are frozen in some runs: with even stages all of the first one or, of four, of all but the third."""
 COPIES = {"mode": "copy"}
 REPLAY = {"mode": "replay", "verify_every_steps": 4}
 MADE = ("decision", "replica", "update", "gather")
@@ -36,12 +40,12 @@ class Undisturbed:
     def __init__(self, folder: Path) -> None:
         self._folder, self._runs = folder, dict[str, Losses]()
 
-    def of(self, layout: Mapping[str, int], own: dict[str, Any]) -> Losses:
+    def of(self, layout: Mapping[str, Any], own: dict[str, Any], frozen: str = "") -> Losses:
         """By step."""
-        name = f"{layout} {own}"
+        name = f"{layout} {own} {frozen}"
         if name not in self._runs:
-            where = self._folder / str(len(self._runs))
-            self._runs[name] = Static(where, [dict(layout)], own, STEPS=str(STEPS), KIND="pipeline").losses
+            where, more = self._folder / str(len(self._runs)), {"STEPS": str(STEPS), "FROZEN": frozen}
+            self._runs[name] = Static(where, [dict(layout)], own, KIND="pipeline", **more).losses
         return self._runs[name]
 
 
@@ -53,15 +57,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def die(
     folder: Path,
     buddies: dict[str, Any],
-    layout: Mapping[str, int],
+    layout: Mapping[str, Any],
     own: dict[str, Any],
     rank: int,
     instant: str,
+    frozen: str = "",
 ) -> tuple[int, str, list[Row]]:
     """(the step in which a rank dies at an instant, what all have logged, the steps that they have written)."""
     faults = {node: f"{instant} dies-{node} kill" for node in NODES}
     block = {"layout": dict(layout), "buddies": buddies}
-    deaths = Deaths(folder, 1, faults, NODES, block=block, own=own, KIND="pipeline", DISK="read-only")
+    more = {"KIND": "pipeline", "DISK": "read-only", "FROZEN": frozen}
+    deaths = Deaths(folder, 1, faults, NODES, block=block, own=own, **more)
     try:
         step = deaths.tell(f"dies-{node_of(deaths.job, deaths.first, rank)}")
         settled = deaths.job.settled(4, deaths.first.generation)
@@ -97,13 +103,44 @@ IN_REPLAY = [
     [*QUICK_REPLAY, *(pytest.param(*case, marks=pytest.mark.full) for case in IN_REPLAY if case not in QUICK_REPLAY)],
 )
 def test_no_step_is_lost(
-    tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, int], own: dict[str, Any]
+    tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """Nobody makes a step again that any of the living has made; what follows is as if nobody had died."""
     step, said, rows = die(tmp_path, REPLAY, layout, own, rank, instant)
     possible = [step + 1] if instant in MADE else [step, step + 1] if instant == "norm" else [step]
     assert any(f"restored step {each} from copies" in said for each in possible), said
     check(rows, undisturbed.of(layout, own), most_again=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, FOUR])
+@pytest.mark.parametrize("instant", ["layer", "norm", "replica", "gather"])
+def test_stages_without_anything_to_train_die(
+    tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, Any]
+) -> None:
+    """And others beside them: whoever has nothing to step is a buddy and a ward, too."""
+    *_, rows = die(tmp_path, REPLAY, layout, EVEN, rank, instant, FIRST)
+    check(rows, undisturbed.of(layout, EVEN, FIRST), most_again=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("instant", ["layer", "norm", "replica", "gather"])
+def test_pipelines_of_different_lengths_die(tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int) -> None:
+    """The one that has most micro-batches, and the other one."""
+    *_, rows = die(tmp_path, REPLAY, UNEVEN, CLIPPED, rank, instant)
+    check(rows, undisturbed.of(UNEVEN, CLIPPED), most_again=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("rank", "instant"), list(enumerate(["layer", "reduction", "update", "boundary"])))
+def test_pipelines_of_different_lengths_with_copies(
+    tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int
+) -> None:
+    """One step is lost at most."""
+    *_, rows = die(tmp_path, COPIES, UNEVEN, UNCLIPPED, rank, instant)
+    check(rows, undisturbed.of(UNEVEN, UNCLIPPED), most_again=1)
 
 
 @pytest.mark.full

@@ -43,6 +43,8 @@ KIND = os.environ.get("KIND", "gpt")
 FEED = os.environ.get("FEED", "")
 """Of a pipeline: "own" for an iterator of the user's own, which the second pipeline never gets anything from once
 `$OUT/hold` is there."""
+FROZEN = tuple(filter(None, os.environ.get("FROZEN", "").split(",")))
+"""What the names of frozen parameters begin with."""
 GATE = os.environ.get("GATE", "")
 LATE = os.environ.get("LATE", "0")
 LIMIT = int(os.environ.get("LIMIT", "0"))
@@ -87,6 +89,8 @@ def built() -> tuple[torch.nn.Module, Any]:
             model = Large()
         return model, list(model.parameters())
     model = pipeline("tied") if KIND == "pipeline" else small_gpt(width=WIDTH)
+    for name, held in model.named_parameters():
+        held.requires_grad_(held.requires_grad and not (FROZEN and name.startswith(FROZEN)))
     return model, decay_groups(model)
 
 

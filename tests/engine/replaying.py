@@ -23,7 +23,7 @@ def begin(engine: Any) -> Replay:
     parts, size = engine._parts, engine.layout.world_size
     told = _told(engine)
     ward = (parts.rank + 1) % size
-    copy = copy_of(told[ward][0], torch.frombuffer(bytearray(told[ward][1]), dtype=torch.uint8))
+    copy = _read(told[ward])
     replica = Replica(parts, copy, parts.members[ward])
     transport = GroupTransport(td.group.WORLD, parts.members)
     buddy = parts.members[(parts.rank - 1) % size]
@@ -48,12 +48,24 @@ def _told(engine: Any) -> list[Any]:
     return told
 
 
+def _read(told: Any) -> Copy:
+    header, memory = told
+    return copy_of(
+        header, torch.frombuffer(bytearray(memory), dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def _with_elements(copy: Copy) -> set[Any]:
+    """The names of its buffers, less those of groups of which the rank has nothing."""
+    return {key for key, held in copy.buffers.items() if len(held)}
+
+
 def differences(engine: Any, replay: Replay) -> list[str]:
     """What of the ward's copy, as it would take it now, is not what this rank has of it."""
     ward = replay.replicas[0].rank
-    theirs = copy_of(_told(engine)[ward][0], torch.frombuffer(bytearray(_told(engine)[ward][1]), dtype=torch.uint8))
+    theirs = _read(_told(engine)[ward])
     mine = next(copy for copy in replay.copies() if copy.rank == ward)
-    found = [f"{key}" for key in theirs.buffers.keys() ^ mine.buffers.keys()]
+    found = [f"{key}" for key in _with_elements(theirs) ^ _with_elements(mine)]
     found += [
         f"{key}: {int((held != mine.buffers[key]).sum())} elements"
         for key, held in theirs.buffers.items()

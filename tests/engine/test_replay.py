@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.space import EXP_AVG
-from tests.engine import jobs, pipeline_walks, replaying
+from tests.engine import freezing, jobs, pipeline_walks, replaying
 from tests.engine.models import small_gpt
 from tests.engine.pipelines import pipeline
 from tests.engine.pool import RankPool
@@ -99,9 +99,15 @@ def test_replicas_are_bit_equal(pool: RankPool, dtype: str, data: int, stage: in
         assert is_equal and not finds_none
 
 
-def pipeline_case(dtype: str, pipe: int, data: int, of_groups: bool = False, offload: bool = False, **more: Any) -> Any:
-    """As `case`, for pipelines. of_groups: of two optimizer groups each stage has one alone, but for the last."""
+def pipeline_case(
+    dtype: str, pipe: int, data: int, of_groups: bool = False, offload: bool = False, frozen: str = "", **more: Any
+) -> Any:
+    """As `case`, for pipelines. of_groups: of two optimizer groups each stage has one alone, but for the last; frozen:
+    what names of layers begin with that are not trained, in even stages; then it begins before the first step."""
     model = pipeline("tied")
+    if frozen:
+        freezing.flip(model, (), frozen.split())
+        more["pipeline"] = {"partition": "uniform"}
     if offload:
         more = {
             **more,
@@ -116,13 +122,14 @@ def pipeline_case(dtype: str, pipe: int, data: int, of_groups: bool = False, off
     with jobs.job(given, model, **arguments) as made:
         engine = made.engine
         engine.boundary()
-        for _ in range(2):
+        before = 0 if frozen else 2
+        for _ in range(before):
             engine.train_batch()
         replay, losses = replaying.begin(engine), []
         for _ in range(PIPELINE_STEPS):
             replay.note()
             losses.append(engine.train_batch().item())
-        assert replay.is_sound and replay.mark.step == PIPELINE_STEPS + 2
+        assert replay.is_sound and replay.mark.step == PIPELINE_STEPS + before
         stages = (
             engine.layout.coordinate(engine.rank)["pipe"],
             engine.layout.coordinate(replay.replicas[0].rank)["pipe"],
@@ -131,8 +138,13 @@ def pipeline_case(dtype: str, pipe: int, data: int, of_groups: bool = False, off
     return None
 
 
+FIRST = "tied_modules. 1. 2. 3."
+"""The first stage of two; of four all but the third."""
 IN_PIPELINES = [
     ("fp32", 2, 2, {}),
+    ("fp32", 2, 2, {"frozen": FIRST}),
+    pytest.param("fp32", 4, 1, {"frozen": FIRST, "of_groups": True}, marks=FULL),
+    pytest.param("bf16", 2, 2, {"frozen": FIRST}, marks=FULL),
     pytest.param("fp32", 2, 2, {"gradient_clipping": 0.0}, marks=FULL),
     pytest.param("fp32", 2, 1, {"of_groups": True}, marks=FULL),
     pytest.param("fp32", 4, 1, {"of_groups": True}, marks=FULL),

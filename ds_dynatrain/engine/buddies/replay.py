@@ -252,8 +252,11 @@ class Replay:
         return bool(is_equal.item())
 
     def _digests(self, rank: int, buffers: Buffers) -> torch.Tensor:
-        found = digests_of(self._engine.vps, self.mark.layout, rank, buffers)
-        return torch.from_numpy(np.concatenate([found[kind] for kind in sorted(found)]).view(np.int64))
+        """Of what has elements: where a stage trains nothing a ward has moments without any, and a replica none."""
+        held = {key: buffer for key, buffer in buffers.items() if len(buffer)}
+        found = digests_of(self._engine.vps, self.mark.layout, rank, held)
+        sums = [found[kind] for kind in sorted(found)] or [np.zeros(1, np.uint64)]
+        return torch.from_numpy(np.concatenate(sums).view(np.int64))
 
     # ---- after a death -----------------------------------------------------------------------------------------------
 
