@@ -1,7 +1,7 @@
 """Early exit: after each block the tokens leave that it has changed least; their state goes past the rest of the model.
 
-That a state which hardly changes any more is a reason to leave is a measure of CALM's (Schuster et al., arXiv
-2207.07061). There tokens leave as they are generated, here as they are trained, so that deeper blocks have less to do.
+CALM (Schuster et al., arXiv 2207.07061) has measures of when a token may leave; that its state hardly changes any more
+is one. There tokens leave as they are generated, here as they are trained, so that deeper blocks have less to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Freezing by gradients: the first layers are trained no more once their gradients have come to rest.
 
-AutoFreeze (Liu et al., arXiv 2102.01386): those in front freeze whose norms change no more than that of the middle one;
-here no more of them than the schedule of `freezing` has frozen by then.
+AutoFreeze (Liu et al., arXiv 2102.01386) goes by percentiles of how gradient norms change. Here those in front freeze
+whose norms change no more than that of the middle one, and no more of them than `freezing` has frozen by then.
 """
 
 from __future__ import annotations

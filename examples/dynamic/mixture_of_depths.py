@@ -1,8 +1,8 @@
 """Mixture of Depths: a router lets the best tokens through a block, and the others pass it by.
 
 Raposo et al., arXiv 2404.02258: so many tokens as the block's capacity says, and what the block adds is weighed with
-the router's word, so that the router learns. There all such blocks have one capacity; here it falls with depth (as in
-p-MoD, arXiv 2412.04449), since where dear and cheap blocks alternate nothing is left to balance.
+the router's word, so that the router learns. Here the capacity falls with depth, as the share of tokens that p-MoD
+(arXiv 2412.04449) keeps: where dear and cheap blocks alternate nothing is left to balance.
 """
 
 from __future__ import annotations

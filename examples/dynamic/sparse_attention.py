@@ -1,7 +1,7 @@
 """Sparse attention: each block of queries attends to the few blocks of keys that had most of its attention before.
 
-How far layers look begins with their depth, near in the first ones as in Longformer (arXiv 2004.05150): by a bias that
-falls with the distance (ALiBi, arXiv 2108.12409), which one more channel of keys makes.
+How far layers look grows with their depth here, by a bias that falls with the distance. In ALiBi (Press et al., arXiv
+2108.12409) each head has a slope of its own, here each layer; one more channel of keys makes it.
 """
 
 from __future__ import annotations
