@@ -8,6 +8,8 @@ import pytest
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.member import Member
+from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.registry import Registry
@@ -137,3 +139,23 @@ def test_who_gets_state_is_judged_by_what_was_heard_before(elastic: Elastic) -> 
     assert not elastic.is_aborted
     elastic.retrain(frozenset(MEMBERS))
     assert elastic.is_aborted
+
+
+def test_a_load_is_said_to_all_generations(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to one that is behind; nobody knows in the run of another coordinator, or without a store."""
+    served = serve_store("127.0.0.1")
+    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", served.port))
+    other = Elastic(elastic.member.place, timeout_seconds=5.0, wait_seconds=5.0)
+    assert other.replaced() is None, "it has been in no generation"
+    other.enter(world(3, *MEMBERS), elastic.registry, frozenset(MEMBERS))
+    for one, generation in ((elastic, 2), (other, 3)):
+        hear(one, world(generation, *MEMBERS))
+        assert one.replaced() == ()
+    other.say_replaced((3, 1))
+    other.say_replaced((3, 2))
+    assert elastic.replaced() == other.replaced() == (3, 2)
+    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", 1))
+    assert elastic.replaced() is None
+    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", served.port))
+    hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, broken=3).model_copy(update={"term": "2"}))
+    assert elastic.replaced() is None
