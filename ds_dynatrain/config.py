@@ -181,6 +181,8 @@ class DynatrainConfig(_Block):
     safety: Literal["rollback", "lean"] = "rollback"
     """"rollback" holds both sides of a switch until it is committed; "lean" goes through a checkpoint in
     `fallback.path`, and holds no more than the larger side."""
+    exact: bool = False
+    """Whether losses, gradient norms, weights and moments have the same bits in any world: see `docs/exact.md`."""
     late: bool = False
     """Whether a switch moves in its pause what a forward pass reads, and masters and moments during the first global
     batch after it."""

@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
     "transfer": {"plan"},
     "exact": {"transfer"},
     "support": {"space"},
-    "data": {"space"},
+    "data": {"exact"},
     "elastic": {"errors"},
     "checkpoint": {"transfer", "version"},
     "adapters": {"exact", "support", "version"},

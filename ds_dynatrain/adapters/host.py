@@ -12,6 +12,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import init_autocast_params
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
@@ -19,6 +20,7 @@ from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
+from ds_dynatrain.adapters.exact import LeafSums
 from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
@@ -33,6 +35,7 @@ from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.world import World
+from ds_dynatrain.exact import MicroStep
 from ds_dynatrain.space import IN_EMPTY_GROUP, Layout, LogicalTensor
 
 
@@ -55,10 +58,11 @@ class Host:
     without a ZeRO optimizer: an idle member's, which holds parameters' names and shapes only. whole: false where that
     is so on every member, for `attach_first` follows when the parameters have come in.
 
-    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. window_tokens: of the open window, on this rank.
-    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether a
-    backward pass is under way whose loss is weighted, so that its gradients are not again. is_own_optimizer: whether it
-    comes from the configuration.
+    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. in_leaves: whether micro-batches are leaves of an
+    exact job, and micro_step: who trains which at present, None between two global batches. window_tokens: of the open
+    window, on this rank. without_gradient: trainable parameters that got no gradient on this rank in the last window.
+    is_weighted: whether a backward pass is under way whose loss is weighted, so that its gradients are not again.
+    is_own_optimizer: whether it comes from the configuration.
     """
 
     engine: Any
@@ -74,12 +78,15 @@ class Host:
     without_gradient: tuple[str, ...] = ()
     is_weighted: bool = False
     is_own_optimizer: bool = False
+    in_leaves: bool = False
+    micro_step: MicroStep | None = None
     model_map: ModelMap = field(init=False)
     """The tensors in their local shapes, and the parameters of this rank."""
     compilations: CompileWatch = field(init=False)
     _gradients: GradientWatch = field(init=False)
     _gathers: GatherWatch = field(init=False)
     _scaling: scaler.State = field(init=False)
+    _sums: LeafSums | None = None
 
     # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
 
@@ -213,6 +220,7 @@ class Host:
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
         old, adapter = self.optimizer, self.stage_adapter
+        self._sums = None
         if hasattr(old, "destroy"):
             old.destroy()
         adapter.release(self.engine, self.model_map)
@@ -362,6 +370,17 @@ class Host:
             parameter.grad = None
         self.optimizer.zero_grad()
         self._gradients.missing()
+        if self._sums is not None:
+            self._sums.forget()
+
+    def sum_leaves(self) -> None:
+        """Let the present optimizer add gradients up leaf by leaf, in an exact job.
+
+        An idle member builds one of another stage, too, and trains nothing with it.
+        """
+        if self.in_leaves and isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
+            self._sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
 
     def break_off(self) -> None:
         """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""

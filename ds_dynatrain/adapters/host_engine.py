@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
+from ds_dynatrain.adapters.exact_job import refuse_inexact_optimizer
 from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
 from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
 from ds_dynatrain.adapters.experts import AutoEPShaper
@@ -59,6 +60,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         refuse_mixed_groups(basic.param_groups)
         refuse_optimizer(basic)
         check_optimizer(basic, self.config, self._host.layout)
+        if self._host.in_leaves:
+            refuse_inexact_optimizer(basic)
         self._host.look(basic)
         if self._host.model_map.dtype != self.get_data_types()[0]:
             raise usage("element types").error(f"a parameter is {self._host.model_map.dtype}")
@@ -121,11 +124,14 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
         its tokens, in whatever world. Give it for every micro-batch of a window or for none.
         """
+        if self._host.in_leaves and self._host.micro_step is None:
+            raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
         if tokens is not None:
             count = 0 if self._host.slot_is_borrowed else int(tokens)
             self._host.window_tokens = (self._host.window_tokens or 0) + count
             self._host.slot_weight = float(count)
         weight = self._host.loss_weight
+        scale_wrt_gas = scale_wrt_gas and not self._host.in_leaves
         self._host.is_weighted = True  # the loss is, so its gradients are not again
         forgotten = scaler.forgotten_scale(self)
         try:
@@ -141,9 +147,19 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Also weight `loss.backward()`, which does not pass through `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
+        if self._host.in_leaves and scaled is not grad and grad is not None:
+            return grad * self._host.loss_weight  # a leaf is divided by nothing else
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
+
+    def allreduce_gradients(self, *arguments: Any, **named: Any) -> None:
+        """DeepSpeed's, where a backward pass ends; leaves are added up in every one, at stage 1 too."""
+        if not self._host.in_leaves:
+            super().allreduce_gradients(*arguments, **named)
+            return
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
@@ -155,10 +171,12 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
         counted = all_counted(self.module, self._host.layout)
-        with divided_by_tokens(self, self._host.window_tokens), scaler.true_norm(self), counted:
+        slots = 1 if self._host.in_leaves else self.dp_world_size * int(self.gradient_accumulation_steps())
+        with divided_by_tokens(self, self._host.window_tokens, slots), scaler.true_norm(self), counted:
             super()._take_model_step(*arguments)
         self._host.end_step()
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
         """DeepSpeed's own optimizer around one that is registered."""
         super()._configure_optimizer(basic, None)
+        self._host.sum_leaves()

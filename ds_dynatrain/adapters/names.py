@@ -30,7 +30,8 @@ NAMES: Names = {
     "deepspeed.runtime.data_pipeline.constants": "RANDOM_LTD_GLOBAL_BATCH_SIZE RANDOM_LTD_MICRO_BATCH_SIZE",
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler": "get_next_global_batch",
     "deepspeed.runtime.engine:DeepSpeedEngine": """
-        backward load_checkpoint _configure_optimizer _configure_basic_optimizer _configure_checkpointing
+        allreduce_gradients backward load_checkpoint _configure_optimizer _configure_basic_optimizer
+        _configure_checkpointing
         _configure_distributed_model _backward_prologue _backward_prologue_per_tensor _broadcast_model
         _backward_post_hook _take_model_step clip_fp32_gradients get_data_types _configure_random_ltd_scheduler
         random_ltd_config zero_force_ds_cpu_optimizer zero_cpu_offload zero_use_cpu_optimizer zero_round_robin_gradients

@@ -39,6 +39,7 @@ class OptimizerRule:
     whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
     replays: whether a step has the same bits in any process that has the same tensors, of the same length: what it
         does to an element depends on that element alone, and it keeps nothing but its state.
+    placeless: whether that is so in tensors of any length, wherever in them the element lies.
     """
 
     moments: Moments = ()
@@ -46,6 +47,7 @@ class OptimizerRule:
     counts_by_group: bool = False
     whole_tensors: tuple[str, ...] = ()
     replays: bool = False
+    placeless: bool = False
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """Names of the per-element states of a group's parameters."""
@@ -79,14 +81,14 @@ def _rmsprop(group: Group) -> tuple[str, ...]:
 _NADAM: Mapping[str, Number] = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
 
 KNOWN: Mapping[str, OptimizerRule] = {
-    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, replays=True),
-    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP, replays=True),
-    "torch.optim.sgd.SGD": OptimizerRule(_sgd, replays=True),
-    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP, replays=True),
-    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM, replays=True),
-    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP, replays=True),
-    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP, replays=True),
-    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP, replays=True),
+    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, replays=True, placeless=True),
+    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP, replays=True, placeless=True),
+    "torch.optim.sgd.SGD": OptimizerRule(_sgd, replays=True, placeless=True),
+    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP, replays=True, placeless=True),
+    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM, replays=True, placeless=True),
+    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP, replays=True, placeless=True),
+    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP, replays=True, placeless=True),
+    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP, replays=True, placeless=True),
     "deepspeed.ops.adam.fused_adam.FusedAdam": OptimizerRule(_adam, {"step": 0}, counts_by_group=True),
     "deepspeed.ops.lion.fused_lion.FusedLion": OptimizerRule(("exp_avg",), {"step": 0}, counts_by_group=True),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
@@ -111,7 +113,12 @@ _registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
 
 
 def register_optimizer(
-    cls: type[torch.optim.Optimizer], moments: Moments, scalars: Scalars | None = None, *, replays: bool = False
+    cls: type[torch.optim.Optimizer],
+    moments: Moments,
+    scalars: Scalars | None = None,
+    *,
+    replays: bool = False,
+    placeless: bool = False,
 ) -> type[torch.optim.Optimizer]:
     """Tell which states an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
 
@@ -120,7 +127,8 @@ def register_optimizer(
     to them. scalars: names of the other states and their values before the first step, in the type that they are
     stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. replays: whether a
     step has the same bits in any process that has the same tensors, of the same length, so that buddies may replay it:
-    no random numbers, no norm over a tensor, nothing that it keeps outside of its state.
+    no random numbers, no norm over a tensor, nothing that it keeps outside of its state. placeless: whether that is so
+    in tensors of any length, wherever in them an element lies, so that it may be in an exact job.
 
     Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
     names that cannot be.
@@ -133,7 +141,7 @@ def register_optimizer(
         raise ConfigError(f"register_optimizer: {full_name(cls)} is registered already; register a class once")
     _refuse_by_name(cls)
     held = moments if callable(moments) else tuple(moments), scalars if scalars is not None else {}
-    rule = OptimizerRule(*held, replays=replays)
+    rule = OptimizerRule(*held, replays=replays or placeless, placeless=placeless)
     if not callable(rule.moments) and not callable(rule.scalars):
         _check_names(cls, rule.moments_of({}), rule.scalars_of({}))
     _registered[cls] = rule

@@ -16,16 +16,21 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The three batch sizes of a configuration, in samples and steps, settled for the world of the start."""
+    """The three batch sizes of a configuration, in samples and steps, settled for the world of the start.
+
+    in_leaves: whether a micro-batch has the same samples in every world.
+    """
 
     train_batch_size: int
     micro_batch_size: int
+    in_leaves: bool = False
 
     @staticmethod
-    def of(config: dict[str, Any], data: int) -> BatchSizes:
+    def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
         """DeepSpeed's own rules for what is left out; a batch that the world does not divide is fine here.
 
-        ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
+        ConfigError with the arithmetic where all three sizes are given and disagree, or none is; and for leaves where
+        one of the first two is not given, which would follow from the world of the start.
         """
         batch, micro, steps = (config.get(key) for key in _BATCH_KEYS)
         for key in _BATCH_KEYS:
@@ -37,13 +42,18 @@ class BatchSizes:
                 f"train_batch_size {batch} != {micro} samples x {steps} accumulation steps x data={data}; leave out "
                 "gradient_accumulation_steps: it follows from the other two in every world"
             )
+        if in_leaves and (batch is None or micro is None):
+            raise ConfigError(
+                "dynatrain.exact: a leaf is train_micro_batch_size_per_gpu of train_batch_size samples, in every "
+                f"world: give both, not {batch} and {micro}"
+            )
         if batch is None and micro is None:
             raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu")
         if batch is None:
             batch = micro * (steps or 1) * data  # type: ignore[operator]
         if micro is None:
             micro = -(-batch // (data * (steps or 1)))
-        return BatchSizes(batch, micro)
+        return BatchSizes(batch, micro, in_leaves)
 
 
 class _DataAxis:

@@ -21,11 +21,12 @@ from ds_dynatrain.adapters.offload import old_gradients_kept
 
 
 @contextmanager
-def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
+def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
     """Inside the block the optimizer's step divides its gradients by the mean number of tokens of a micro-batch.
 
     own: tokens of this rank in the window; None (on all ranks): none were given, and nothing is divided. Else a
-    collective over the data and sequence axes: DeepSpeed means over the first and sums over the second.
+    collective over the data and sequence axes: DeepSpeed means over the first and sums over the second. slots: the
+    number of micro-batches that gradients were divided by already.
     """
     if own is None:
         yield
@@ -33,7 +34,6 @@ def divided_by_tokens(engine: Any, own: int | None) -> Iterator[None]:
     total = torch.tensor([float(own)], dtype=torch.float64)
     if engine.seq_dp_world_size > 1:
         dist.all_reduce(total, group=engine.seq_data_parallel_group)
-    slots = engine.dp_world_size * int(engine.gradient_accumulation_steps())
     divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:

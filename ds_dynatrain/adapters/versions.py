@@ -46,6 +46,7 @@ class Series:
     follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
     follows_axes: whether other axes than data were tested.
     has_autotp: whether AutoTP describes what it cuts.
+    follows_exact: whether jobs that are exact were tested.
     """
 
     tested: str
@@ -57,6 +58,7 @@ class Series:
     follows_own_optimizers: bool = True
     follows_axes: bool = True
     has_autotp: bool = True
+    follows_exact: bool = True
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
@@ -70,6 +72,12 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "deepspeed.runtime.engine:DeepSpeedEngine": """
                 _configure_expert_parallel _configure_python_gc zero_parameter_alignment _apply_autotp_partitioning
                 _configure_tensor_parallel_states
+            """,
+            "deepspeed.runtime.base_optimizer:ZeROOptimizer": """
+                is_gradient_accumulation_boundary set_gradient_accumulation_boundary
+            """,
+            "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
+                overlapping_partition_gradients_reduce_epilogue process_gradients scaled_global_norm
             """,
             "deepspeed.runtime.pipe.engine:PipelineEngine": "_configure_expert_parallel",
             "deepspeed.runtime.tensor_parallel.config": "TPTrainingConfig",
@@ -138,6 +146,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         follows_own_optimizers=False,
         follows_axes=False,
         has_autotp=False,
+        follows_exact=False,
     ),
 }
 """By (major, minor), the one that is developed with first."""
@@ -173,6 +182,12 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in refusal.harmless:
             raise UnsupportedError(f"{key}: {refusal.reason}")
+
+
+def refuse_exact(series: Series | None = None) -> None:
+    """UnsupportedError for an exact job, where the series was not tested in one."""
+    if not (series or present()).follows_exact:
+        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:

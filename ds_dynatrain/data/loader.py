@@ -29,6 +29,7 @@ from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.data.host import Host
 from ds_dynatrain.data.order import Order
+from ds_dynatrain.data.seeded import in_epoch
 from ds_dynatrain.data.source import MapStyle, Source
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
@@ -314,9 +315,11 @@ class _Remaining:
         self._loader = loader
         self._host = host
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         loader, host = self._loader, self._host
-        rest = _rank_indices(loader.order, loader._at, host.batch, host.data_rank)
+        rest: Iterator[list[Any]] = _rank_indices(loader.order, loader._at, host.batch, host.data_rank)
+        if loader.source.seeds_samples:
+            rest = in_epoch(loader._at.epoch, rest)
         return itertools.islice(rest, loader._micro, None)
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.seeded import SeededSamples
 from ds_dynatrain.data.workers import WorkerStart
 from ds_dynatrain.errors import DataError
 
@@ -65,6 +66,8 @@ class Source:
     prefetch_factor: int | None = None
     timeout: float = 0.0
     multiprocessing_context: Any = None
+    seeds_samples: bool = False
+    """Whether random generators are set before each sample is read, so that whoever reads it draws the same."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
@@ -82,6 +85,7 @@ class Source:
         reshuffle: bool | None = None,
         drop_last: bool | None = None,
         pin_memory: bool | None = None,
+        seeds_samples: bool = False,
     ) -> Source:
         """A source from a map-style data set or a torch `DataLoader` over one.
 
@@ -107,6 +111,7 @@ class Source:
             prefetch_factor=loader.prefetch_factor if loader else None,
             timeout=loader.timeout if loader else 0.0,
             multiprocessing_context=loader.multiprocessing_context if loader else None,
+            seeds_samples=seeds_samples,
         )
 
     def order(self, train_batch_size: int) -> EpochOrder:
@@ -115,9 +120,10 @@ class Source:
         return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last)
 
     def fetch(
-        self, indices: Iterable[list[int]], generator: torch.Generator | None, persistent: bool = False
+        self, indices: Iterable[list[Any]], generator: torch.Generator | None, persistent: bool = False
     ) -> DataLoader[Any]:
-        """A torch `DataLoader` that yields one collated batch for each list of indices.
+        """A torch `DataLoader` that yields one collated batch for each list of indices, or of `Sample`s if it is to
+        set generators.
 
         `generator` is where it draws its workers' base seed from; None is torch's default generator, as in stock torch.
         With `persistent` its workers live as long as it does, else as long as one iterator of it.
@@ -125,7 +131,7 @@ class Source:
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         direct = self.num_workers > 0 and context.get_start_method() != "forkserver"
         return DataLoader(
-            cast("Dataset[Any]", self.dataset),
+            cast("Dataset[Any]", SeededSamples(self.dataset, self.seed) if self.seeds_samples else self.dataset),
             batch_sampler=indices,
             num_workers=self.num_workers,
             collate_fn=self.collate_fn,

@@ -72,6 +72,7 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
         "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
         "compiled modules": engine.host.compiled_modules,
         "forward passes": engine.host.forward_passes,
+        "stream seed": engine.stream_seed if engine.host.in_leaves else None,
         "random-LTD": deepspeed.random_ltd_scheduler.state_dict() if deepspeed.random_ltd_enabled() else None,
     }
 
@@ -103,6 +104,8 @@ def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
         setattr(engine.deepspeed, name, shared["counters"][name])
     engine.deepspeed.micro_steps = shared["windows"] * engine.accumulation
     engine.host.take_scaling(shared["scaling"])
+    if shared.get("stream seed") is not None:  # a checkpoint of a job that was not exact has none
+        engine.stream_seed = shared["stream seed"]
     engine.host.forward_passes = shared["forward passes"]
 
 

@@ -114,6 +114,8 @@ class EngineCore:
     began_from: str = ""
     """The tag of the fallback checkpoint that it started from, in place of a state that was lost."""
     safe_since: float = field(default_factory=time.monotonic)
+    stream_seed: int = 0
+    """What random streams of leaves are drawn from: of the job that has begun, also in one that goes on with it."""
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None
     _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
@@ -279,7 +281,7 @@ class EngineCore:
     def forget_batch(self) -> None:
         """No global batch is open, whatever was."""
         self.open_batch = OpenBatch()
-        self.host.slot_weight, self.host.slot_is_borrowed = 1.0, False
+        self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
 
     def begin_anew(self, generation: int) -> None:
         """No batch is open and no change is pending, whatever was; numbers up to `generation` are used up."""

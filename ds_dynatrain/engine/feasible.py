@@ -11,10 +11,10 @@ from torch import nn
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, uneven
 from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
-from ds_dynatrain.support import axes
+from ds_dynatrain.support import EXACT_STAGES, axes, usage
 
 Needs = Mapping[tuple[int, str], int]
 """(member, type of device) -> bytes that it allocates there."""
@@ -64,6 +64,8 @@ def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchA
 
     has_stages: whether the model is a PipelineModule.
     """
+    if sizes.in_leaves:
+        return LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
     kind = ColumnArithmetic if has_stages else BatchArithmetic
     return kind(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
 
@@ -74,6 +76,9 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     module: with all layers of the model. has_stages: whether that is a PipelineModule.
     """
     size = sizes.train_batch_size
+    if sizes.in_leaves:
+        _check_leaves(target, sizes)
+        return
     if target.data > size:
         raise SwitchRefused(
             f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have "
@@ -103,6 +108,21 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     else:
         return
     raise SwitchRefused(f"{cut} {gives}, and {why}", way_out)
+
+
+def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
+    """SwitchRefused for a layout that an exact job cannot be in."""
+    row = usage("exact: a layout")
+    alike = Layout(data=target.data, zero_stage=target.zero_stage)
+    if target != alike or target.zero_stage not in EXACT_STAGES:
+        raise row.refused(str(target))
+    leaves = LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves
+    if target.data > leaves:
+        raise SwitchRefused(
+            f"data={target.data} ranks share {leaves} leaves of {sizes.micro_batch_size} samples of a train_batch_size "
+            f"of {sizes.train_batch_size}: {target.data - leaves} would never have one",
+            f"nearest: {target.replace(data=leaves)}, or make train_micro_batch_size_per_gpu smaller in a new job",
+        )
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:

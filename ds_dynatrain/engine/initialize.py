@@ -12,6 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.adapters.exact_job import machine, refuse_inexact_job
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
@@ -93,6 +94,9 @@ def initialize(
     if worker_place() is not None:
         refuse_elastic_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
+    if settings.exact:
+        refuse_inexact_job(own, model, mpu)
+        _refuse_beside_exact(settings)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
     engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
@@ -189,6 +193,15 @@ def _refuse_beside(
             )
 
 
+def _refuse_beside_exact(settings: DynatrainConfig) -> None:
+    """UnsupportedError for other keys of the block that were not tried in an exact job."""
+    if worker_place() is not None:
+        raise usage("exact: members that come and go").error()
+    named = {"buddies": settings.buddies.are_on, "balance": settings.balance is not None and settings.balance.measures}
+    for key in (key for key, is_on in named.items() if is_on):
+        raise usage("exact: a key of the dynatrain block").error(f"dynatrain.{key} beside dynatrain.exact")
+
+
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
@@ -209,12 +222,15 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
-            sizes = BatchSizes.of(own, layout.data)
-        own = {**own, "zero_optimization": {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}}
+            sizes = BatchSizes.of(own, layout.data, settings.exact)
+        zero = {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}
+        if settings.exact:
+            zero["memory_efficient_linear"] = False  # else stage 3 has gradients with other bits, for itself
+        own = {**own, "zero_optimization": zero}
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
-        records = introduce(entry, incoming)
+        records = introduce(entry, incoming, machine() if settings.exact else {})
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
         job = Job(*parts, entry.number)

@@ -37,11 +37,11 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
     return [group["params"] for group in groups if isinstance(group["params"], list)] if groups else [given]
 
 
-def introduce(entry: Entry, incoming: Incoming) -> dict[int, dict[str, Any]]:
-    """Tell the others about this member, and see that all have the same model.
+def introduce(entry: Entry, incoming: Incoming, machine: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """Tell the others about this member, and see that all have the same model. machine: what must be equal besides.
 
-    ConfigError, on all of them, names the first parameter that differs; in a process that joins a running job on that
-    one alone.
+    ConfigError, on all of them, names the first parameter that differs, or what of the machines; in a process that
+    joins a running job on that one alone.
     """
     rows = incoming.rows()
     if entry.record is not None:
@@ -50,9 +50,16 @@ def introduce(entry: Entry, incoming: Incoming) -> dict[int, dict[str, Any]]:
             raise ConfigError(f"this process cannot join the job: {differs}")
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
     record = {"node": entry.membership.node, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    record["machine"] = machine
     records = entry.exchange("member", record)
     for member, other in sorted(records.items()):
         first = records[min(records)]
+        for name, value in first["machine"].items():
+            if other["machine"][name] != value:
+                raise ConfigError(
+                    f"dynatrain.exact: {name} is {value} on member {min(records)} and {other['machine'][name]} on "
+                    f"member {member}, which round otherwise: make them equal"
+                )
         if other["model"] != first["model"]:
             differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
             raise ConfigError(differs or f"the model of member {member} differs from that of member 0")

@@ -11,12 +11,14 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, Slot, Source, TrainLoader
+from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.core import EngineCore, OpenBatch
 from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.exact import MicroStep
 
 
 class Loaders:
@@ -73,7 +75,11 @@ class Loaders:
         """Called by a train loader with the slot of the micro-batch that it is about to return."""
         host, samples = self.engine.host, self.engine.open_batch.samples
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.samples == 0
-        if slot.weight:
+        if isinstance(slot, Leaf):
+            samples = slot.batch_samples
+            host.micro_step = MicroStep(slot.micro_step, self.batch.data, slot.leaves)
+            streams.begin_leaf(self.engine.stream_seed, self.engine.global_steps, slot.number)
+        elif slot.weight:
             samples = round(slot.samples * self.batch.slots / slot.weight)
         self.engine.open_batch = OpenBatch(True, samples, last)
 
@@ -103,6 +109,7 @@ class Loaders:
             reshuffle=self.engine.settings.data.reshuffle or None,
             drop_last=drop_last,
             pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
+            seeds_samples=self.engine.host.in_leaves and not evaluation,
         )
         if evaluation:
             self._evaluation_loaders += 1

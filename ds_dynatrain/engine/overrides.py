@@ -59,7 +59,7 @@ class OverridingEngine(HostEngine):
         """world: this member's process groups, which are installed; None on an idle member. arguments: of DeepSpeed's
         constructor, which calls methods that ask the parts."""
         sizes = int(job.batch_sizes.train_batch_size), world is not None
-        host = self._host = self._HOST(self, layout, shaper, *sizes, whole)
+        host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
         self._parts = EngineParts(host, job, context, layout, members, world)
         super().__init__(**arguments)
 
@@ -199,6 +199,8 @@ class OverridingEngine(HostEngine):
 
         UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
+        if self._parts is not None and self._host.in_leaves:
+            raise usage("exact: torch.compile").error("engine.compile")
         if schedule is not None:
             raise usage("DeepCompile").error("engine.compile(schedule=...)")
         if compiled_autograd_enabled:

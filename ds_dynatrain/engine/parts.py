@@ -48,6 +48,7 @@ class EngineParts(EngineCore):
     """None where nothing is measured; nothing of it is imported then."""
 
     def __post_init__(self) -> None:
+        self.stream_seed = self.job.job_seed
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
         self.attempts = Attempts(self, self.saver, self.window.note, self.discard_window)
         self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.rng import further_streams, is_of_tensor_index, restore_further_streams, seeded_stream
+from ds_dynatrain.exact import leaf_seed
 from ds_dynatrain.space import Layout
 
 Streams = dict[str, Any]
@@ -133,6 +134,18 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
         return capture()
     finally:
         restore(before)
+
+
+def begin_leaf(job_seed: int, step: int, leaf: int) -> None:
+    """Set all generators that this process has to what they are before a leaf, whoever trains it."""
+
+    def seed(name: str) -> int:
+        return leaf_seed(job_seed, name, step, leaf)
+
+    torch.manual_seed(seed("torch"))
+    np.random.seed(seed("numpy") % 2**32)
+    random.seed(seed("python"))
+    restore_further_streams({name: seeded_stream(seed(name)) for name in further_streams()})
 
 
 def _further_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:

@@ -6,10 +6,11 @@
 
 from ds_dynatrain.exact.seeds import leaf_seed, sample_seed
 from ds_dynatrain.exact.squares import Grid, largest, square_sums
-from ds_dynatrain.exact.sums import level_of, levels_of, pairwise_sum, rest_of
+from ds_dynatrain.exact.sums import MicroStep, level_of, levels_of, pairwise_sum, rest_of
 
 __all__ = [
     "Grid",
+    "MicroStep",
     "largest",
     "leaf_seed",
     "level_of",

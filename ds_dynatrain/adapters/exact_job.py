@@ -1,0 +1,67 @@
+"""What an exact job cannot be, in live objects, and what its machines must have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters import experts
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.device import compute_device, is_accelerated
+from ds_dynatrain.adapters.moe import layers
+from ds_dynatrain.adapters.optimizers import full_name, rule_of
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.sequence import spread_layers
+from ds_dynatrain.adapters.versions import refuse_exact
+from ds_dynatrain.support import examine, refuse_inexact, usage
+
+MODE = "MKL_CBWR"
+LOOSE_MODES = ("", "OFF", "AUTO")
+"""In which MKL chooses by the processor, or by the alignment of memory."""
+
+
+def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    """UnsupportedError, naming the feature, for what an exact job has not been tried with. config: DeepSpeed's."""
+    refuse_exact()
+    if is_accelerated():
+        raise usage("exact: an accelerator").error(f"exact on {compute_device().type!r}")
+    if torch.backends.mkl.is_available() and os.environ.get(MODE, "").upper() in LOOSE_MODES:
+        raise usage("exact: MKL_CBWR").error(f"exact: {MODE}={os.environ.get(MODE, '')}")
+    for finding in examine(config):
+        refuse_inexact(finding.key, finding.value, finding.is_off)
+    if (
+        is_pipeline(model)
+        or experts.is_on(config)
+        or any(layers(model))
+        or mpu is not None
+        or any(spread_layers(model))
+    ):
+        raise usage("exact: a model").error(f"exact: {type(model).__name__}")
+    if compiled_by_wrapping(model) or compiled_in_place(model):
+        raise usage("exact: torch.compile").error("exact: a compiled model")
+    for name, part in model.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise usage("exact: BatchNorm").error(f"exact: {name!r} is a {type(part).__name__}")
+
+
+def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedError for an optimizer whose update of an element may depend on its place."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused or not rule_of(optimizer).placeless:
+        name = f"fused {full_name(type(optimizer))}" if fused else full_name(type(optimizer))
+        raise usage("exact: an optimizer").error(f"exact: {name}")
+
+
+def machine() -> dict[str, str]:
+    """What decides how this process rounds: equal on all of an exact job."""
+    return {
+        "torch": torch.__version__,
+        "threads (torch.get_num_threads, OMP_NUM_THREADS)": str(torch.get_num_threads()),
+        "kernels (torch.backends.cpu.get_cpu_capability)": torch.backends.cpu.get_cpu_capability(),
+        MODE: os.environ.get(MODE, ""),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }

@@ -1,0 +1,147 @@
+"""Rows of an exact job (`dynatrain.exact`), and the keys of the configuration that were tried in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_dynatrain.support.row import Row, Verdict
+
+EXACT_STAGES = (1, 2)
+"""Of ZeRO."""
+ANY = ()
+"""Of the values of a key: all were tried, or none makes a difference."""
+TRIED: Mapping[str, tuple[object, ...]] = {
+    "train_batch_size": ANY,
+    "train_micro_batch_size_per_gpu": ANY,
+    "gradient_accumulation_steps": ANY,
+    "gradient_clipping": ANY,
+    "dataloader_drop_last": ANY,
+    "steps_per_print": ANY,
+    "wall_clock_breakdown": ANY,
+    "memory_breakdown": ANY,
+    "dump_state": ANY,
+    "log_level": ANY,
+    "disable_python_gc": ANY,
+    "zero_allow_untested_optimizer": ANY,
+    "optimizer": ANY,
+    "optimizer.type": ANY,
+    "optimizer.params": ANY,
+    "scheduler": ANY,
+    "scheduler.type": ANY,
+    "scheduler.params": ANY,
+    "zero_optimization": ANY,
+    "zero_optimization.stage": ANY,
+    "zero_optimization.reduce_bucket_size": ANY,
+    "zero_optimization.allgather_bucket_size": ANY,
+    "zero_optimization.allgather_partitions": ANY,
+    "zero_optimization.contiguous_gradients": ANY,
+    "zero_optimization.reduce_scatter": (True,),
+    "zero_optimization.round_robin_gradients": ANY,
+    "zero_optimization.memory_efficient_linear": (False,),
+    "zero_optimization.use_multi_rank_bucket_allreduce": ANY,
+    "zero_optimization.sub_group_size": ANY,
+    "zero_optimization.stage3_param_persistence_threshold": ANY,
+    "zero_optimization.stage3_prefetch_bucket_size": ANY,
+    "zero_optimization.stage3_max_live_parameters": ANY,
+    "zero_optimization.stage3_max_reuse_distance": ANY,
+}
+"""Key -> its values; of a section that is open (`optimizer.params`) all keys below."""
+_OPEN = ("optimizer.params.", "scheduler.params.")
+_TEST = "tests/engine/test_exact_refusals.py::test_"
+
+
+def _start(name: str, why: str, instead: str, test: str) -> Row:
+    return Row(f"exact: {name}", Verdict.AT_START, why, instead, proof=_TEST + test)
+
+
+EXACT = (
+    Row(
+        "exact",
+        Verdict.NOTE,
+        "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
+        "and 2, in fp32 on CPUs: see [exact](exact.md)",
+        proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
+    ),
+    Row(
+        "exact: a layout",
+        Verdict.AT_SWITCH,
+        "an exact job has data ranks alone, at ZeRO stages 1 and 2",
+        "leave pipe, expert, tensor, sequence and shares out, and take one of these stages",
+        proof=f"{_TEST}a_layout",
+    ),
+    _start(
+        "a key that was not tried",
+        "whether it leaves every bit as it is was not measured",
+        "leave the key out, or dynatrain.exact",
+        "a_key_that_was_not_tried",
+    ),
+    _start(
+        "a key of the dynatrain block",
+        "it was not tried with dynatrain.exact",
+        "leave one of the two out",
+        "a_key_of_the_block",
+    ),
+    _start(
+        "members that come and go",
+        "that was not tried yet",
+        "launch a fixed number of nodes (no MIN:MAX); ranks change by engine.switch",
+        "members_that_come_and_go",
+    ),
+    _start(
+        "a model",
+        "its layers send messages of their own, or take shapes that follow from the world",
+        "leave dynatrain.exact out",
+        "a_model",
+    ),
+    _start(
+        "BatchNorm",
+        "its statistics follow each rank's own micro-batches",
+        "use a norm over features, or leave dynatrain.exact out",
+        "batch_norm",
+    ),
+    _start(
+        "an optimizer",
+        "what it does to an element may depend on where in a tensor that lies, which follows from the world",
+        "use one of torch's own without `fused`, or register it with placeless=True if that is not so",
+        "an_optimizer",
+    ),
+    _start(
+        "torch.compile",
+        "it compiles anew in each world, and nothing says that it makes the same kernels",
+        "leave it out, or dynatrain.exact",
+        "compile",
+    ),
+    _start(
+        "an accelerator",
+        "whether its kernels give the same bits was not measured",
+        "set DS_ACCELERATOR=cpu, or leave dynatrain.exact out",
+        "an_accelerator",
+    ),
+    _start(
+        "MKL_CBWR",
+        "MKL rounds small products by the alignment of their memory, which follows from the world",
+        "set MKL_CBWR=COMPATIBLE in the environment of every process before it starts, or AVX2 or AVX512 where all "
+        "processors have that",
+        "mkl",
+    ),
+    _start(
+        "a micro-batch that is no leaf",
+        "only the micro-batches of engine.loader are the same samples in every world",
+        "loop over a loader of the engine, and call backward and step once for each of its micro-batches",
+        "a_loop_of_ones_own",
+    ),
+    _start(
+        "a gradient in several parts",
+        "a parameter got a gradient twice in one backward pass, and stage 2 had sent the first part already",
+        "use torch.utils.checkpoint with use_reentrant=False, or ZeRO stage 1",
+        "a_gradient_in_several_parts",
+    ),
+)
+
+
+def refuse_inexact(key: str, value: object, is_off: bool) -> None:
+    """UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
+    values = TRIED.get(key)
+    is_tried = values is not None and (not values or any(value is each for each in values))
+    if not is_off and not is_tried and not key.startswith(_OPEN):
+        raise next(row for row in EXACT if row.key == "exact: a key that was not tried").error(f"exact: {key}")
