@@ -12,7 +12,6 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import init_autocast_params
 from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
@@ -374,11 +373,8 @@ class Host:
             self._sums.forget()
 
     def sum_leaves(self) -> None:
-        """Let the present optimizer add gradients up leaf by leaf, in an exact job.
-
-        An idle member builds one of another stage, too, and trains nothing with it.
-        """
-        if self.in_leaves and isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+        """Let the present optimizer add gradients up leaf by leaf, in an exact job."""
+        if self.in_leaves:
             order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
             self._sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
 

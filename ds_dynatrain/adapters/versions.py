@@ -76,6 +76,10 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "deepspeed.runtime.base_optimizer:ZeROOptimizer": """
                 is_gradient_accumulation_boundary set_gradient_accumulation_boundary
             """,
+            "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
+                _get_norm_groups overlapping_partition_gradients_reduce_epilogue
+            """,
+            "deepspeed.runtime.utils": "combine_grad_norm_groups",
             "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
                 overlapping_partition_gradients_reduce_epilogue process_gradients scaled_global_norm
             """,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ds_dynatrain.support.row import Row, Verdict
 
-EXACT_STAGES = (1, 2)
+EXACT_STAGES = (1, 2, 3)
 """Of ZeRO."""
 ANY = ()
 """Of the values of a key: all were tried, or none makes a difference."""
@@ -59,13 +59,13 @@ EXACT = (
         "exact",
         Verdict.NOTE,
         "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
-        "and 2, in fp32 on CPUs: see [exact](exact.md)",
+        "to 3, in fp32 on CPUs: see [exact](exact.md)",
         proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
     ),
     Row(
         "exact: a layout",
         Verdict.AT_SWITCH,
-        "an exact job has data ranks alone, at ZeRO stages 1 and 2",
+        "an exact job has data ranks alone, at ZeRO stages 1 to 3",
         "leave pipe, expert, tensor, sequence and shares out, and take one of these stages",
         proof=f"{_TEST}a_layout",
     ),
@@ -132,7 +132,7 @@ EXACT = (
     ),
     _start(
         "a gradient in several parts",
-        "a parameter got a gradient twice in one backward pass, and stage 2 had sent the first part already",
+        "a parameter got a gradient twice in one backward pass, and the first part had been sent already",
         "use torch.utils.checkpoint with use_reentrant=False, or ZeRO stage 1",
         "a_gradient_in_several_parts",
     ),
