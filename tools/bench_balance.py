@@ -2,13 +2,15 @@
 
 python tools/bench_balance.py
 python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures.md
+python tools/bench_balance.py --picture docs/balance.svg
 
 With --ranks a pipeline of layers that sleep is trained in many layouts (two minutes), and its steps are timed beside
 what was predicted. With --timed a pipeline of two stages, whose layers take 1 ms and more of a processor, is timed in
 so many rounds (40 take three minutes): what windows cost, and whether their sums and predictions are right. It needs
 two cores that are idle. Of the simulated pipelines no step is trained: a dense block takes what one of width 256 took
 on a CPU core with 2 x 256 tokens (11.7 ms forward, 26.4 ms backward), each dynamism changes that by a formula below,
-there are 4 micro-batches for each stage, and messages take no time.
+there are 4 micro-batches for each stage, and messages take no time. With --picture what their stages take before and
+after is drawn, and nothing else is done.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from deepspeed.runtime.utils import partition_balanced
 from figures import keep, machine, table
 from launch import launch
+from stage_bars import Panel, picture
 
 from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
@@ -39,6 +42,15 @@ FORWARD, BACKWARD, PARAMETERS = 0.0117, 0.0264, 12 * 256**2
 SOLVED = ((32, 4, None), (128, 16, 0.050), (512, 64, 2.0))
 """(layers, stages, bar in seconds)."""
 PIPELINES = ((24, 4), (24, 8), (24, 16), (48, 4), (48, 8), (48, 16))
+DRAWN = (
+    ("freezing, half", 24, 8),
+    ("early exit", 24, 8),
+    ("early exit", 48, 16),
+    ("pruning to 0.1", 48, 16),
+    ("sparse attention", 24, 16),
+    ("embedding and head", 24, 4),
+)
+"""Pictures of those that gain."""
 PER_STAGE = 4
 """Micro-batches."""
 SLEEPERS, BATCH, MICRO_BATCH, STEPS, WITHIN = 12, 64, 4, 5, 0.15
@@ -170,6 +182,16 @@ def simulated_row(name: str, blocks: Callable[[int], Blocks], count: int, stages
     return [f"{name}, {count} on {stages}", *figures, *gains]
 
 
+def panel(name: str, count: int, stages: int) -> Panel:
+    """Ms that each stage takes for a micro-batch, by simulation."""
+    blocks = CASES[name](count)
+    seconds = blocks.forward + blocks.backward
+    before = tuple(map(int, partition_balanced(blocks.parameters.tolist(), stages)))
+    after = partition(Problem.of(seconds, stages), before).boundaries
+    shown = [(1e3 * loads(seconds, cut)).tolist() for cut in (before, after)]
+    return Panel(f"{name}, {count} on {stages}", *shown)
+
+
 def loads(seconds: Floats, cut: Sequence[int]) -> Floats:
     """Of each stage, of one micro-batch."""
     return np.array([seconds[start:stop].sum() for start, stop in itertools.pairwise(cut)])
@@ -278,7 +300,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
     parser.add_argument("--ranks", type=int, help="train layers that sleep in so many processes, and time the steps")
     parser.add_argument("--timed", type=int, help="time a pipeline of two stages in so many rounds, such as 40")
+    parser.add_argument("--picture", type=Path, help="an SVG to draw, such as docs/balance.svg")
     asked = parser.parse_args()
+    if asked.picture:
+        title = "What each stage takes for a micro-batch (simulated: nothing of this was trained)"
+        drawn = picture(title, [panel(*each) for each in DRAWN], "boundaries by parameters", "the exact cut by time")
+        asked.picture.write_text(drawn)
+        return
     solved = [solver_row(*row) for row in SOLVED] + [choice_row(64, 48), choice_row(1024, 48)]
     rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
     head = ["simulated, blocks on stages", "dense ÷ by parameters", "by parameters: slowest", "step"]
