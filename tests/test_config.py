@@ -99,6 +99,7 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"balance": {"slow_ratio": 1}}, "dynatrain.balance.slow_ratio: expected greater than 1, got 1"),
         ({"balance": {"shape": "all"}}, "dynatrain.balance.shape: expected 'boundaries' or 'any', got 'all'"),
         ({"balance": {"least_gain": 1}}, "dynatrain.balance.least_gain: expected less than 1, got 1"),
+        ({"balance": {"least_gain": -0.1}}, "dynatrain.balance.least_gain: expected greater than or equal to 0"),
         ({"balance": {"horizon_steps": 0}}, "dynatrain.balance.horizon_steps: expected greater than or equal to 1"),
         (
             {"balance": {"window_steps": 3, "every_steps": 2}},
@@ -134,6 +135,7 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"layouts": {"2": {"dat": 2}}}, "dynatrain.layouts.2.dat: unknown key; did you mean 'data'?"),
         ({"layout": {"dat": 2}}, "dynatrain.layout.dat: unknown key; did you mean 'data'?"),
         ({"resume": "checkpoints"}, "dynatrain.resume: expected an object of keys, got 'checkpoints'"),
+        ({"layouts": {"best": {"data": 2}}}, "dynatrain.layouts.best"),  # a table, or "best"
         ({"layouts": 4}, "dynatrain.layouts: expected string, got 4 (integer)"),
         ({"layouts": {"2": {"data": 0}}}, "dynatrain.layouts.2.data: expected greater than or equal to 1, got 0"),
         (

@@ -10,6 +10,7 @@ import pytest
 from ds_dynatrain.balance.advice import Move, Situation, advise
 from ds_dynatrain.balance.averaged import Averaged, Known
 from ds_dynatrain.balance.decision import Answer, History, Rules
+from ds_dynatrain.balance.partition import Problem, partition
 from ds_dynatrain.balance.window import COLUMNS, Window, rows_of
 from ds_dynatrain.errors import LayoutError, ProfileError
 from ds_dynatrain.space import Columns, Layout
@@ -61,6 +62,16 @@ def test_an_outlier_moves_nothing() -> None:
 def test_one_pass_is_as_uncertain_as_it_is_long() -> None:
     named = dict(zip(COLUMNS, rows(3.0, passes=1).T, strict=True))
     assert named["forward_error"] == [3] and named["backward_error"] == [6]
+
+
+def test_a_layer_that_never_ran_takes_nothing() -> None:
+    """It has a row all the same, and stages are cut by the others."""
+    silent = rows_of(np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1)), [0], [0])
+    by_rank = {0: np.concatenate((silent, rows(3.0))), 1: rows(1.0, 1.0)}
+    found = Window.of(by_rank, TWO, (0, 2, 4))
+    assert found.rows[0].tolist() == [0.0] * len(COLUMNS) and found.rows[1, 0] == 3
+    profile = Averaged.after(None, found, (16, 2), 0, 0.03, is_new=False).profile(layers(), "by hand")
+    assert partition(Problem.of(profile.seconds("forward_seconds"), 2)).seconds == 3
 
 
 def test_ranks_of_a_stage_have_speeds_and_one_row() -> None:
