@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,14 +120,20 @@ class Job:
 
     def _start(self, name: str, command: list[str], host: Sequence[str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [*host, sys.executable, "-m", *command],
-                env={**os.environ, **self.variables},
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            self.processes[name] = self._open(command, host, {**os.environ, **self.variables}, log)
+
+    def _open(
+        self, command: list[str], host: Sequence[str], env: dict[str, str], log: BufferedWriter
+    ) -> subprocess.Popen[bytes]:
+        """A new Python that runs a module."""
+        return subprocess.Popen(
+            [*host, sys.executable, "-m", *command],
+            env=env,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to an agent or a coordinator."""

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Protocol
 from ds_dynatrain.elastic.messages import Status
 from tests.elastic.agents import ROOT, TIMES, Job, Row, processes
 from tests.elastic.kinds import settings
+from tests.elastic.warm import Warm, WarmJob, nursery
 from tools.history import Losses, Samples, history
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -26,13 +25,18 @@ SECONDS = 120.0
 
 
 def training(
-    folder: Path, stage: int = 1, block: dict[str, Any] | None = None, own: dict[str, Any] | None = None, **given: Any
+    folder: Path,
+    stage: int = 1,
+    block: dict[str, Any] | None = None,
+    own: dict[str, Any] | None = None,
+    kind: type[Job] = WarmJob,
+    **given: Any,
 ) -> Job:
-    """A job of `training.py`; own, block: see `settings`; given: see `Job`."""
+    """A job of `training.py`; own, block: see `settings`; given: see `Job`. kind: `Job` for new processes."""
     variables = {"SETTINGS": json.dumps(settings(stage, own, **(block or {}))), "DS_ACCELERATOR": "cpu"}
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
     times = {**TIMES, "silent_seconds": 5.0}  # the default: other tests compile for minutes beside this one
-    return Job(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, "times": times, **given})
+    return kind(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, "times": times, **given})
 
 
 class Static:
@@ -52,7 +56,7 @@ class Static:
         self.distance = max(_furthest(one, other) for one, _ in runs for other, _ in runs)
         """The largest relative distance between two of them, over all steps."""
 
-    def _start(self, folder: Path, layout: dict[str, Any], given: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, folder: Path, layout: dict[str, Any], given: dict[str, str]) -> Warm:
         folder.mkdir(parents=True)
         block = {"layout": {"zero_stage": 1, **layout}}
         size = math.prod(length for axis, length in layout.items() if axis not in ("zero_stage", "shares"))
@@ -63,13 +67,11 @@ class Static:
             "PYTHONPATH": str(ROOT),
             **given,
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(SCRIPT)]
         with (folder / "log").open("wb") as log:
-            return subprocess.Popen(
-                [*command, str(SCRIPT)], env={**os.environ, **variables}, cwd=folder, stdout=log, stderr=log
-            )
+            return nursery().start(command, {**os.environ, **variables}, folder, log.fileno())
 
-    def _read(self, folder: Path, run: subprocess.Popen[bytes]) -> tuple[Losses, Samples]:
+    def _read(self, folder: Path, run: Warm) -> tuple[Losses, Samples]:
         try:
             code = run.wait(2 * SECONDS)
         finally:

@@ -96,7 +96,7 @@ class TestMembership:
 def test_training_goes_on_without_a_worker_that_stands_still(
     train: Callable[..., Job], static: Static, tmp_path: Path
 ) -> None:
-    job = train(nodes="1:2", stage=0)
+    job = train(nodes="1:2", stage=0, kind=Job)
     job.times["stuck_seconds"] = 4.0
     job.node("a", is_host=1)
     first = job.settled(1)

@@ -16,7 +16,8 @@ from tests.elastic.runs import Static, check_history, finish, first_leaves, node
 
 
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
-    job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": "a token of some length"})
+    """All processes are new ones, as torchrun starts them."""
+    job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": "a token of some length"}, kind=Job)
     first_leaves(job, second_joins(job))
     check_history(job, static)
 
