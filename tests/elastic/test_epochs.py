@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from ds_dynatrain.cli import checkpoints
 from tests.elastic.agents import ROOT, Job
 from tests.elastic.kinds import settings
 from tests.elastic.runs import gated, open_gate
+from tests.elastic.warm import nursery
 
 SCRIPT = ROOT / "tests" / "elastic" / "epochs.py"
 EPOCHS = 4
@@ -47,11 +46,15 @@ def test_a_process_that_was_idle(tmp_path: Path) -> None:
     """A fixed launch: it is woken in epoch 1, and all processes end with code 0."""
     names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OUT": str(tmp_path)}
     names |= {"SETTINGS": json.dumps(settings(layout={"data": 1})), "HOW": "wakes", **sizes(FEW)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **names}, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-6000:]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    with (tmp_path / "log").open("w") as log:
+        run = nursery().start(command, {**os.environ, **names}, tmp_path, log.fileno())
+    try:
+        code = run.wait(LIMIT)
+    finally:
+        run.kill()
+    said = (tmp_path / "log").read_text()
+    assert code == 0 and "Traceback" not in said, said[-6000:]
     lines = [line for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
     check([json.loads(line) for line in lines], FEW, ends=1)
 
