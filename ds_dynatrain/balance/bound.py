@@ -57,12 +57,13 @@ class Bound:
     def of_passes(self, layout: Layout, deal: Deal, pace: Floats) -> float:
         """Until they are made: stages share the layers, one has the largest, and a pipeline fills and empties.
 
-        Stage s begins after those before it, which end after it. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for
-        n micro-batches and each s, those that add up to most have equality throughout: T (1 - (1 - 1/n)^stages).
+        Stage s begins after those before it, which end after it if a gradient comes back to them. Of all loads with
+        n l_s + l_0 + ... + l_(s-1) <= T for n micro-batches and each s, those that add up to most have equality
+        throughout: T (1 - (1 - 1/n)^stages).
         """
         samples, fastest = self._samples(deal), pace.max(axis=0)
         numbers = np.maximum(deal.counts, 1)
-        filling = self._passes.sum() / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
+        filling = self._sums[-1] / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
         alone = samples * np.maximum(self._passes.max(), filling) / fastest
         return float(np.maximum(alone, self._compute(deal) / pace.sum(axis=0)).max()) * _ROUNDING
 
@@ -124,8 +125,10 @@ class Bound:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Of the first 0, 1, ... layers."""
-        return [0.0, *np.cumsum(self._passes).tolist()]
+        """Seconds of the first 0, 1, ... layers, without backward passes that wait for nobody."""
+        waits = np.logical_or.accumulate(self.profile.trained)
+        backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
+        return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
     @cached_property
     def _stepped(self) -> float:

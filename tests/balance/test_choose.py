@@ -130,6 +130,9 @@ def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
     compared = 0
     for _ in range(cases):
         measured, members, present = random_case(random, 8)
+        frozen = int(random.integers(0, len(measured.layers))) if random.random() < 0.3 else 0
+        first = tuple(dataclasses.replace(each, trained=False) for each in measured.layers[:frozen])
+        measured = dataclasses.replace(measured, layers=first + measured.layers[frozen:])
         speeds = tuple(random.choice([0.5, 1.0, 2.0], 9).tolist()) if random.random() < 0.5 else (1.0,) * 9
         wide = Links(Link(float(random.choice([1e2, 1e4]))))
         members = Members(speeds, 4 * members.memory_bytes, wide if random.random() < 0.3 else members.links)
