@@ -81,6 +81,11 @@ class BatchArithmetic:
         """Micro-batches per global batch over all ranks: data * accumulation."""
         return self.data * self.accumulation
 
+    @property
+    def notice(self) -> str:
+        """Why micro-batches are smaller than anybody wants, and what to do; "" where they are not."""
+        return ""
+
     def micro_batches(self, rank: int) -> int:
         """Of one rank: `accumulation` of them."""
         return self.accumulation
@@ -164,6 +169,24 @@ class ColumnArithmetic(BatchArithmetic):
     def slots(self) -> int:
         """Micro-batches per global batch over all ranks."""
         return self.columns.total
+
+    @property
+    def notice(self) -> str:
+        """Where samples only go into micro-batches of one, as a prime number of them does."""
+        limit = min(self.micro_batch_limit, self.largest_share)
+        if self.columns.size > 1 or limit == 1:
+            return ""
+        parts, given = "train_batch_size", f"{self.train_batch_size}"
+        if self.shares is not None:
+            parts, given = "every share", f"{', '.join(map(str, self.shares))}"
+        near = self.train_batch_size // limit * limit
+        instead = f"a train_batch_size of {near} or {near + limit}" if self.shares is None else "shares"
+        return (
+            f"data={self.data}: a pipeline runs {self.accumulation} micro-batches of 1 sample, where "
+            f"train_micro_batch_size_per_gpu allows {self.micro_batch_limit}: micro-batches have one size, which "
+            f"divides {parts} ({given}), and from 2 to {limit} nothing does. Give {instead} that {limit} divides, or "
+            "another number of pipelines"
+        )
 
     def micro_batches(self, rank: int) -> int:
         """Of one rank."""

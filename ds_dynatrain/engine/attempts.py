@@ -83,7 +83,7 @@ class Attempts:
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
         self._first_step_is_due = False
-        self._has_warned = False
+        self._has_warned = self._has_told_of_batch = False
 
     def rehearse(self, layout: Layout, rank: int) -> None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
@@ -147,6 +147,16 @@ class Attempts:
         said = warning(compute_device().type, parts_in_use(self.engine, proposal))
         if said:
             logger.warning(said)
+
+    def tell_of_batch(self) -> None:
+        """Warn, once, on rank 0, where the present layout cuts a global batch into micro-batches of one sample."""
+        engine = self.engine
+        if self._has_told_of_batch or engine.idle or engine.rank != 0:
+            return
+        notice = engine.batch_for(engine.layout).notice
+        if notice:
+            self._has_told_of_batch = True
+            logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
         """Connect the next world's members at a boundary before that of the switch; if that fails, it is given up."""
@@ -241,6 +251,7 @@ class Attempts:
             engine.host.compilations.begin()
         elif outcome.pause_ms is None or not outcome.committed:  # else it was done at the end of the pause
             self._compile_anew()
+        self.tell_of_batch()
         self._answer(event)
         if engine.rank == 0:
             log_event(event)

@@ -23,6 +23,7 @@ def open_for_work(engine: EngineParts, space: VirtualParameterSpace) -> None:
         enter_sequence(engine.deepspeed, engine.world, engine.layout)
         if engine.buddies is not None:
             engine.buddies.check()
+    engine.attempts.tell_of_batch()
     if engine.idle:  # pay first imports now, not in a pause
         others = set() if compiled_by_wrapping(engine.host.module) else {3}
         for stage in sorted({engine.layout.zero_stage} | others):

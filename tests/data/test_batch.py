@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -167,3 +168,22 @@ def test_a_batch_outside_the_range_is_refused() -> None:
             arithmetic.deal(samples)
     with pytest.raises(DataError, match="rank 2 is outside the data axis of size 2"):
         arithmetic.deal(8).rank(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "limit", "data", "shares", "words"),
+    [
+        (17, 4, 2, None, r"9 micro-batches of 1 sample, .* allows 4: .*divides train_batch_size \(17\), .* 16 or 20"),
+        (64, 8, 2, (31, 33), r"33 micro-batches of 1 sample, .*divides every share \(31, 33\), .*Give shares that 8"),
+        (17, 1, 2, None, ""),
+        (17, 4, 17, None, ""),
+        (18, 4, 2, None, ""),
+    ],
+)
+def test_micro_batches_of_one_are_told_of(
+    batch: int, limit: int, data: int, shares: tuple[int, ...] | None, words: str
+) -> None:
+    """Where nobody asked for them, and pipelines have something to share out."""
+    notice = ColumnArithmetic(batch, limit, data, shares).notice
+    assert re.search(words, notice) and bool(notice) == bool(words)
+    assert BatchArithmetic(batch, limit, data, shares).notice == ""
