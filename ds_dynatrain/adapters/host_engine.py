@@ -18,6 +18,7 @@ from ds_dynatrain.adapters.experts import AutoEPShaper
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.optimizers import check_optimizer
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import reset_counters
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
@@ -177,6 +178,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         self._host.end_step()
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
-        """DeepSpeed's own optimizer around one that is registered."""
-        super()._configure_optimizer(basic, None)
+        """DeepSpeed's own optimizer around one that is registered.
+
+        Where no expert is trained any more it is one for models without: DeepSpeed insists on a group of theirs.
+        """
+        trained = any(group.get("moe") for group in basic.param_groups)
+        with replaced(self, "has_moe_layers", self.has_moe_layers and trained):
+            super()._configure_optimizer(basic, None)
         self._host.sum_leaves()

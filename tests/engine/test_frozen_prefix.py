@@ -102,8 +102,13 @@ class Vectors(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.sin(words[..., None] * torch.arange(1, 16) / 7.0), targets
 
 
-def frozen_run(name: str, dtype: str, stage: int, more: Mapping[str, Any], frozen: list[str], plain: bool) -> Run:
-    """Freeze the first layers, move boundaries over them, train some of them again. plain: as DeepSpeed makes it."""
+def frozen_run(
+    name: str, dtype: str, stage: int, more: Mapping[str, Any], frozen: list[str], plain: bool, compiled: bool
+) -> Run:
+    """Freeze the first layers, move boundaries over them, train some of them again.
+
+    plain: as DeepSpeed makes it. compiled: every layer.
+    """
     found = Run()
     path = [
         layout(4, 1, stage, (0, 1, 2, 4, 7)),
@@ -114,6 +119,8 @@ def frozen_run(name: str, dtype: str, stage: int, more: Mapping[str, Any], froze
     given = {"data": Vectors()} if name == "vectors" else {}
     with job(settings(path[0], dtype, **more), name, **given) as made:
         engine = made.engine
+        if compiled:
+            engine.compile(backend="eager")
         found.losses.append(engine.train_batch().item())
         for number, target in enumerate(path):
             if number:
@@ -160,6 +167,8 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
     ),
     "recomputed, reentrant": ("vectors", "fp32", 1, REENTRANT, FIRST),
     "recomputed in pairs, reentrant": ("vectors", "fp32", 1, IN_PAIRS, FIRST),
+    "compiled layers": ("tied", "fp32", 1, {}, TIED),
+    "compiled layers, recomputed": ("tied", "fp32", 1, RECOMPUTED, TIED),
 }
 
 
@@ -169,6 +178,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
 def test_losses_are_those_of_a_run_that_goes_backward_everywhere(pool: RankPool, title: str) -> None:
     name, dtype, stage, more, frozen = CASES[title]
     given = {"name": name, "dtype": dtype, "stage": stage, "more": more, "frozen": frozen}
+    given["compiled"] = title.startswith("compiled")
     found = pool.run(frozen_run, **given, plain=False, seconds=120)
     expected = pool.run(frozen_run, **given, plain=True, seconds=120)
     for one, other in zip(found, expected, strict=True):
