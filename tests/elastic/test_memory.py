@@ -27,6 +27,7 @@ def test_a_joiner_holds_its_shard_and_no_more(train: Callable[..., Job]) -> None
         own={"zero_optimization": zero, "gradient_clipping": 0.0},
         block={"memory_budget_bytes": 8 << 20},
         variables={"KIND": "meta", "MALLOC_ARENA_MAX": "2"},
+        kind=Job,
     )
     job.coordinator("coordinator")
     job.node("a", is_host=0)
