@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,17 @@ def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if fused or not rule_of(optimizer).placeless:
         name = f"fused {full_name(type(optimizer))}" if fused else full_name(type(optimizer))
         raise usage("exact: an optimizer").error(f"exact: {name}")
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """UnsupportedError if a forward pass inside the block changes a buffer of floating point: each rank its own."""
+    before = [(name, held, held._version) for name, held in module.named_buffers() if held.is_floating_point()]
+    yield
+    now = dict(module.named_buffers())
+    for name, held, version in before:
+        if now.get(name) is not held or held._version != version:
+            raise usage("exact: a buffer that changes").error(f"exact: buffer {name!r}")
 
 
 def machine() -> dict[str, str]:

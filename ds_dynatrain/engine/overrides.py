@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
+from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.host_engine import HostEngine
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
@@ -102,6 +103,11 @@ class OverridingEngine(HostEngine):
             return self._forward_of_slot(*inputs, **kwargs)
 
     def _forward_of_slot(self, *inputs: Any, **kwargs: Any) -> Any:
+        watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
+        with watched:
+            return self._forward_without_trace(*inputs, **kwargs)
+
+    def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
             return super().forward(*inputs, **kwargs)
         before = [(held, held.detach().clone()) for held in self.module.buffers()]

@@ -100,6 +100,12 @@ EXACT = (
         "batch_norm",
     ),
     _start(
+        "a buffer that changes",
+        "a forward pass changes it, by the micro-batches that its rank has, and others have others",
+        "keep no statistics in buffers, or leave dynatrain.exact out; whole numbers may count",
+        "a_buffer_that_changes",
+    ),
+    _start(
         "an optimizer",
         "what it does to an element may depend on where in a tensor that lies, which follows from the world",
         "use one of torch's own without `fused`, or register it with placeless=True if that is not so",

@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_dynatrain
 from ds_dynatrain.adapters import exact, exact_job, versions
-from ds_dynatrain.adapters.exact_job import refuse_inexact_job, refuse_inexact_optimizer
+from ds_dynatrain.adapters.exact_job import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize as initialize_module
@@ -89,6 +89,19 @@ def test_a_model() -> None:
 
 def test_batch_norm() -> None:
     refused("^exact: '1' is a BatchNorm1d: its statistics", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+
+def test_a_buffer_that_changes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    with unchanged_buffers(model):
+        model.calls += 1
+    with pytest.raises(UnsupportedError, match=r"^exact: buffer 'mean': a forward pass changes it"):
+        with unchanged_buffers(model):
+            model.mean.mul_(0.9)
+    with pytest.raises(UnsupportedError, match="'mean'"), unchanged_buffers(model):
+        model.mean = torch.ones(2)
 
 
 @pytest.mark.parametrize("fused", [False, True])
