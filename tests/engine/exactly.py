@@ -66,6 +66,7 @@ def run(
     schedule: jobs.Schedule | None = None,
     each: Callable[[Any, Bits], None] | None = None,
     tokens: bool = False,
+    torch_style: bool = False,
     width: int = 15,
     data: Any = None,
     workers: int = 0,
@@ -86,7 +87,7 @@ def run(
             engine.load(load)
         while engine.idle or engine.global_steps < steps:
             for batch in loader:
-                _train_leaf(engine, batch, bits, tokens)
+                _train_leaf(engine, batch, bits, tokens, torch_style)
                 if engine.micro_steps % engine.gradient_accumulation_steps():
                     continue
                 bits.norms[engine.global_steps - 1] = float(engine.get_global_grad_norm())
@@ -102,13 +103,16 @@ def run(
     return bits
 
 
-def _train_leaf(engine: Any, batch: Any, bits: Bits, tokens: bool) -> None:
+def _train_leaf(engine: Any, batch: Any, bits: Bits, tokens: bool, torch_style: bool) -> None:
     step = engine._host.micro_step
     leaf = engine.data_rank if step is None else step.number * engine.layout.data + engine.data_rank
     torch.rand(leaf % 3), np.random.rand(), random.random()  # whatever else draws makes no difference to the next one
     place, borrowed = (engine.global_steps, leaf), engine.slot_is_borrowed
     loss = engine(*batch)
-    engine.backward(loss, tokens=batch[0].numel() + leaf) if tokens else engine.backward(loss)
+    if torch_style:
+        loss.backward()
+    else:
+        engine.backward(loss, tokens=batch[0].numel() + leaf) if tokens else engine.backward(loss)
     if not borrowed:
         bits.losses[place] = float(loss.detach())
     engine.step()

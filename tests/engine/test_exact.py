@@ -81,6 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
         "zero_allow_untested_optimizer": True,
     },
+    "loss.backward()": {"torch_style": True},
     "no clipping": {"gradient_clipping": 0.0},
     "one leaf": {"train_micro_batch_size_per_gpu": 13},
 }
