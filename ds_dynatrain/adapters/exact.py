@@ -6,7 +6,7 @@ the owner adds leaves in the order of their numbers (`exact.sums`). All stages d
 soon as gradients are there, stage 1 at the end of a backward pass, as it holds whole gradients anyway.
 
 Gradients are sent in chunks (`exact_lines`), by one plan on every rank: a parameter that got no gradient is sent as
-zeros, so ranks need not use the same parameters.
+zeros, so ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
 """
 
 from __future__ import annotations

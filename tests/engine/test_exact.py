@@ -107,7 +107,10 @@ def with_stage(kind: dict[str, Any], stage: int) -> dict[str, Any]:
 
 @FULL
 def test_parameters_that_ranks_do_not_share(pool: RankPool) -> None:
-    """Some are used in some leaves alone: their gradients are zeros in the others, whoever trains these."""
+    """Some are used in some leaves alone: their gradients are zeros in the others, whoever trains these.
+
+    Not at stage 3, which gathers a layer on all ranks at once.
+    """
     first = together(pool.run(exactly.run, start=(1, 2), steps=3, model=sparing))
-    for start in ((2, 2), (3, 1), (4, 3)):
+    for start in ((2, 2), (3, 1)):
         assert differences(first, together(pool.run(exactly.run, start=start, steps=3, model=sparing))) == []
