@@ -54,7 +54,9 @@ NAMES: Names = {
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner
     """,
     "deepspeed.runtime.pipe.p2p": "_grid",
-    "deepspeed.runtime.pipe.schedule": "BackwardPass ForwardPass LoadMicroBatch RecvActivation RecvGrad SendActivation SendGrad",
+    "deepspeed.runtime.pipe.schedule": """
+        BackwardPass ForwardPass LoadMicroBatch RecvActivation RecvGrad SendActivation SendGrad
+    """,
     "deepspeed.runtime.pipe.topology:PipeDataParallelTopology": "filter_match",
     "deepspeed.runtime.pipe.topology:PipelineParallelGrid": "_build_p2p_groups",
     "deepspeed.runtime.torch_autocast": "init_autocast_params TORCH_AUTOCAST_DTYPE TORCH_AUTOCAST_INITIALIZED",
