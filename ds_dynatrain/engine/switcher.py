@@ -187,10 +187,6 @@ class Switcher:
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
-        layout = self.engine.layout
-        if layout.tensor > 1 or layout.expert > 1:
-            plain = layout.replace(expert=1, tensor=1)
-            raise SwitchRefused(f"{layout}: registering needs every tensor whole", f"switch to {plain} first")
         return registration.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self) -> str:

@@ -41,14 +41,20 @@ def wrong_after(before: oracle.State, after: oracle.State, was: set[str], now: s
     return found
 
 
-def change(engine: Any, on: Sequence[str], off: Sequence[str]) -> list[str]:
+def change(engine: Any, on: Sequence[str], off: Sequence[str], places: oracle.Places | None = None) -> list[str]:
     """Change what is trained, where each rank may have a part of the model; what is not as it should be, in words."""
-    was = _of_all(trained(engine.module))
+    was = _of_all(_logical(engine, places))
     flip(engine.module, on, off)
-    before, now = oracle.gather(engine), _of_all(trained(engine.module))
+    before, now = oracle.gather(engine, places), _of_all(_logical(engine, places))
     assert engine.update_param_groups()
     assert not engine.update_param_groups(), "nothing has changed since"
-    return wrong_after(before, oracle.gather(engine), was, now)
+    return wrong_after(before, oracle.gather(engine, places), was, now)
+
+
+def _logical(engine: Any, places: oracle.Places | None) -> set[str]:
+    """What requires a gradient here, by the names of logical tensors."""
+    known = {} if places is None else places(engine)
+    return {known[name].name if name in known else name for name in trained(engine.module)}
 
 
 def _of_all(names: set[str]) -> set[str]:

@@ -14,12 +14,10 @@ from torch import nn
 
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
-from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, freezing, jobs, oracle
+from tests.engine import freezing, jobs, oracle
 from tests.engine.freezing import trained, wrong_after
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
-from tests.engine.subjects import language_model
 
 STEPS = 10
 FIRST = ("blocks.0", "last_norm", "scale")
@@ -390,18 +388,3 @@ def test_schedules_go_on(pool: RankPool, kind: str) -> None:
 def test_unknown_scheduler_is_refused_by_name(pool: RankPool) -> None:
     result = pool.run(scheduled_case, kind="own")[0]
     assert "test_register.Own: what it keeps per optimizer group is not known" in result[1]
-
-
-def with_tensor_ranks() -> str:
-    """What is said where ranks hold parts of tensors."""
-    subject = language_model("llama of 4 kv")
-    with axis_walks.started(subject, "fp32", Layout(data=2, tensor=2, zero_stage=1)) as made:
-        subject.step(made.engine, next(iter(made.loader)))
-        with pytest.raises(SwitchRefused) as caught:
-            made.engine.update_param_groups()
-    return str(caught.value)
-
-
-def test_with_tensor_ranks_it_is_refused(pool: RankPool) -> None:
-    for said in pool.run(with_tensor_ranks):
-        assert "registering needs every tensor whole" in said and "tensor" not in said.partition("switch to")[2]
