@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -250,3 +251,26 @@ def of_ones_own() -> int:
 
 def test_an_iterator_for_other_shares_is_refused(pool: RankPool) -> None:
     assert pool.run(of_ones_own) == [2] * 4
+
+
+def told() -> list[str]:
+    """What is warned of a prime number of samples: at the start, and after changes that leave it as it is."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("ds_dynatrain"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with job(settings(layout(2, 2), train_batch_size=7, dataloader_drop_last=True), "tied") as made:
+            made.engine.train_batch()
+            for target in (layout(4, 1), layout(2, 2)):
+                made.engine.switch(target, at=made.engine.global_steps)
+                made.engine.train_batch()
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_a_prime_number_of_samples_is_told_of_once(pool: RankPool) -> None:
+    ranks = [[each for each in said if "micro-batches of 1 sample" in each] for said in pool.run(told)]
+    assert [len(said) for said in ranks] == [1, 0, 0, 0]
+    assert "divides train_batch_size (7)" in ranks[0][0] and "6 or 9" in ranks[0][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.frozen_prefix import frozen_layers, needless
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout
-from tests.engine import freezing, oracle
+from tests.engine import freezing, jobs, oracle, pipelined_experts
 from tests.engine.models import Sequences
 from tests.engine.pipeline_walks import job, layout, settings
 from tests.engine.pool import RankPool
@@ -102,22 +102,33 @@ class Vectors(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.sin(words[..., None] * torch.arange(1, 16) / 7.0), targets
 
 
+def begun(name: str, given: dict[str, Any]) -> AbstractContextManager[jobs.Job]:
+    """A job of a model by name; with experts in their own optimizer groups."""
+    if name not in EXPERTS:
+        return job(given, name, **({"data": Vectors()} if name == "vectors" else {}))
+    build, more, _ = EXPERTS[name]
+    model = build()
+    return jobs.job({**given, **more}, model, model_parameters=pipelined_experts.groups(model))
+
+
 def frozen_run(
-    name: str, dtype: str, stage: int, more: Mapping[str, Any], frozen: list[str], plain: bool, compiled: bool
+    name: str, dtype: str, stage: int, more: Mapping[str, Any], frozen: list[str], plain: bool, compiled: bool = False
 ) -> Run:
     """Freeze the first layers, move boundaries over them, train some of them again.
 
-    plain: as DeepSpeed makes it. compiled: every layer.
+    plain: as DeepSpeed makes it. compiled: every layer. Experts are shared by two data ranks at one place.
     """
     found = Run()
+    places = EXPERTS[name][2] if name in EXPERTS else None
     path = [
         layout(4, 1, stage, (0, 1, 2, 4, 7)),
         layout(2, 2, stage, (0, 4, 7)),
         layout(2, 2, stage, (0, 1, 7)),
         layout(4, 1, stage, (0, 2, 3, 5, 7)),
     ]
-    given = {"data": Vectors()} if name == "vectors" else {}
-    with job(settings(path[0], dtype, **more), name, **given) as made:
+    if name in EXPERTS:
+        path[1] = path[1].replace(expert=2)  # what is trained changes where experts are whole
+    with begun(name, settings(path[0], dtype, **more)) as made:
         engine = made.engine
         if compiled:
             engine.compile(backend="eager")
@@ -127,8 +138,10 @@ def frozen_run(
                 engine.switch(target, at=engine.global_steps)
                 engine.boundary()
                 assert engine.last_switch.outcome == "committed", engine.last_switch.reason
-            freezing.flip(engine.module, ("3.",) if number == 2 else (), frozen if number == 0 else ())
-            assert engine.update_param_groups() == (number in (0, 2))
+            again = ("3.norm",) if name in EXPERTS else ("3.",)  # a group of experts that trains nothing is gone
+            freezing.flip(engine.module, again if number == 2 else (), frozen if number == 0 else ())
+            if engine.layout.expert == 1:
+                assert engine.update_param_groups() == (number in (0, 2))
             if plain:
                 with as_deepspeed(engine):
                     found.losses += [engine.train_batch().item() for _ in range(2)]
@@ -137,10 +150,19 @@ def frozen_run(
                 with counting(engine) as counts:
                     found.losses.append(engine.train_batch().item())
                 found.counts.append((engine.grid.stage_id, dict(counts)))
-        found.state = oracle.gather(engine)
+        found.state = oracle.gather(engine, places)
     return found
 
 
+EXPERTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "experts": (pipelined_experts.model, {}, pipelined_experts.places),
+    "AutoEP": (
+        pipelined_experts.mixture,
+        {"expert_parallel": pipelined_experts.AUTOEP},
+        pipelined_experts.stacked,
+    ),
+}
+"""How a model is built, what its configuration has, and where its local parameters lie."""
 MICRO_BATCH = 3
 PLACES = ((4, 3), (2, 1), (2, 1), (4, 2))
 """Of each place: stages, and the first one with something to train."""
@@ -169,6 +191,12 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], list[str]]] = {
     "recomputed in pairs, reentrant": ("vectors", "fp32", 1, IN_PAIRS, FIRST),
     "compiled layers": ("tied", "fp32", 1, {}, TIED),
     "compiled layers, recomputed": ("tied", "fp32", 1, RECOMPUTED, TIED),
+    "experts": ("experts", "fp32", 1, {}, TIED),
+    "experts, ZeRO 0": ("experts", "fp32", 0, {}, TIED),
+    "experts, bf16": ("experts", "bf16 in fp32", 1, {}, TIED),
+    "AutoEP": ("AutoEP", "fp32", 1, {}, TIED),
+    "AutoEP, ZeRO 0": ("AutoEP", "fp32", 0, {}, TIED),
+    "AutoEP, bf16": ("AutoEP", "bf16 in fp32", 1, {}, TIED),
 }
 
 
