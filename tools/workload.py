@@ -15,6 +15,7 @@ from ds_dynatrain.comparison.workload import Block
 CONTEXT = 256
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
+    "8M": {"layers": 6, "width": 320, "heads": 5, "vocabulary": 997},
     "25M": {"layers": 12, "width": 384, "heads": 8, "vocabulary": 8192},
     "30M": {"layers": 6, "width": 512, "heads": 8, "vocabulary": 20480},
     "125M": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},

@@ -1,0 +1,65 @@
+"""One rank of `bench_exact.py`: a job without `exact` and one with it side by side, a step of each in turn.
+
+torchrun ... exact_ranks.py FOLDER '{"size": "8M", "stage": 1, "steps": 20, "leaves": 8, "samples": 2, "length": 48}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as td
+from launch import Notes
+from workload import GPT, SIZES, Samples, config, quiet
+
+import ds_dynatrain
+
+WARM_UP = 3
+
+
+class Trainer:
+    """One engine with its loader."""
+
+    def __init__(self, engine: Any, loader: Any) -> None:
+        self._engine = engine
+        self._batches: Iterator[Any] = iter(loader)
+
+    def step(self) -> float:
+        """Wait for the other ranks, then one step of all its micro-batches; seconds."""
+        td.barrier()
+        begin = time.perf_counter()
+        for _ in range(self._engine.gradient_accumulation_steps()):
+            self._engine.backward(self._engine(next(self._batches)))
+            self._engine.step()
+        return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Train both and note the seconds of each step."""
+    folder, wanted = sys.argv[1], json.loads(sys.argv[2])
+    quiet()
+    deepspeed.init_distributed(verbose=False)
+    notes, shape, stage = Notes(folder, td.get_rank()), SIZES[wanted["size"]], wanted["stage"]
+    data = Samples(10**6, wanted["length"], shape["vocabulary"])
+    settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
+    settings |= {"train_micro_batch_size_per_gpu": wanted["samples"], "gradient_clipping": 1.0}
+    trainers = {}
+    for form in ("default", "exact"):
+        torch.manual_seed(0)
+        block = {"layout": {"data": td.get_world_size(), "zero_stage": stage}, "exact": form == "exact"}
+        engine, *_ = ds_dynatrain.initialize(config={**settings, "dynatrain": block}, model=GPT(**shape))
+        trainers[form] = Trainer(engine, engine.loader(data, num_workers=0))
+    for number in range(WARM_UP + wanted["steps"]):
+        order = ("default", "exact") if number % 2 else ("exact", "default")
+        times = {form: trainers[form].step() for form in order}
+        if number >= WARM_UP:
+            notes.write(times)
+
+
+if __name__ == "__main__":
+    main()
