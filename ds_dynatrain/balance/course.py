@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ds_dynatrain.balance.advice import Advice
-from ds_dynatrain.balance.decision import History, Rules, Verdict, costs_differ, judge
+from ds_dynatrain.balance.decision import Drift, History, Rules, Verdict, drift_of, judge
 from ds_dynatrain.balance.decision import Move as Made
 from ds_dynatrain.balance.profile import Bools, Ints, Profile
 from ds_dynatrain.balance.slow import Slow
@@ -51,11 +51,11 @@ class Costs:
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
         return cls(*(tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors)))
 
-    def differ(self, now: Costs, places: Bools, least: float) -> bool:
-        """Whether those at some places are others now, by `least` of the whole at least."""
+    def drift(self, now: Costs, places: Bools, least: float) -> Drift:
+        """Whether those at some places are others now, by `least` of the whole at least, and which way."""
         before, after = (np.array(each.seconds)[places] for each in (self, now))
         error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
-        return bool(len(before)) and costs_differ(before, after, error, least)
+        return drift_of(before, after, error, least) if len(before) else Drift.SAME
 
     def to_json(self) -> list[list[float]]:
         """Plain JSON; `from_json` gives the same."""
@@ -156,8 +156,8 @@ class Course:
         open_move = self.history.open
         if open_move is not None and can_judge(open_move, measured):
             least = max(rules.least_gain, EXPLAINS * abs(1 - measured.seconds / open_move.before_seconds))
-            changed = self._has_changed(least, present, Costs.of(profile))
-            course = course._judged(rules, open_move, step, measured, Costs.of(profile), changed)
+            drift = self._drift(least, present, Costs.of(profile))
+            course = course._judged(rules, open_move, step, measured, Costs.of(profile), drift)
             if course.wanted is not None:
                 return course
         try:
@@ -174,18 +174,18 @@ class Course:
         wanted = Wanted(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
         return replace(course, wanted=wanted, why=advice.decision.why)
 
-    def _has_changed(self, least: float, present: Layout, now: Costs) -> bool:
-        """Whether layers that have stayed where they were take another time since the move, by that share at least:
-        then nobody can say what it was worth. What has become slower by being moved speaks against the move.
+    def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
+        """Of layers that have stayed where they were, since the move, by that share at least. What has become slower by
+        being moved speaks against the move.
         """
         if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
-            return True
+            return Drift.MIXED
         stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
-        return self.costs.differ(now, stages[0] == stages[1], least)
+        return self.costs.drift(now, stages[0] == stages[1], least)
 
-    def _judged(self, rules: Rules, move: Made, step: int, measured: Measured, costs: Costs, changed: bool) -> Course:
-        verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, changed)
-        gain = None if changed else 1 - measured.seconds / move.before_seconds
+    def _judged(self, rules: Rules, move: Made, step: int, measured: Measured, costs: Costs, drift: Drift) -> Course:
+        verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, drift)
+        gain = None if verdict is Verdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
         course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
         if verdict is not Verdict.BACK or self.left is None:
             return course

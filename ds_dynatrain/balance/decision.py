@@ -79,6 +79,24 @@ class Verdict(Enum):
     UNKNOWN = "costs have changed since: nobody can say"
 
 
+class Drift(Enum):
+    """What layers take since then, those that have not been moved."""
+
+    SAME = "as long as before"
+    LONGER = "longer"
+    SHORTER = "less long"
+    MIXED = "longer, and others less long"
+
+
+SPEAKING = {
+    Verdict.KEPT: (Drift.SAME, Drift.LONGER),
+    Verdict.LESS: (Drift.SAME,),
+    Verdict.BACK: (Drift.SAME, Drift.SHORTER),
+}
+"""Where a verdict holds: layers that take longer may be why steps did not become faster, and not why they did. Where
+stages that waited compute beside each other now, they often do: they share caches and memory."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """A move as predicted: seconds of a step before and after it, their difference's standard error, what it costs."""
@@ -177,8 +195,20 @@ def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> 
 
     error: standard error of each difference.
     """
-    difference = np.abs(after - before)
-    return float(difference[difference > CERTAIN * error].sum()) > least * float(before.sum())
+    return drift_of(before, after, error, least) is not Drift.SAME
+
+
+def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
+    """Which way they differ, as `costs_differ` asks it; MIXED where less than half of it goes either way."""
+    difference = after - before
+    certain = difference[np.abs(difference) > CERTAIN * error]
+    size = float(np.abs(certain).sum())
+    if not size > least * float(before.sum()):
+        return Drift.SAME
+    total = float(certain.sum())
+    if abs(total) < size / 2:
+        return Drift.MIXED
+    return Drift.LONGER if total > 0 else Drift.SHORTER
 
 
 def decide(rules: Rules, history: History, step: int, offer: Offer) -> Decision:
@@ -209,23 +239,24 @@ def decide(rules: Rules, history: History, step: int, offer: Offer) -> Decision:
 
 
 def judge(
-    rules: Rules, history: History, step: int, seconds: float, error: float, changed: bool = False
+    rules: Rules, history: History, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[Verdict, History]:
     """What the first window after a move says of it, and the history after that; ConfigError if no move is open.
 
-    seconds, error: of a step, measured in that window. changed: whether costs of layers or members are others than
-    before the move, so that the two steps cannot be compared. After BACK the caller moves back; that move is judged by
-    no window, and the next one must wait for twice as long as the last.
+    seconds, error: of a step, measured in that window. drift: of layers and members that the move has left alone;
+    where it may be why steps take what they do, the verdict is UNKNOWN (`SPEAKING`). After BACK the caller moves back;
+    that move is judged by no window, and the next one must wait for twice as long as the last.
     """
     if history.open is None:
         raise ConfigError("there is no move to judge")
     move, closed = history.open, dataclasses.replace(history, open=None)
-    if changed:
-        return Verdict.UNKNOWN, closed
-    if seconds > move.slower_from(error):
-        waits = max(1, 2 * history.waits)
-        return Verdict.BACK, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
     share = (1 - seconds / move.before_seconds) / move.predicted_gain
-    if share < 0.5:
-        return Verdict.LESS, dataclasses.replace(closed, factor=max(share, LEAST_FACTOR))
-    return Verdict.KEPT, dataclasses.replace(closed, factor=1.0)
+    verdict = Verdict.KEPT if share >= 0.5 else Verdict.LESS
+    if seconds > move.slower_from(error):
+        verdict = Verdict.BACK
+    if drift not in SPEAKING[verdict]:
+        return Verdict.UNKNOWN, closed
+    if verdict is Verdict.BACK:
+        waits = max(1, 2 * history.waits)
+        return verdict, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
+    return verdict, dataclasses.replace(closed, factor=1.0 if verdict is Verdict.KEPT else max(share, LEAST_FACTOR))

@@ -111,6 +111,7 @@ def test_other_costs_of_layers_that_stayed_leave_it_open_to_nobody() -> None:
     """Layer 0 and layers 2 and 3 stayed on their stages, layer 1 was moved."""
     dearer = profile((3.0, 1.0, 2.0, 1.0), batch=8, speeds=(1.0, 1.0))
     assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, dearer).verdict is Verdict.UNKNOWN
+    assert after(moved(), 40, Measured(85.0, 0.5, 8), FRONT, dearer).verdict is Verdict.KEPT, "faster all the same"
     tripled = after(moved(), 40, Measured(300.0, 0.5, 8), FRONT, dearer)
     assert tripled.verdict is Verdict.BACK, "they explain too little of it"
     by_moving = profile((3.0, 4.0, 1.0, 1.0), batch=8, speeds=(1.0, 1.0))

@@ -12,6 +12,7 @@ import pytest
 
 from ds_dynatrain.balance.decision import (
     Answer,
+    Drift,
     History,
     Move,
     Offer,
@@ -19,6 +20,7 @@ from ds_dynatrain.balance.decision import (
     Verdict,
     costs_differ,
     decide,
+    drift_of,
     judge,
 )
 from ds_dynatrain.balance.partition import Problem, partition, uniform
@@ -90,18 +92,25 @@ MOVE = Move(100, 0.2, 10.0, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "changed", "verdict", "factor"),
+    ("seconds", "drift", "verdict", "factor"),
     [
-        (8.0, False, Verdict.KEPT, 1.0),
-        (8.9, False, Verdict.KEPT, 1.0),
-        (9.2, False, Verdict.LESS, 0.4),
-        (10.4, False, Verdict.LESS, 0.1),  # slower by less than three standard errors
-        (10.5, False, Verdict.BACK, 1.0),
-        (15.0, True, Verdict.UNKNOWN, 1.0),
+        (8.0, Drift.SAME, Verdict.KEPT, 1.0),
+        (8.9, Drift.SAME, Verdict.KEPT, 1.0),
+        (9.2, Drift.SAME, Verdict.LESS, 0.4),
+        (10.4, Drift.SAME, Verdict.LESS, 0.1),  # slower by less than three standard errors
+        (10.5, Drift.SAME, Verdict.BACK, 1.0),
+        (8.0, Drift.LONGER, Verdict.KEPT, 1.0),  # faster all the same
+        (8.0, Drift.SHORTER, Verdict.UNKNOWN, 1.0),
+        (8.0, Drift.MIXED, Verdict.UNKNOWN, 1.0),
+        (9.2, Drift.LONGER, Verdict.UNKNOWN, 1.0),
+        (9.2, Drift.SHORTER, Verdict.UNKNOWN, 1.0),
+        (15.0, Drift.LONGER, Verdict.UNKNOWN, 1.0),
+        (15.0, Drift.SHORTER, Verdict.BACK, 1.0),  # slower all the same
+        (15.0, Drift.MIXED, Verdict.UNKNOWN, 1.0),
     ],
 )
-def test_the_next_window_judges(seconds: float, changed: bool, verdict: Verdict, factor: float) -> None:
-    found, after = judge(RULES, FRESH.moved(MOVE), 110, seconds, 0.1, changed)
+def test_the_next_window_judges(seconds: float, drift: Drift, verdict: Verdict, factor: float) -> None:
+    found, after = judge(RULES, FRESH.moved(MOVE), 110, seconds, 0.1, drift)
     assert found is verdict and after.factor == pytest.approx(factor) and after.open is None
     back = verdict is Verdict.BACK
     assert (after.waits, after.cool_from) == ((40, 150) if back else (20, 120))
@@ -137,6 +146,9 @@ def test_costs_differ() -> None:
     one = before.copy()
     one[3] = 1.5
     assert costs_differ(before, one, error, 0.03) and not costs_differ(before, one, error, 0.06)
+    assert drift_of(before, one, error, 0.03) is Drift.LONGER and drift_of(one, before, error, 0.03) is Drift.SHORTER
+    one[4:6] = 0.8, 0.9
+    assert drift_of(before, one, error, 0.03) is Drift.MIXED
 
 
 @dataclass
@@ -172,7 +184,8 @@ class Run:
                 history, windows = history.changed(step), windows[-1:]
             now = Problem.of(seconds, self.stages, speeds=1 / paces)
             if history.open is not None:
-                verdict, history = judge(self.rules, history, step, *self.slowest(now, cut, 1), differ)
+                drift = Drift.MIXED if differ else Drift.SAME
+                verdict, history = judge(self.rules, history, step, *self.slowest(now, cut, 1), drift)
                 self.verdicts.append(verdict)
                 if verdict is Verdict.BACK:
                     cut = former
