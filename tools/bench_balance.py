@@ -28,7 +28,7 @@ import numpy as np
 from deepspeed.runtime.utils import partition_balanced
 from figures import keep, machine, table
 from launch import launch
-from stage_bars import Panel, picture
+from stage_bars import Panel, draw
 
 from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
@@ -304,8 +304,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.picture:
         title = "What each stage takes for a micro-batch (simulated: nothing of this was trained)"
-        drawn = picture(title, [panel(*each) for each in DRAWN], "boundaries by parameters", "the exact cut by time")
-        asked.picture.write_text(drawn)
+        panels = [panel(*each) for each in DRAWN]
+        draw(asked.picture, title, panels, "boundaries by parameters", "the exact cut by time")
         return
     solved = [solver_row(*row) for row in SOLVED] + [choice_row(64, 48), choice_row(1024, 48)]
     rows = [simulated_row(name, blocks, *shape) for name, blocks in CASES.items() for shape in PIPELINES]
