@@ -175,7 +175,7 @@ def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
     """The layers to be cut: seconds of a step on each stage, bytes on each of its ranks."""
-    passes = profile.forward_with_loading + profile.seconds("backward_seconds")
+    passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
     seconds = samples * passes + stepped / (group_size(layout) if layout.zero_stage else 1)

@@ -155,7 +155,8 @@ class _Model:
 
     def _work(self, column: int, size: float) -> StageWork:
         profile, scale, pace = self.profile, size / self.profile.micro_batch_size, self.pace[:, column]
-        forward, backward = self.by_stage(self._forward()), self.by_stage(profile.seconds("backward_seconds"))
+        forward = self.by_stage(profile.forward_with_loading(self.layout.pipe))
+        backward = self.by_stage(profile.seconds("backward_seconds"))
         handed = profile.counts("output_bytes")[np.array(self.cut[1:-1], dtype=np.int64) - 1] * scale
         sends = [self.links.inside if is_near else self.links.between for is_near in self._inside[:, column]]
         lasts = np.array([link.send(nbytes) for link, nbytes in zip(sends, handed, strict=True)])
@@ -163,14 +164,6 @@ class _Model:
         needed = np.logical_or.accumulate(profile.trained)
         returns = needed[np.array(self.cut[1:-1], dtype=np.int64) - 1]
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
-
-    def _forward(self) -> Floats:
-        """[layers], of one stage with the samples once, of several on the first and the last."""
-        if self.layout.pipe > 1:
-            return self.profile.forward_with_loading
-        seconds = self.profile.seconds("forward_seconds")
-        seconds[0] += self.profile.load_seconds
-        return seconds
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
         """[stages]: what the data ranks of each stage need for that many bytes."""

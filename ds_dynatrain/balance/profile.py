@@ -124,11 +124,14 @@ class Profile:
         """One of the numbers of seconds (or their errors) of each layer, by the field's name."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
 
-    @property
-    def forward_with_loading(self) -> Floats:
-        """[layers], seconds of a forward pass; the first and the last layer's with those of loading samples."""
+    def forward_with_loading(self, stages: int) -> Floats:
+        """[layers], seconds of a forward pass in so many stages; with those of loading samples, which the first stage
+        does, and the last one.
+        """
         seconds = self.seconds("forward_seconds")
-        seconds[[0, -1]] += self.load_seconds  # once if that is the same layer
+        seconds[0] += self.load_seconds
+        if stages > 1:
+            seconds[-1] += self.load_seconds
         return seconds
 
     def counts(self, name: str) -> Ints:

@@ -261,9 +261,12 @@ class Balancer:
         return Course.from_json(said["course"])
 
     def _steps_if_changed(self, step: int) -> int:
-        """Steps that have the new costs, if a window that ends now says so: those since the one in doubt began."""
+        """Steps that have the new costs, if a window that ends now says so: those since the one in doubt began.
+
+        That one may be of a later step: a load goes back.
+        """
         doubted = None if self._averaged is None else self._averaged.doubted
-        return self._settings.window_steps + (0 if doubted is None else step - doubted.step)
+        return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))
 
     def _profile(self, averaged: Averaged) -> Profile:
         engine = self._engine

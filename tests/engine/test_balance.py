@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import BESIDE, Profile
+from ds_dynatrain.engine.balancer import Balancer
 from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
 from tests.engine.burning import burning
@@ -285,3 +287,11 @@ def compiled() -> tuple[int, int]:
 def test_nothing_is_compiled_again(pool: RankPool) -> None:
     for before, after in pool.run(compiled):
         assert after == before > 0
+
+
+@pytest.mark.parametrize(("step", "counted"), [(10, 2), (14, 6), (3, 2)])
+def test_steps_since_a_window_that_is_doubted(step: int, counted: int) -> None:
+    """It ended with step 10, of two steps; a load may have gone back behind it."""
+    averaged = SimpleNamespace(doubted=SimpleNamespace(step=10))
+    balancer: Any = SimpleNamespace(_averaged=averaged, _settings=SimpleNamespace(window_steps=2))
+    assert Balancer._steps_if_changed(balancer, step) == counted
