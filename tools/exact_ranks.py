@@ -7,36 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as td
 from launch import Notes
-from workload import GPT, SIZES, Samples, config, quiet
+from workload import GPT, SIZES, Samples, Trainer, config, quiet
 
 import ds_dynatrain
 
 WARM_UP = 3
-
-
-class Trainer:
-    """One engine with its loader."""
-
-    def __init__(self, engine: Any, loader: Any) -> None:
-        self._engine = engine
-        self._batches: Iterator[Any] = iter(loader)
-
-    def step(self) -> float:
-        """Wait for the other ranks, then one step of all its micro-batches; seconds."""
-        td.barrier()
-        begin = time.perf_counter()
-        for _ in range(self._engine.gradient_accumulation_steps()):
-            self._engine.backward(self._engine(next(self._batches)))
-            self._engine.step()
-        return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -56,7 +36,7 @@ def main() -> None:
         trainers[form] = Trainer(engine, engine.loader(data, num_workers=0))
     for number in range(WARM_UP + wanted["steps"]):
         order = ("default", "exact") if number % 2 else ("exact", "default")
-        times = {form: trainers[form].step() for form in order}
+        times = {form: trainers[form].step()[0] for form in order}
         if number >= WARM_UP:
             notes.write(times)
 

@@ -7,36 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as td
 from launch import Notes
-from workload import GPT, SIZES, Samples, config, quiet
+from workload import GPT, SIZES, Samples, Trainer, config, quiet
 
 import ds_dynatrain
 
 WARM_UP = 4
-
-
-class Trainer:
-    """One engine with its loader; `step` runs one step, data included, and returns (wall, processor) seconds."""
-
-    def __init__(self, engine: Any, loader: Any) -> None:
-        self._engine = engine
-        self._batches: Iterator[Any] = iter(loader)
-
-    def step(self) -> tuple[float, float]:
-        """Wait for the other ranks, then one step."""
-        td.barrier()
-        wall, processor = time.perf_counter(), time.process_time()
-        tokens = next(self._batches)
-        self._engine.backward(self._engine(tokens))
-        self._engine.step()
-        return time.perf_counter() - wall, time.process_time() - processor
 
 
 def main() -> None:

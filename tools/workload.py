@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,6 +45,23 @@ class GPT(nn.Module):
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Trainer:
+    """One engine with its loader."""
+
+    def __init__(self, engine: Any, loader: Any) -> None:
+        self._engine = engine
+        self._batches: Iterator[Any] = iter(loader)
+
+    def step(self) -> tuple[float, float]:
+        """Wait for the other ranks, then one step of all its micro-batches, data included; (wall, processor) seconds."""
+        td.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        for _ in range(self._engine.gradient_accumulation_steps()):
+            self._engine.backward(self._engine(next(self._batches)))
+            self._engine.step()
+        return time.perf_counter() - wall, time.process_time() - processor
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
