@@ -55,7 +55,7 @@ class Trainer:
         self._batches: Iterator[Any] = iter(loader)
 
     def step(self) -> tuple[float, float]:
-        """Wait for the other ranks, then one step of all its micro-batches, data included; (wall, processor) seconds."""
+        """Wait for the other ranks, then one step, data included; (wall, processor) seconds."""
         td.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(self._engine.gradient_accumulation_steps()):
