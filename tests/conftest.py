@@ -30,6 +30,8 @@ OPERATORS = {
     "lab_pool": "lab",
 }
 """What is compiled, by DeepSpeed and for the test device, by the fixture that a test asks for it with."""
+RESOLVER = "timeout:1 attempts:1"
+"""torch's stores ask a name server at each connection who that is, for their log; a lost answer is worth no 5 s."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
 
@@ -37,6 +39,11 @@ SLOWEST = 10
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Another device for what runs on ranks."""
     parser.addoption("--on-device", action="store_true", help="ranks compute on the device without hardware")
+
+
+def pytest_configure() -> None:
+    """What all processes that the tests start are to have in their environment."""
+    os.environ.setdefault("RES_OPTIONS", RESOLVER)
 
 
 @pytest.hookimpl(wrapper=True)

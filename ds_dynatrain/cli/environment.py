@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,9 @@ VARIABLES = (
 )
 """Environment variables that decide about a launch."""
 LONGEST_COMPILATION_MINUTES = 15
+LOOPBACK = "::ffff:127.0.0.1"
+"""As torch's stores see a process of their own machine: no line of /etc/hosts answers for it."""
+LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = (
     "CPU processes over gloo; on GPUs a fixed launch is let in, and was never run on one. "
     "Not for the Trainer of Hugging Face, Accelerate or Lightning yet."
@@ -69,7 +73,7 @@ class Environment:
 def examine_environment() -> Environment:
     """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
     status = Check("status", "alpha", note=STATUS)
-    checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), *_broken_off())
+    checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), _name_server(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
 
 
@@ -155,6 +159,19 @@ def _digests() -> Iterator[Check]:
     else:
         note = "right, but slower: install again where a C compiler is"
         yield Check("digests", "in numpy", None, note)
+
+
+def _name_server() -> Check:
+    """How long it takes to learn nothing of an address: at each connection torch's stores ask, and serve nobody."""
+    longest = 0.0
+    for _ in range(LOOK_UPS):
+        begin = time.monotonic()
+        with suppress(OSError):  # no name is an answer, too
+            socket.getnameinfo((LOOPBACK, 0), 0)
+        longest = max(longest, time.monotonic() - begin)
+    is_quick = longest < LONGEST_LOOK_UP_SECONDS
+    note = "" if is_quick else "torch's stores stand still so long at each connection: set RES_OPTIONS=timeout:1"
+    return Check("name server", f"{longest * 1000:.0f} ms", True if is_quick else None, note)
 
 
 def _broken_off() -> Iterator[Check]:

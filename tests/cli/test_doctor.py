@@ -218,6 +218,21 @@ def test_a_torch_that_is_built_for_gpus_does_no_harm(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0 and "CUDA 13.0 too" in checks["accelerator"]["note"]
 
 
+def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds up torch's stores: said with what to set, and no reason not to start."""
+
+    def late(address: object, flags: int) -> tuple[str, str]:
+        time.sleep(environment.LONGEST_LOOK_UP_SECONDS + 0.1)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(environment, "LOOK_UPS", 1)
+    monkeypatch.setattr("socket.getnameinfo", late)
+    result = doctor("--json")
+    check = {check["name"]: check for check in json.loads(result.stdout)["environment"]}["name server"]
+    assert result.exit_code == 0 and check["ok"] is None
+    assert "RES_OPTIONS" in check["note"]
+
+
 def test_readme_says_the_status_in_the_same_words() -> None:
     words = " ".join((ROOT / "README.md").read_text().replace("\n>", "\n").split())
     assert environment.STATUS in words[:1500]
