@@ -1,6 +1,6 @@
-"""One rank of `bench_exact.py`: a job without `exact` and one with it side by side, a step of each in turn.
+"""One rank of `bench_exact.py`: a job without `exact`, one with it, or both side by side, a step of each in turn.
 
-torchrun ... exact_ranks.py FOLDER '{"size": "8M", "stage": 1, "steps": 20, "leaves": 8, "samples": 2, "length": 48}'
+torchrun ... exact_ranks.py FOLDER '{"forms": ["default", "exact"], "size": "8M", "stage": 1, "steps": 20, ...}'
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import deepspeed
 import torch
 import torch.distributed as td
 from launch import Notes
+from memory import high_water, reset_high_water
+from traffic import Traffic
 from workload import GPT, SIZES, Samples, Trainer, config, quiet
 
 import ds_dynatrain
@@ -20,7 +22,7 @@ WARM_UP = 3
 
 
 def main() -> None:
-    """Train both and note the seconds of each step."""
+    """Train, and note the seconds of each step; then bytes sent in one, and memory at the fullest moment of another."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)
@@ -29,16 +31,22 @@ def main() -> None:
     settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
     settings |= {"train_micro_batch_size_per_gpu": wanted["samples"], "gradient_clipping": 1.0}
     trainers = {}
-    for form in ("default", "exact"):
+    for form in wanted["forms"]:
         torch.manual_seed(0)
         block = {"layout": {"data": td.get_world_size(), "zero_stage": stage}, "exact": form == "exact"}
         engine, *_ = ds_dynatrain.initialize(config={**settings, "dynatrain": block}, model=GPT(**shape))
         trainers[form] = Trainer(engine, engine.loader(data, num_workers=0))
     for number in range(WARM_UP + wanted["steps"]):
-        order = ("default", "exact") if number % 2 else ("exact", "default")
+        order = wanted["forms"][:: 1 if number % 2 else -1]
         times = {form: trainers[form].step()[0] for form in order}
         if number >= WARM_UP:
             notes.write(times)
+    for form, trainer in trainers.items():
+        with Traffic() as traffic:
+            trainer.step()
+        reset_high_water()
+        trainer.step()
+        notes.write({"form": form, "bytes_sent": traffic.bytes_sent, "memory": high_water()})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
+    "RES_OPTIONS": "timeout:1 attempts:1",
 }
+"""The last one: torch's stores ask a name server at each connection, and an answer that is lost would be measured."""
 
 
 def launch(

@@ -95,6 +95,7 @@ class Job:
     def __post_init__(self) -> None:
         path = [str(ROOT), str(metadata(self.folder / "metadata"))]
         ours = {"PYTHONPATH": os.pathsep.join(path), "OUT": str(self.folder), "OMP_NUM_THREADS": "1"}
+        ours["RES_OPTIONS"] = "timeout:1 attempts:1"  # as in launch.py
         self.variables = {**self.variables, **ours}
         self.journal = Journal(self.folder)
 
