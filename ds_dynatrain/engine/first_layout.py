@@ -7,10 +7,12 @@ from typing import Any
 from torch import nn
 
 from ds_dynatrain.adapters.sequence import first_size
+from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.data import LeafArithmetic
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
@@ -19,11 +21,12 @@ from ds_dynatrain.support import Target, refuse_layout
 
 
 def first_layout(
-    model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any, pipe: int
+    model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any, pipe: int, grows: bool
 ) -> Layout:
     """Of a launch of so many processes; ConfigError if it has not enough of them, or they do not divide.
 
-    model: with all its layers, if it was built in stages; pipe: how many.
+    model: with all its layers, if it was built in stages; pipe: how many. grows: whether members come and go, so that
+    however many there are may start; those that an exact job has no leaf for are idle.
     """
     block = settings.layout
     named = set() if block is None else block.model_fields_set
@@ -38,9 +41,12 @@ def first_layout(
                 "this launch"
             )
         stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
+        if grows and settings.exact:
+            sizes = BatchSizes.of(own, data, in_leaves=True)
+            data = min(data, LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves)
         return Layout(data=data, pipe=pipe, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
-    sizes = {"pipe": pipe, "expert": expert, "tensor": tensor}
-    given = {**block.model_dump(), **sizes, "zero_stage": block.zero_stage or 0}
+    axes = {"pipe": pipe, "expert": expert, "tensor": tensor}
+    given = {**block.model_dump(), **axes, "zero_stage": block.zero_stage or 0}
     try:
         layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
     except LayoutError as error:

@@ -195,11 +195,8 @@ def _refuse_beside(
 
 def _refuse_beside_exact(settings: DynatrainConfig) -> None:
     """UnsupportedError for other keys of the block that were not tried in an exact job."""
-    if worker_place() is not None:
-        raise usage("exact: members that come and go").error()
-    named = {"buddies": settings.buddies.are_on, "balance": settings.balance is not None and settings.balance.measures}
-    for key in (key for key, is_on in named.items() if is_on):
-        raise usage("exact: a key of the dynatrain block").error(f"dynatrain.{key} beside dynatrain.exact")
+    if settings.balance is not None and settings.balance.measures:
+        raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 
 
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
@@ -218,7 +215,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
         else:
-            layout = first_layout(model, own, settings, entry.size, mpu, pipe)
+            layout = first_layout(model, own, settings, entry.size, mpu, pipe, grows=place is not None)
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
@@ -230,9 +227,10 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
-        records = introduce(entry, incoming, machine() if settings.exact else {})
+        mine = machine() if settings.exact else {}
+        records = introduce(entry, incoming, mine)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, incoming.rows(), said, given.on_idle)
+        parts = (settings, own, sizes, seed, features, incoming.rows(), said, mine, given.on_idle)
         job = Job(*parts, entry.number)
         around = entry.context(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.engine.members.description import differing_key, differing_parameter
+from ds_dynatrain.engine.members.description import differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
@@ -45,7 +45,9 @@ def introduce(entry: Entry, incoming: Incoming, machine: dict[str, str]) -> dict
     """
     rows = incoming.rows()
     if entry.record is not None:
-        differs = differing_parameter(entry.record["rows"], rows, "in the running job")
+        differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(
+            entry.record["rows"], rows, "in the running job"
+        )
         if differs:
             raise ConfigError(f"this process cannot join the job: {differs}")
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
@@ -54,12 +56,9 @@ def introduce(entry: Entry, incoming: Incoming, machine: dict[str, str]) -> dict
     records = entry.exchange("member", record)
     for member, other in sorted(records.items()):
         first = records[min(records)]
-        for name, value in first["machine"].items():
-            if other["machine"][name] != value:
-                raise ConfigError(
-                    f"dynatrain.exact: {name} is {value} on member {min(records)} and {other['machine'][name]} on "
-                    f"member {member}, which round otherwise: make them equal"
-                )
+        whose = f"on member {min(records)}", f"on member {member}"
+        if differs := differing_machine(first["machine"], other["machine"], *whose):
+            raise ConfigError(differs)
         if other["model"] != first["model"]:
             differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
             raise ConfigError(differs or f"the model of member {member} differs from that of member 0")

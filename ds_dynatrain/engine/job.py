@@ -20,7 +20,8 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. number: of this engine among those that the process has made, from 1.
+    have them. machine: of an exact job, what every process has to have in common, by what it is. number: of this engine
+    among those that the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -30,6 +31,7 @@ class Job:
     features: Features
     rows: list[Row]
     described: dict[str, str]
+    machine: dict[str, str]
     on_idle: OnIdle | None
     number: int = 1
 

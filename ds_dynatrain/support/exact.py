@@ -82,12 +82,6 @@ EXACT = (
         "a_key_of_the_block",
     ),
     _start(
-        "members that come and go",
-        "that was not tried yet",
-        "launch a fixed number of nodes (no MIN:MAX); ranks change by engine.switch",
-        "members_that_come_and_go",
-    ),
-    _start(
         "a model",
         "its layers send messages of their own, or take shapes that follow from the world",
         "leave dynatrain.exact out",

@@ -41,7 +41,8 @@ class Undisturbed:
 
 
 class Deaths:
-    """A job of some nodes, and spares that are warm. faults: node -> `$FAULT`; block, own: see `settings`."""
+    """A job of some nodes, and spares that are warm. faults: node -> `$FAULT`; block, own: see `settings`; least: so
+    few nodes can train, by default no fewer."""
 
     def __init__(
         self,
@@ -53,12 +54,13 @@ class Deaths:
         block: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
         script: Path = SCRIPT,
+        least: int = 0,
         **given: str,
     ) -> None:
         self.stage, self.size = stage, len(nodes)
         variables = {"STEP_SECONDS": "0.3", **given}
         block = {"buddies": {"mode": "copy"}, **(block or {})}
-        count = f"{len(nodes)}:{len(nodes)}"
+        count = f"{least or len(nodes)}:{len(nodes)}"
         self.job = training(folder, stage, block, own, variables=variables, nodes=count, script=script)
         self.spares = [f"spare{number}" for number in range(spares)]
         try:

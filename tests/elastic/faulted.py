@@ -23,6 +23,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+from ds_dynatrain.adapters import exact
+from ds_dynatrain.adapters.exact import LeafSums
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
@@ -149,6 +151,9 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "reduction": (DeepSpeedEngine, "allreduce_gradients", False),
     "loss": (PipelineHostEngine, "_share_loss", False),
     "replay ships": (Replay, "_words", True),
+    "slice": (LeafSums, "_send_next", True),
+    "sum": (LeafSums, "_close", False),
+    "norm of leaves": (exact, "global_norm", True),
     "decision": (Replay, "decided", False),
     "replica": (Replica, "step", True),
     "after replay": (Replay, "finish", False),
@@ -168,7 +173,8 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
 nobody has the others' weights; while a copy is shipped it is on its way, and at the arrival all of it has come (an idle
 member knows of no later step than that at which it became so); the answer is to give copies to others, in a
 world that was formed before, and the proof is of what they came to; who has survived says which ones it has. The first
-world is built where no step is known yet: -1 is its step."""
+world is built where no step is known yet: -1 is its step. In an exact job slices of the first leaves were sent and
+added up, or all of them were, and nobody has the sum."""
 OF_THE_OTHER = " of the other"
 
 

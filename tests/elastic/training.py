@@ -140,11 +140,10 @@ class Script:
             torch.distributed.barrier()
         if LIMIT:
             limited(LIMIT)
-        model, trained = built()
+        model, trained = self.model()
         wait_at(GATE)
         self.engine, *_ = ds_dynatrain.initialize(model=model, model_parameters=trained, config=SETTINGS)
-        data = Sequences() if KIND == "pipeline" else Numbered()
-        self.loader = self.engine.loader(data, num_workers=WORKERS)
+        self.loader = self.engine.loader(self.samples(), num_workers=WORKERS)
         self.engine.on_switch(self.note)
         if FEED == "own":
             self.engine.on_switch(self.give)
@@ -156,6 +155,14 @@ class Script:
             time.sleep(int(LATE))
         else:
             wait_at(LATE)
+
+    def model(self) -> tuple[torch.nn.Module, Any]:
+        """(the model, what is trained of it)."""
+        return built()
+
+    def samples(self) -> torch.utils.data.Dataset[Any]:
+        """What it trains on."""
+        return Sequences() if KIND == "pipeline" else Numbered()
 
     def run(self) -> None:
         while not (self.batches() if KIND == "pipeline" else self.epoch()):

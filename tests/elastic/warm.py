@@ -79,6 +79,7 @@ class Nursery:
     def __init__(self) -> None:
         self._control, there = socket.socketpair()
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        names |= {"MKL_CBWR": "COMPATIBLE"}  # what exact jobs ask for; it is read once
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.elastic.warm", str(there.fileno())],

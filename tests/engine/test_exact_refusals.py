@@ -16,9 +16,9 @@ from ds_dynatrain.adapters import exact, exact_job, versions
 from ds_dynatrain.adapters.exact_job import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine import initialize as initialize_module
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.feasible import check_batch
+from ds_dynatrain.engine.first_layout import first_layout
 from ds_dynatrain.engine.initialize import _refuse_beside_exact
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
@@ -65,16 +65,10 @@ def test_what_is_off_or_tried_passes() -> None:
 
 
 def test_a_key_of_the_block() -> None:
-    for key, value in (("buddies", {"mode": "copy"}), ("balance", {"mode": "advise"})):
-        with pytest.raises(UnsupportedError, match=f"dynatrain.{key} beside dynatrain.exact: it was not tried"):
-            _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, key: value}))
-    _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, "balance": {"mode": "off"}, "late": True}))
-
-
-def test_members_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize_module, "worker_place", object)
-    with pytest.raises(UnsupportedError, match=r"members that come and go: .*launch a fixed number"):
-        _refuse_beside_exact(DynatrainConfig(exact=True))
+    with pytest.raises(UnsupportedError, match=r"dynatrain.balance beside dynatrain.exact: it was not tried"):
+        _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, "balance": {"mode": "advise"}}))
+    for more in ({"balance": {"mode": "off"}}, {"late": True}, {"buddies": {"mode": "replay"}}):
+        _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, **more}))
 
 
 def test_a_series_of_deepspeed() -> None:
@@ -172,6 +166,14 @@ def test_a_layout(layout: Layout) -> None:
     check_batch(Layout(data=4, zero_stage=2), BatchSizes(8, 2, True), nn.Linear(2, 2))
     with pytest.raises(SwitchRefused, match=r"data=5 ranks share 4 leaves of 2 samples .* nearest: .*data=4"):
         check_batch(Layout(data=5, zero_stage=2), BatchSizes(8, 2, True), nn.Linear(2, 2))
+
+
+def test_members_that_no_leaf_is_for() -> None:
+    """Where they come and go as many begin as there are leaves; in a launch of fixed size that is refused."""
+    sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    given = {**sizes, "zero_optimization": ZERO}, DynatrainConfig(exact=True)
+    for grows, data in ((True, 2), (False, 5)):
+        assert first_layout(nn.Linear(2, 2), *given, 5, None, 1, grows).data == data
 
 
 # ---- on ranks ----------------------------------------------------------------------------------------------------

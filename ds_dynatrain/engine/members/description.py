@@ -44,6 +44,17 @@ def differing_parameter(
     return ""
 
 
+def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
+    """The first thing in which machines of an exact job differ, in words; empty if none does."""
+    for name, value in first.items():
+        if other[name] != value:
+            return (
+                f"dynatrain.exact: {name} is {value} {of_first} and {other[name]} {of_other}, which round otherwise: "
+                "make them equal"
+            )
+    return ""
+
+
 def plain(value: Any) -> Any:
     """A value as it comes back from JSON; TypeError for what JSON has no word for."""
     return json.loads(json.dumps(value))

@@ -217,6 +217,7 @@ class Executor:
                 "members": engine.members,
                 "registry": registry.to_json(),
                 "described": job.described,
+                "machine": job.machine,
                 "rows": job.rows,
                 "batch_sizes": asdict(job.batch_sizes),
                 "seed": job.job_seed,
