@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ds_dynatrain.config_file import Config, read_config, type_name
 from ds_dynatrain.errors import ConfigError
@@ -156,6 +156,18 @@ class BalanceConfig(_Block):
         return self.mode == "act"
 
 
+class ExactConfig(_Block):
+    """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
+
+    digest_every_steps: Size = 10
+    """A digest of weights, moments and losses after so many optimizer steps, counted from the start of the job."""
+
+
+def _exact_block(value: object) -> object:
+    """`true` is a block of all defaults, `false` none."""
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class ElasticConfig(_Block):
     """A job whose members come and go."""
 
@@ -181,7 +193,7 @@ class DynatrainConfig(_Block):
     safety: Literal["rollback", "lean"] = "rollback"
     """"rollback" holds both sides of a switch until it is committed; "lean" goes through a checkpoint in
     `fallback.path`, and holds no more than the larger side."""
-    exact: bool = False
+    exact: Annotated[ExactConfig | None, BeforeValidator(_exact_block)] = None
     """Whether losses, gradient norms, weights and moments have the same bits in any world: see `docs/exact.md`."""
     late: bool = False
     """Whether a switch moves in its pause what a forward pass reads, and masters and moments during the first global

@@ -15,6 +15,7 @@ from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.attempts import OnSwitch
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
+from ds_dynatrain.engine.exact_steps import ExactSteps
 from ds_dynatrain.engine.groups import OwnGroup, RanksOf
 from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
@@ -132,6 +133,11 @@ class DynatrainEngine(OverridingEngine):
     def balancer(self) -> Balancer | None:
         """What layers take, and which boundaries they would best have; None without `dynatrain.balance`."""
         return self._parts.balancer
+
+    @property
+    def exact(self) -> ExactSteps | None:
+        """What the newest steps of an exact job had: `engine.exact.digest`; None of a job without `dynatrain.exact`."""
+        return self._parts.exact
 
     def meter(self, *names: str) -> None:
         """Time these modules of a model without stages apart in the windows of `balance`, and the rest of it.

@@ -219,7 +219,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
-            sizes = BatchSizes.of(own, layout.data, settings.exact)
+            sizes = BatchSizes.of(own, layout.data, settings.exact is not None)
         zero = {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}
         if settings.exact:
             zero["memory_efficient_linear"] = False  # else stage 3 has gradients with other bits, for itself

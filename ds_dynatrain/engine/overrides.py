@@ -105,7 +105,10 @@ class OverridingEngine(HostEngine):
     def _forward_of_slot(self, *inputs: Any, **kwargs: Any) -> Any:
         watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
         with watched:
-            return self._forward_without_trace(*inputs, **kwargs)
+            output = self._forward_without_trace(*inputs, **kwargs)
+        if self._parts.exact is not None:
+            self._parts.exact.note_loss(output)
+        return output
 
     def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
@@ -129,6 +132,8 @@ class OverridingEngine(HostEngine):
         def backward() -> torch.Tensor:
             with self._parts.timed_pass(is_backward=True):
                 made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens)
+            if self._parts.exact is not None:
+                self._parts.exact.note_loss(loss)
             return made
 
         return PROCESS.membership.surviving(self._parts, backward, lambda: loss)
@@ -191,6 +196,8 @@ class OverridingEngine(HostEngine):
         parts.attempts.note_first_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples
+        if parts.exact is not None:
+            parts.exact.close_batch()
         parts.forget_batch()
 
     @in_turn

@@ -15,6 +15,7 @@ from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.exact_steps import ExactSteps
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
@@ -46,6 +47,8 @@ class EngineParts(EngineCore):
     """None where they are off."""
     balancer: Balancer | None = None
     """None where nothing is measured; nothing of it is imported then."""
+    exact: ExactSteps | None = None
+    """None in a job that is not."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -56,6 +59,8 @@ class EngineParts(EngineCore):
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(self.settings)
+        if self.settings.exact is not None:
+            self.exact = ExactSteps(self, self.settings.exact.digest_every_steps)
         if self.settings.buddies.are_on:
             self.buddies = Buddies(self, lambda: [one.buddies for one in open_engines() if one.buddies is not None])
         if self.settings.balance is not None and self.settings.balance.measures:
@@ -112,6 +117,14 @@ class EngineParts(EngineCore):
             self.buddies.finish_step()
         if self.balancer is not None:
             self.balancer.finish_step()
+        if self.exact is not None:
+            self.exact.finish_step()
+
+    def forget_batch(self) -> None:
+        """No global batch is open, whatever was."""
+        super().forget_batch()
+        if self.exact is not None:
+            self.exact.forget_batch()
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 

@@ -1,0 +1,170 @@
+"""What each step of an exact job had, in bits: losses of its leaves, the norm, and digests of weights and moments.
+
+Each rank has the losses of its own leaves and parts of the state. What it knows goes into one vector of integers, whose
+sum over all ranks is the same whoever holds what: a loss as the bits of its fp64 number, which no other rank has; a
+tensor's digest as that of the rank's parts. Of a weight that several ranks hold whole, one rank's counts, and to it
+comes a sum over all of their copies that is 0 where they are equal (`transaction.shares`): one that differs shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as td
+
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.digests import Digests, side_digests
+from ds_dynatrain.engine.transaction.shares import shares
+from ds_dynatrain.report import EventWriter
+from ds_dynatrain.report.exact import ExactJob, ExactStep
+from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD
+
+OF_A_STAGE = (STALE_GRAD, HOST_GRAD)
+"""State kinds that some ZeRO stages have, and others do not."""
+_LOW = 0xFFFFFFFF
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A global batch that was trained, as this rank knows it."""
+
+    leaves: int
+    losses: dict[int, torch.Tensor]
+
+
+class ExactSteps:
+    """Those of one engine. step, digest: of the newest optimizer step of which all was digested, and one digest over
+    it, in hexadecimal digits, equal in every world; None before the first."""
+
+    def __init__(self, engine: EngineCore, every_steps: int) -> None:
+        self._engine, self._every = engine, every_steps
+        self.step: int | None = None
+        self.digest: str | None = None
+        self._losses: dict[int, torch.Tensor] = {}
+        self._trained: _Batch | None = None
+        self._said: tuple[ExactJob, int] | None = None
+        """The job and the step of the last line that this process wrote."""
+
+    def note_loss(self, loss: object) -> None:
+        """That of the leaf which this rank trains; a later one of the same leaf counts."""
+        host = self._engine.host
+        if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
+            return
+        leaf = host.micro_step.own()[self._engine.place("data")]
+        self._losses[leaf] = loss.detach().to(torch.float64, copy=True)  # type: ignore[attr-defined]
+
+    def forget_batch(self) -> None:
+        """Losses of the open global batch do not count."""
+        self._losses = {}
+
+    def close_batch(self) -> None:
+        """The optimizer has made its step with all leaves."""
+        step = self._engine.host.micro_step
+        if step is not None:
+            self._trained = _Batch(step.leaves, self._losses)
+
+    def finish_step(self) -> None:
+        """After a step that closed a global batch, on all ranks: tell each other what it had."""
+        batch, self._trained = self._trained, None
+        if batch is None:
+            return
+        engine = self._engine
+        is_due = engine.global_steps % self._every == 0
+        own = self._own_digests() if is_due else {}
+        mine = [_bits(batch), *own.values()]
+        ends = np.cumsum([len(part) for part in mine])[:-1]
+        losses, *state = np.split(self._added(np.concatenate(mine)), ends)
+        self._tell(
+            ExactStep(
+                engine.global_steps,
+                _norm(engine),
+                _values(losses),
+                {kind: digests.tobytes() for kind, digests in zip(own, state, strict=True)},
+            )
+        )
+
+    def _own_digests(self) -> dict[str, Digests]:
+        """This rank's part in those of each kind, the tensors in the order of their names."""
+        engine = self._engine
+        vps, layout, rank = engine.vps, engine.layout, engine.rank
+        buffers = engine.host.state_buffers()[0]
+        held = tuple(sorted({kind for kind, _ in buffers} - {*OF_A_STAGE}))
+        side, _ = side_digests(vps, layout, rank, buffers, held, set())
+        mine = shares(vps, layout, engine.members, rank, side)
+        order, nothing = _by_name(engine), np.zeros(len(vps.tensors), np.uint64)
+        return {
+            kind: (mine.whole.get(kind, nothing) + mine.copies.get(kind, nothing))[order] for kind in _kinds(engine)
+        }
+
+    def _added(self, mine: Digests) -> Digests:
+        """The sum over all ranks, modulo 2^64: of the halves of each number, which 64 bits hold in any world."""
+        world = self._engine.world
+        if world is None or self._engine.layout.world_size == 1:
+            return mine
+        halves = np.stack([mine & np.uint64(_LOW), mine >> np.uint64(32)]).astype(np.int64)
+        td.all_reduce(torch.from_numpy(halves), group=world.default)
+        low, high = halves.astype(np.uint64)
+        added: Digests = low + (high << np.uint64(32))
+        return added
+
+    def _tell(self, made: ExactStep) -> None:
+        if made.state:
+            self.step, self.digest = made.step, made.digest
+        path = self._engine.settings.report.jsonl
+        if path is None or self._engine.rank != 0:
+            return
+        writer, job = EventWriter(Path(path)), self._job()
+        if self._said != (job, made.step - 1):
+            writer.write_exact(job)
+        writer.write_exact(made)
+        self._said = job, made.step
+
+    def _job(self) -> ExactJob:
+        engine, sizes = self._engine, self._engine.job.batch_sizes
+        tensors = [engine.vps.tensors[number] for number in _by_name(engine).tolist()]
+        return ExactJob(
+            engine.stream_seed,
+            sizes.train_batch_size,
+            sizes.micro_batch_size,
+            _kinds(engine),
+            tuple((tensor.name, tuple(tensor.shape)) for tensor in tensors),
+        )
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+
+
+def _norm(engine: EngineCore) -> float | None:
+    norm = engine.deepspeed.get_global_grad_norm()
+    return None if norm is None else float(norm)
+
+
+def _kinds(engine: EngineCore) -> tuple[str, ...]:
+    return tuple(sorted(kind for kind in engine.vps.present_kinds() if kind not in OF_A_STAGE))
+
+
+def _by_name(engine: EngineCore) -> Int64s:
+    """Numbers of the tensors in the order of their names, which stays when optimizer groups change."""
+    names = [tensor.name for tensor in engine.vps.tensors]
+    return np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
+
+
+def _bits(batch: _Batch) -> Digests:
+    """Of each leaf: whether this rank has its loss, and the bits of that."""
+    found = np.zeros((batch.leaves, 2), np.uint64)
+    for leaf, loss in batch.losses.items():
+        found[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]
+    return found.reshape(-1)
+
+
+def _values(found: Digests) -> tuple[float | None, ...]:
+    pairs = found.reshape(-1, 2)
+    values = pairs[:, 1].copy().view(np.float64).tolist()
+    return tuple(value if is_there else None for is_there, value in zip(pairs[:, 0].tolist(), values, strict=True))

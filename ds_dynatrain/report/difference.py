@@ -1,0 +1,92 @@
+"""Two runs of an exact job, held against each other: the first step that differs, and what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_dynatrain.report.exact import ExactRun, ExactStep
+
+LOSS, NORM = "loss", "norm"
+_FIRST_KINDS = ("weight", "master")
+"""Moments come after them: they are what is asked for last."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs. kind: "loss" (name: "leaf 3"), "norm", or a state kind (name: of a tensor). one, other:
+    the values, of tensors their digests."""
+
+    kind: str
+    name: str
+    one: str
+    other: str
+
+    def __str__(self) -> str:
+        what = self.kind if not self.name else f"{self.kind} of {self.name}"
+        return f"{what}: {self.one} and {self.other}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two runs. steps: that both have, before the first that differs. states: those of them of which both have
+    digests of weights and moments. step: the first that differs, None if none does. differences: all that differs in
+    it, in the order in which a step makes it: losses by leaf, the norm, weights, masters, moments."""
+
+    steps: tuple[int, ...]
+    states: tuple[int, ...]
+    step: int | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether no step differs."""
+        return self.step is None
+
+
+def compare(one: ExactRun, other: ExactRun) -> Comparison:
+    """Hold two runs against each other, step by step. ValueError for two that nothing can be said of: of unlike jobs,
+    without a step that both have, or without one of which both have digests of weights and moments."""
+    what = f"{one.path} and {other.path}"
+    if unlike := one.job.difference(other.job):
+        raise ValueError(f"{what} are of two jobs, whose bits have nothing in common: {unlike}")
+    common = sorted(one.steps.keys() & other.steps.keys())
+    if not common:
+        raise ValueError(f"{what} have no step in common: {_range(one)} and {_range(other)}")
+    same, states = list[int](), list[int]()
+    for number in common:
+        mine, theirs = one.steps[number], other.steps[number]
+        found = tuple(_differences(one, mine, theirs))
+        if found:
+            return Comparison(tuple(same), tuple(states), number, found)
+        same.append(number)
+        states += [number] if mine.state and theirs.state else []
+    if not states:
+        raise ValueError(
+            f"{what}: losses and norms of {len(same)} steps are equal, and there is no step of which both have digests "
+            "of weights and moments: give both jobs the same dynatrain.exact.digest_every_steps"
+        )
+    return Comparison(tuple(same), tuple(states))
+
+
+def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Difference]:
+    if len(one.losses) != len(other.losses):
+        yield Difference("leaves", "", str(len(one.losses)), str(len(other.losses)))
+    for leaf, pair in enumerate(zip(one.losses, other.losses, strict=False)):
+        if repr(pair[0]) != repr(pair[1]):  # which tells -0.0 from 0.0, and knows nan
+            yield Difference(LOSS, f"leaf {leaf}", *map(repr, pair))
+    if repr(one.norm) != repr(other.norm):
+        yield Difference(NORM, "", repr(one.norm), repr(other.norm))
+    if not one.state or not other.state:
+        return
+    for kind in sorted(run.job.kinds, key=lambda name: (name not in _FIRST_KINDS, name == "master", name)):
+        if one.state[kind] == other.state[kind]:
+            continue
+        for number, (name, _) in enumerate(run.job.tensors):
+            mine, theirs = (step.tensor_digest(kind, number) for step in (one, other))
+            if mine != theirs:
+                yield Difference(kind, repr(name), mine, theirs)
+
+
+def _range(run: ExactRun) -> str:
+    return f"steps {min(run.steps)} to {max(run.steps)}"

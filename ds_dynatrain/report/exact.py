@@ -1,0 +1,187 @@
+"""What an exact job was and what each of its steps had, in bits: lines of the report file, and a whole run of them.
+
+A line about a job comes before the first of its steps, and wherever steps are not one after the other: after a load, or
+where another process goes on with the file. A step that comes again makes those before it, from it on, void: the job
+went back there. Each line about a step has a digest of all else in it, so that a damaged one is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+JOB, STEP = "exact_job", "exact_step"
+DIGEST_BYTES = 8
+"""Of one tensor in one state kind, little endian."""
+
+
+@dataclass(frozen=True)
+class ExactJob:
+    """What must be equal in two runs for their bits to be so. batch_size, leaf_size: in samples. kinds: names of state
+    kinds. tensors: names and shapes, in the order of the names."""
+
+    seed: int
+    batch_size: int
+    leaf_size: int
+    kinds: tuple[str, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def to_json(self) -> str:
+        """One line without a line break."""
+        return _line({"event": JOB, **{name: getattr(self, name) for name in self.__dataclass_fields__}})
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> ExactJob:
+        """The inverse, of a line that is parsed; KeyError, TypeError or ValueError for another one."""
+        tensors = tuple((str(name), tuple(map(int, shape))) for name, shape in record["tensors"])
+        seed, batch, leaf = (int(record[name]) for name in ("seed", "batch_size", "leaf_size"))
+        return ExactJob(seed, batch, leaf, tuple(map(str, record["kinds"])), tensors)
+
+    def difference(self, other: ExactJob) -> str:
+        """The first thing in which another job is not this one, in words; empty if none is."""
+        for name in ("batch_size", "leaf_size", "seed", "kinds"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                said = ((", ".join(each) if name == "kinds" else each) for each in (mine, theirs))
+                return f"{name.replace('_', ' ')}: {' and '.join(map(str, said))}"
+        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if mine != theirs:
+                return f"tensors: {mine[0]!r} of shape {list(mine[1])} and {theirs[0]!r} of shape {list(theirs[1])}"
+        if len(self.tensors) != len(other.tensors):
+            return f"tensors: {len(self.tensors)} and {len(other.tensors)}"
+        return ""
+
+
+@dataclass(frozen=True)
+class ExactStep:
+    """What one optimizer step had. step: how many were complete after it. norm: of the gradients, before clipping; None
+    if it was not computed. losses: by leaf, None where the engine was not given one. state: state kind -> digests of
+    all tensors, `DIGEST_BYTES` each; empty where they were not computed."""
+
+    step: int
+    norm: float | None
+    losses: tuple[float | None, ...]
+    state: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """One digest over all that is here, in hexadecimal digits."""
+        return hashlib.blake2b(_line(self._record()).encode(), digest_size=16).hexdigest()
+
+    def tensor_digest(self, kind: str, tensor: int) -> str:
+        """Of one tensor in one state kind, in hexadecimal digits."""
+        part = self.state[kind][DIGEST_BYTES * tensor : DIGEST_BYTES * (tensor + 1)]
+        return f"{int.from_bytes(part, 'little'):016x}"
+
+    def to_json(self) -> str:
+        """One line without a line break."""
+        return _line({**self._record(), "digest": self.digest})
+
+    def _record(self) -> dict[str, Any]:
+        state = {kind: base64.b64encode(held).decode() for kind, held in sorted(self.state.items())}
+        losses = [*map(_plain, self.losses)]
+        return {"event": STEP, "step": self.step, "norm": _plain(self.norm), "losses": losses, "state": state}
+
+    @staticmethod
+    def read(record: Mapping[str, Any], job: ExactJob) -> ExactStep:
+        """The inverse, of a line that is parsed; KeyError, TypeError or ValueError for another one."""
+        state = {str(kind): base64.b64decode(held, validate=True) for kind, held in record["state"].items()}
+        norm, *losses = (None if each is None else float(each) for each in (record["norm"], *record["losses"]))
+        made = ExactStep(int(record["step"]), norm, tuple(losses), state)
+        whole = DIGEST_BYTES * len(job.tensors)
+        if made.digest != record["digest"]:
+            raise ValueError(f"its digest is {record['digest']!r}, and what it says makes {made.digest!r}")
+        if state and (sorted(state) != sorted(job.kinds) or any(len(held) != whole for held in state.values())):
+            raise ValueError(f"digests of {', '.join(state)} that are not of {len(job.tensors)} tensors")
+        return made
+
+
+@dataclass(frozen=True)
+class ExactRun:
+    """The steps of an exact job that count, by number, in order."""
+
+    path: str
+    job: ExactJob
+    steps: Mapping[int, ExactStep]
+
+
+def read_exact(path: str | Path) -> ExactRun:
+    """What a report file says of an exact job; other lines are passed over.
+
+    ValueError, naming the file and the line, for one that is damaged, cut off, of two jobs, or says nothing of any;
+    OSError for one that cannot be opened.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    reading = _Reading()
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line:
+            break
+        try:
+            reading.take(_parsed(line, is_last=number == len(lines)))
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, line {number}: {words}") from error
+    if reading.job is None or not reading.steps:
+        raise ValueError(
+            f"{path}: no step of an exact job is in it; it is to be the report.jsonl of a job with dynatrain.exact"
+        )
+    return ExactRun(str(path), reading.job, reading.steps)
+
+
+class _Reading:
+    """What the lines so far say."""
+
+    def __init__(self) -> None:
+        self.job: ExactJob | None = None
+        self.steps: dict[int, ExactStep] = {}
+        self._last: int | None = None
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        if record["event"] == JOB:
+            job, self._last = ExactJob.read(record), None
+            if self.job is not None and (other := self.job.difference(job)):
+                raise ValueError(f"another job begins here ({other}): give each its own report.jsonl")
+            self.job = job
+        elif record["event"] == STEP:
+            if self.job is None:
+                raise ValueError("a step before any line says of which job it is: the beginning of the file is lost")
+            self._add(ExactStep.read(record, self.job))
+
+    def _add(self, step: ExactStep) -> None:
+        if self._last is not None and step.step != self._last + 1:
+            raise ValueError(f"step {step.step} comes after step {self._last}: lines between them are lost")
+        self._last = step.step
+        for void in [number for number in self.steps if number >= step.step]:
+            del self.steps[void]
+        self.steps[step.step] = step
+
+
+def _parsed(line: bytes, is_last: bool) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except ValueError:
+        if not is_last:
+            raise ValueError(f"damaged, it is no JSON: {line[:60]!r}") from None
+        raise ValueError(
+            "cut off: its process ended while it wrote, or the disk was full; delete the line to compare what is "
+            "before it"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        raise ValueError(f"no line of a report file: {line[:60]!r}")
+    return record
+
+
+def _plain(value: float | None) -> float | str | None:
+    """As JSON has it: with as many digits as tell it from any other, and a word where there is no number."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, separators=(",", ":"))

@@ -1,0 +1,112 @@
+"""Digests of the steps of exact jobs: equal in every world, and a bit that flips is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_dynatrain.engine.exact_steps import ExactSteps
+from ds_dynatrain.report import read_events
+from ds_dynatrain.report.difference import Comparison, compare
+from ds_dynatrain.report.exact import ExactRun, read_exact
+from tests.engine import exactly, jobs
+from tests.engine.exactly import Bits, together
+from tests.engine.pool import RankPool
+
+FULL = pytest.mark.full
+STEPS = 4
+WORLDS: tuple[jobs.Sizes, ...] = tuple((data, stage) for data in (1, 2, 3, 4) for stage in (1, 2, 3))
+SWITCHES: dict[int, jobs.Sizes] = {1: (4, 2), 2: (3, 3), 3: (1, 1)}
+
+
+def note_digest(engine: Any, bits: Bits) -> None:
+    """What the engine says after each step."""
+    bits.notes[engine.global_steps] = engine.exact.step, engine.exact.digest
+
+
+def reported(pool: RankPool, file: Path, every: int = 1, steps: int = STEPS, **arguments: Any) -> ExactRun:
+    """A run with a report file, which says what all ranks' engines do."""
+    block = {"exact": {"digest_every_steps": every}, "report": {"jsonl": str(file)}, **arguments.pop("dynatrain", {})}
+    ranks = pool.run(exactly.run, steps=steps, each=note_digest, dynatrain=block, **arguments)
+    found = read_exact(file)
+    seen = together(ranks)
+    assert {(step, leaf): loss for step in found.steps for leaf, loss in enumerate(found.steps[step].losses)} == {
+        (step + 1, leaf): loss for (step, leaf), loss in seen.losses.items()
+    }
+    assert {step - 1: found.steps[step].norm for step in found.steps} == seen.norms
+    for bits in ranks:
+        for step, said in (bits.notes if bits is not None else {}).items():
+            newest = step - step % every
+            assert said == ((newest, found.steps[newest].digest) if newest else (None, None))
+    return found
+
+
+def identical(one: ExactRun, other: ExactRun, steps: int = STEPS) -> bool:
+    """Whether they are, in so many steps."""
+    found = compare(one, other)
+    return found == Comparison(tuple(range(1, steps + 1)), tuple(range(1, steps + 1)))
+
+
+def test_every_world_has_the_same_digests(pool: RankPool, tmp_path: Path) -> None:
+    first = reported(pool, tmp_path / "first", start=(1, 1))
+    assert len({step.digest for step in first.steps.values()}) == STEPS
+    for start in ((3, 2), (4, 3)):
+        assert identical(first, reported(pool, tmp_path / f"{start}", start=start)), start
+    assert identical(first, reported(pool, tmp_path / "switches", start=(2, 3), schedule=SWITCHES))
+    assert len(read_events(tmp_path / "switches")) == len(SWITCHES)
+
+
+@FULL
+def test_all_worlds_have_the_same_digests(pool: RankPool, tmp_path: Path) -> None:
+    first = reported(pool, tmp_path / "first", start=(1, 1))
+    for start in WORLDS[1:]:
+        assert identical(first, reported(pool, tmp_path / f"{start}", start=start)), start
+    late = {"late": True}
+    assert identical(first, reported(pool, tmp_path / "late", start=(2, 3), schedule=SWITCHES, dynatrain=late))
+    by_loss = reported(pool, tmp_path / "torch", start=(3, 1), torch_style=True)
+    assert identical(first, by_loss)
+
+
+def test_less_often(pool: RankPool, tmp_path: Path) -> None:
+    """Losses and norms of all steps are there, and digests of some; a job that goes on is one with that before it."""
+    folder, file = tmp_path / "saved", tmp_path / "lines"
+    whole = reported(pool, tmp_path / "whole", every=2, start=(1, 1))
+    block = {"exact": {"digest_every_steps": 2}, "report": {"jsonl": str(file)}}
+    pool.run(exactly.run, start=(3, 3), steps=2, save=str(folder), dynatrain=block)
+    pool.run(exactly.run, start=(2, 1), steps=STEPS, load=str(folder), dynatrain=block)
+    assert compare(whole, read_exact(file)) == Comparison((1, 2, 3, 4), (2, 4))
+
+
+# ---- a bit that flips --------------------------------------------------------------------------------------------
+
+
+def flipping(where: str, step: int, rank: int, **arguments: Any) -> Bits:
+    """As `exactly.run`; one bit flips on one rank, right after the optimizer has made a step."""
+    own = ExactSteps.close_batch
+
+    def close(steps: ExactSteps) -> None:
+        engine = steps._engine
+        if engine.global_steps == step and engine.rank == rank:
+            buffers = engine.host.state_buffers()[0]
+            held = next(buffers[key] for key in sorted(buffers, key=str) if key[0] == where)
+            held.view(torch.int32)[0] ^= 1
+        own(steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExactSteps, "close_batch", close)
+        return exactly.run(**arguments)
+
+
+@pytest.mark.parametrize("where", ["weight", pytest.param("exp_avg", marks=FULL)])
+def test_a_bit_that_flips_is_named(pool: RankPool, tmp_path: Path, where: str) -> None:
+    """On rank 1, which at stage 1 holds all weights, and whose copy is not the one that counts."""
+    first = reported(pool, tmp_path / "first", start=(1, 1))
+    block = {"exact": {"digest_every_steps": 1}, "report": {"jsonl": str(tmp_path / "flipped")}}
+    pool.run(flipping, where=where, step=3, rank=1, start=(3, 1), steps=STEPS, dynatrain=block)
+    found = compare(first, read_exact(tmp_path / "flipped"))
+    assert (found.steps, found.step) == ((1, 2), 3)
+    (only,) = found.differences
+    assert only.kind == where and only.name in {repr(name) for name, _ in first.job.tensors}
