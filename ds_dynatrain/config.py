@@ -159,7 +159,7 @@ class BalanceConfig(_Block):
 class ExactConfig(_Block):
     """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
 
-    digest_every_steps: Size = 10
+    digest_every_steps: Size = 1
     """A digest of weights, moments and losses after so many optimizer steps, counted from the start of the job."""
 
 
