@@ -123,6 +123,15 @@ def masters_of(zero: Any) -> Sequence[torch.Tensor]:
     return masters
 
 
+def of_one_parameter(zero: Any) -> list[bool]:
+    """For each master of stage 3 whether it is of one parameter.
+
+    Its reduced gradient is laid end to end with no other one, so DeepSpeed divides it where it lies, if it has the
+    master's type.
+    """
+    return [len(parameters) == 1 for parameters in zero.fp16_groups]
+
+
 def groups_of(zero: Any) -> list[int]:
     """The optimizer group of each master."""
     masters = masters_of(zero)

@@ -156,7 +156,7 @@ def test_all_are_told_to_end_and_others_go_on(train: Callable[..., Job], exact: 
 
 # ---- they die --------------------------------------------------------------------------------------------------------
 
-REPLAY = {"buddies": {"mode": "replay", "verify_every_steps": 4}}
+REPLAY = {"buddies": {"mode": "replay", "verify_every_steps": 2}}
 COPY = {"buddies": {"mode": "copy"}}
 AUTO = {"buddies": {"mode": "auto", "verify_every_steps": 4}}
 QUICK = ((2, "replica"),)
@@ -211,6 +211,7 @@ def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[s
         steps_on(job)
         finish(job)
         assert exact.mistakes(job, deaths=1) == []
+        assert "is not what that one is" not in deaths.log("a", "b", "c")
         return again(job)
     finally:
         job.clean_up()

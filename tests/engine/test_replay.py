@@ -48,14 +48,23 @@ def settings(dtype: str, data: int, stage: int, optimizer: Any = None, **more: A
     return jobs.config(dtype, (data, stage), scheduler=scheduler, **given, **more)
 
 
-def case(dtype: str, data: int, stage: int, offload: bool = False, **more: Any) -> Any:
-    """(what differs at the end, skipped steps, whether comparing says it is equal, and whether it finds a bit)."""
+def one_alone(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """A parameter in a group of its own."""
+    trained = [held for held in model.parameters() if held.requires_grad]
+    return [{"params": trained[1:], "weight_decay": 0.1}, {"params": trained[:1]}]
+
+
+def case(dtype: str, data: int, stage: int, offload: bool = False, alone: bool = False, **more: Any) -> Any:
+    """(what differs at the end, skipped steps, whether comparing says it is equal, and whether it finds a bit).
+
+    alone: see `one_alone`."""
 
     model = small_gpt(dropout=0.1, norm=dtype == "fp32")
     if offload:
         block = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         more = {**more, "zero_optimization": block, "zero_force_ds_cpu_optimizer": False}
-    with jobs.job(settings(dtype, data, stage, **more), model, model_parameters=three_groups(model)) as made:
+    groups = (one_alone if alone else three_groups)(model)
+    with jobs.job(settings(dtype, data, stage, **more), model, model_parameters=groups) as made:
         if made.engine.idle:
             next(iter(made.loader))
         overflows = OVERFLOWS_AT if dtype == "fp16" else ()
@@ -77,6 +86,7 @@ CASES = [
     ("fp32", 3, 1, {}),
     ("fp32", 2, 2, {"gradient_clipping": 0.0}),
     ("fp16", 2, 3, {}),
+    ("fp32", 2, 3, {"alone": True, "gradient_clipping": 0.1}),
     pytest.param("fp16", 3, 2, {}, marks=FULL),
     pytest.param("fp16", 2, 1, {}, marks=FULL),
     pytest.param("bf16", 3, 1, {}, marks=FULL),

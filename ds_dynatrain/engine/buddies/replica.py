@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.moments import read_state
-from ds_dynatrain.adapters.replaying import Twin, Unscale, groups_of, masters_of
+from ds_dynatrain.adapters.replaying import Twin, Unscale, groups_of, masters_of, of_one_parameter
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.buddies.copy import Copy
 from ds_dynatrain.engine.core import EngineCore
@@ -34,6 +34,8 @@ class Replica:
         self._names = buffers_of(engine)
         self._kept = next((kind for kind in (STALE_GRAD, HOST_GRAD) if (kind, self._names[0]) in copy.buffers), "")
         """The state kind that a step's gradients become: as they were reduced, or as they were applied."""
+        self._divided = of_one_parameter(zero) if self._kept == STALE_GRAD else [True] * len(masters)
+        """Of each master whether its reduced gradient becomes the one that is applied, where their types are equal."""
         self._others = dict(copy.buffers)
         """What no step changes, and last gradients."""
         held = [{kind: self._others.pop((kind, name)) for kind in _stepped(copy, name)} for name in self._names]
@@ -50,8 +52,8 @@ class Replica:
             pairs = list(zip(self._twin.parameters, dtypes, strict=True))
             self._gradients = [torch.zeros(len(master), dtype=dtype) for master, dtype in pairs]
             self._scratch = [
-                torch.zeros(len(master) if self._kept == STALE_GRAD or dtype != master.dtype else 0)
-                for master, dtype in pairs
+                torch.zeros(0 if dtype == master.dtype and is_divided else len(master))
+                for (master, dtype), is_divided in zip(pairs, self._divided, strict=True)
             ]
         return self._gradients
 
