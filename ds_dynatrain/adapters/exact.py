@@ -47,8 +47,11 @@ class LeafSums:
         None of another optimizer. order: of parameters in the module, by id.
         """
         lines = lines_of(zero, order)
-        if lines is None:
-            return None
+        return None if lines is None else LeafSums.over(lines, zero, now)
+
+    @staticmethod
+    def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
+        """`put_on`, where it is known whose gradients lie where."""
         sums = LeafSums(zero, lines, now)
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
@@ -83,6 +86,12 @@ class LeafSums:
 
     def finish(self) -> None:
         """A backward pass is over: what was not sent is; with the last one of a global batch DeepSpeed has the sums."""
+        self.end_leaf()
+        if self._zero.is_gradient_accumulation_boundary():
+            self.close()
+
+    def end_leaf(self) -> None:
+        """A backward pass is over, of whichever micro-step."""
         step = self._present()
         if step.number != self._done:
             raise usage("exact: a micro-batch that is no leaf").error(
@@ -92,10 +101,12 @@ class LeafSums:
             self._send_next()
         self._begin()
         self._done += 1
-        if self._zero.is_gradient_accumulation_boundary():
-            self._done = 0
-            for line in range(len(self._lines.lengths)):
-                self._lines.take(line, self._close(line, step.leaves))
+
+    def close(self) -> None:
+        """All backward passes of a global batch are over, if this rank had any: DeepSpeed has the sums."""
+        self._done = 0
+        for line in range(len(self._lines.lengths)):
+            self._lines.take(line, self._close(line, self._present().leaves))
 
     def _present(self) -> MicroStep:
         step = self._now()
@@ -180,12 +191,13 @@ def global_norm(zero: Any, lines: Lines) -> torch.Tensor:
     What is counted are the elements of the model: padding, which depends on the world, would make another grid.
     """
     parts = [part.numpy() for part in lines.held()]
-    most = torch.tensor([max(map(largest, parts))], dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=zero.dp_process_group)
+    most = torch.tensor([max(map(largest, parts), default=0.0)], dtype=torch.float64)
+    for group in lines.sharing:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     if not 0 < float(most) < math.inf:
         return most[0].to(torch.float32)
-    whole = {id(piece.parameter): piece.parameter for chunk in lines.chunks for piece in chunk.pieces}
-    grid = Grid.of(float(most), sum(getattr(held, "ds_numel", held.numel()) for held in whole.values()))
-    sums = torch.tensor([square_sums(part, grid) for part in parts], dtype=torch.int64).sum(0)
-    dist.all_reduce(sums, group=zero.dp_process_group)
+    grid = Grid.of(float(most), lines.numel)
+    sums = torch.tensor([square_sums(part, grid) for part in parts] or [(0, 0)], dtype=torch.int64).sum(0)
+    for group in lines.sharing:
+        dist.all_reduce(sums, group=group)
     return torch.tensor(math.sqrt(grid.total(*sums.tolist())), dtype=torch.float32)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynatrain.adapters import experts
@@ -15,7 +16,6 @@ from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_pla
 from ds_dynatrain.adapters.device import compute_device, is_accelerated
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.optimizers import full_name, rule_of
-from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import spread_layers
 from ds_dynatrain.adapters.versions import refuse_exact
 from ds_dynatrain.support import examine, refuse_inexact, usage
@@ -34,9 +34,15 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
         raise usage("exact: MKL_CBWR").error(f"exact: {MODE}={os.environ.get(MODE, '')}")
     for finding in examine(config):
         refuse_inexact(finding.key, finding.value, finding.is_off)
+    if not (isinstance(model, PipelineModule) and model.num_stages > 1):
+        refuse_inexact_model(config, model, mpu)
+
+
+def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    """The same for what a model has in it, which must have all its layers."""
     if (
-        is_pipeline(model)
-        or experts.is_on(config)
+        experts.is_on(config)
+        or _has_further_losses(model)
         or any(layers(model))
         or mpu is not None
         or any(spread_layers(model))
@@ -47,6 +53,13 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
     for name, part in model.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise usage("exact: BatchNorm").error(f"exact: {name!r} is a {type(part).__name__}")
+
+
+def _has_further_losses(model: nn.Module) -> bool:
+    """Whether a pipeline has losses besides that of its micro-batches."""
+    if not isinstance(model, PipelineModule):
+        return False
+    return type(model).get_additional_losses is not PipelineModule.get_additional_losses
 
 
 def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -22,6 +22,8 @@ LEAST_CHUNK = 1 << 20
 """Elements: a message that is worth its latency."""
 Run = tuple[int, int]
 """From the first to behind the last element of a line."""
+Span = tuple[nn.Parameter, int, int]
+"""A parameter, and the run of a line that is its gradient."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class Lines(Protocol):
     lengths: list[int]
     """What this rank owns of each line, padding counted."""
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model that have a gradient."""
+
+    @property
+    def sharing(self) -> list[Any]:
+        """The process groups over which what `held` gives is the whole gradient, each element once."""
+
     def group(self, line: int) -> Any:
         """The process group whose ranks own a line."""
 
@@ -88,8 +98,19 @@ class FlatLines:
         self._zero = zero
         self.is_eager = bool(zero.partition_gradients)
         self.lengths = [int(size) for size in zero.partition_size]
-        found = [chunk for line in range(len(self.lengths)) for chunk in self._chunks_of(line, order)]
-        self.chunks = in_order(found, order)
+        lines = range(len(self.lengths))
+        self.spans = [_end_to_end(zero.round_robin_bit16_groups[line], flat_offsets(zero, line)) for line in lines]
+        self.chunks = in_order([chunk for line in lines for chunk in self._chunks_of(line)], order)
+
+    @property
+    def numel(self) -> int:
+        """See `Lines`."""
+        return sum(stop - start for spans in self.spans for _, start, stop in spans)
+
+    @property
+    def sharing(self) -> list[Any]:
+        """See `Lines`."""
+        return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
         """See `Lines`."""
@@ -103,14 +124,12 @@ class FlatLines:
         """See `Lines`."""
         return [part for parts in self._zero.averaged_gradients.values() for part in parts]
 
-    def _chunks_of(self, line: int, order: Mapping[int, int]) -> Iterator[Chunk]:
-        zero, size = self._zero, self.lengths[line]
+    def _chunks_of(self, line: int) -> Iterator[Chunk]:
+        size, spans = self.lengths[line], self.spans[line]
         ranks, rank = dist.get_world_size(group=self.group(line)), dist.get_rank(group=self.group(line))
-        placed = zip(zero.round_robin_bit16_groups[line], flat_offsets(zero, line), strict=True)
-        spans = [(parameter, offset, offset + parameter.numel()) for parameter, offset in placed]
         end = max(stop for _, _, stop in spans)
-        for runs in cut(end, size, ranks, int(zero.reduce_bucket_size), self.is_eager):
-            owned = [[_overlap(run, (each * size, (each + 1) * size)) for run in runs] for each in range(ranks)]
+        for runs in cut(end, size, ranks, int(self._zero.reduce_bucket_size), self.is_eager):
+            owned = [[overlap(run, (each * size, (each + 1) * size)) for run in runs] for each in range(ranks)]
             splits = tuple(sum(stop - start for start, stop in parts) for parts in owned)
             begin = min((start for start, stop in owned[rank] if start < stop), default=rank * size) - rank * size
             yield Chunk(line, tuple(_pieces(spans, runs)), splits, begin)
@@ -125,6 +144,16 @@ class CutLines:
         self._zero = zero
         self.lengths = [zero.grad_partitions_flat_buffer.numel()]
         self.chunks = in_order(list(self._all_chunks()), order)
+
+    @property
+    def numel(self) -> int:
+        """See `Lines`."""
+        return sum(int(held.ds_numel) for parameters in self._zero.fp16_groups for held in parameters)
+
+    @property
+    def sharing(self) -> list[Any]:
+        """See `Lines`."""
+        return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
         """See `Lines`."""
@@ -167,7 +196,7 @@ class CutLines:
         for rank in range(ranks):
             at = rank * size
             for held, part, numel in parts:
-                start, stop = _overlap((rank * part, (rank + 1) * part), (0, numel))
+                start, stop = overlap((rank * part, (rank + 1) * part), (0, numel))
                 if start < stop:
                     pieces.append(Piece(held, start, at, stop - start))
                 at += part
@@ -187,7 +216,7 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
     step = max(1, min(most, max(LEAST_CHUNK, size)) // ranks)
     for at in range(0, size, step):
         whole = [(rank * size + at, min(rank * size + at + step, (rank + 1) * size)) for rank in range(ranks)]
-        yield [_overlap(run, (0, end)) for run in whole]
+        yield [overlap(run, (0, end)) for run in whole]
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
@@ -205,18 +234,23 @@ def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
     return [replace(chunk, freed=tuple(done)) for chunk, done in zip(found, freed, strict=True)]
 
 
-def _pieces(spans: list[tuple[nn.Parameter, int, int]], runs: list[Run]) -> Iterator[Piece]:
+def _end_to_end(parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> list[Span]:
+    placed = zip(parameters, offsets, strict=True)
+    return [(parameter, offset, offset + parameter.numel()) for parameter, offset in placed]
+
+
+def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[Piece]:
     """Of parameters that lie at (first, last) of a line, what lies in runs of it that a chunk has end to end."""
     base = 0
     for run in runs:
         for held, low, high in spans:
-            start, stop = _overlap(run, (low, high))
+            start, stop = overlap(run, (low, high))
             if start < stop:
                 yield Piece(held, start - low, base + start - run[0], stop - start)
         base += run[1] - run[0]
 
 
-def _overlap(one: Run, other: Run) -> Run:
+def overlap(one: Run, other: Run) -> Run:
     """What two runs have in common; empty if nothing."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))

@@ -48,14 +48,16 @@ NAMES: Names = {
     """,
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _exec_forward_pass
-        _exec_schedule _scale_loss_by_gas _take_model_step compile eval_batch reset_activation_shape train_batch
+        _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _scale_loss_by_gas _take_model_step compile
+        eval_batch reset_activation_shape train_batch
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner
     """,
     "deepspeed.runtime.pipe.p2p": "_grid",
     "deepspeed.runtime.pipe.schedule": """
-        BackwardPass ForwardPass LoadMicroBatch RecvActivation RecvGrad SendActivation SendGrad
+        BackwardPass ForwardPass LoadMicroBatch RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation
+        SendGrad
     """,
     "deepspeed.runtime.pipe.topology:PipeDataParallelTopology": "filter_match",
     "deepspeed.runtime.pipe.topology:PipelineParallelGrid": "_build_p2p_groups",

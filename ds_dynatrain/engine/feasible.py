@@ -77,7 +77,7 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     """
     size = sizes.train_batch_size
     if sizes.in_leaves:
-        _check_leaves(target, sizes)
+        _check_leaves(target, sizes, has_stages)
         return
     if target.data > size:
         raise SwitchRefused(
@@ -110,10 +110,16 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     raise SwitchRefused(f"{cut} {gives}, and {why}", way_out)
 
 
-def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
+def _check_leaves(target: Layout, sizes: BatchSizes, has_stages: bool) -> None:
     """SwitchRefused for a layout that an exact job cannot be in."""
     row = usage("exact: a layout")
     alike = Layout(data=target.data, zero_stage=target.zero_stage)
+    if has_stages:
+        alike = alike.replace(pipe=target.pipe, boundaries=target.boundaries)
+        if sizes.train_batch_size % sizes.micro_batch_size:
+            raise usage("exact: a smaller last leaf").refused(
+                f"train_batch_size {sizes.train_batch_size} in leaves of {sizes.micro_batch_size} samples"
+            )
     if target != alike or target.zero_stage not in EXACT_STAGES:
         raise row.refused(str(target))
     leaves = LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves

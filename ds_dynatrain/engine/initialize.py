@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.exact_job import machine, refuse_inexact_job
+from ds_dynatrain.adapters.exact_job import machine, refuse_inexact_job, refuse_inexact_model
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
@@ -96,7 +96,7 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if settings.exact:
         refuse_inexact_job(own, model, mpu)
-        _refuse_beside_exact(settings)
+        _refuse_beside_exact(settings, is_pipeline(model))
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
     engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
@@ -193,8 +193,10 @@ def _refuse_beside(
             )
 
 
-def _refuse_beside_exact(settings: DynatrainConfig) -> None:
-    """UnsupportedError for other keys of the block that were not tried in an exact job."""
+def _refuse_beside_exact(settings: DynatrainConfig, has_stages: bool = False) -> None:
+    """UnsupportedError for other keys of the block that were not tried in an exact job, or in one of pipelines."""
+    if has_stages and (settings.buddies.are_on or worker_place() is not None):
+        raise usage("exact: members of pipelines that come and go").error("exact")
     if settings.balance is not None and settings.balance.measures:
         raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 
@@ -212,6 +214,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         entry.membership.refuse(settings, model)
         cut = cut_by_profile(own, settings, entry, said) if is_pipeline(model) else None
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
+        if settings.exact:
+            refuse_inexact_model(own, model, mpu)
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
         else:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from ds_dynatrain.adapters.exact_pipeline import LeafPass
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
-from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
+from ds_dynatrain.data import EvaluationLoader, Leaf, Pass, TrainLoader
+from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of, places_of
 from ds_dynatrain.engine.overrides import in_turn
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError
+from ds_dynatrain.exact import MicroStep
+from ds_dynatrain.support import usage
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
@@ -41,7 +46,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         self._read = cast("Feed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
         super().set_dataiterator(samples)
-        with self._parts.timed_step():
+        with self._parts.timed_step(), self._leaves_of(samples):
             loss: torch.Tensor = super().train_batch()
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
@@ -49,6 +54,19 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         self._end_window(before)
         self._parts.finish_step()
         return loss
+
+    def _leaves_of(self, samples: Iterator[Any]) -> AbstractContextManager[None]:
+        """Around a global batch that is read from `samples`: in an exact job, its leaves."""
+        if not self._host.in_leaves:
+            return nullcontext()
+        if not isinstance(samples, Pass):
+            raise usage("exact: a micro-batch that is no leaf").error(f"train_batch reads a {type(samples).__name__}")
+        batch, seed, step = self.batch, self._parts.stream_seed, int(self.global_steps)
+        dealt = cast("tuple[Leaf, ...]", batch.deal(batch.train_batch_size).rank(self.data_rank))
+        passes = [
+            LeafPass(leaf.number, leaf.weight, MicroStep(leaf.micro_step, batch.data, leaf.leaves)) for leaf in dealt
+        ]
+        return self.training_leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""

@@ -136,11 +136,15 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
         restore(before)
 
 
-def begin_leaf(job_seed: int, step: int, leaf: int) -> None:
-    """Set all generators that this process has to what they are before a leaf, whoever trains it."""
+def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) -> None:
+    """Set all generators that this process has to what they are before a leaf, whoever trains it.
+
+    layer: of a pipeline, before which they are set anew.
+    """
+    place = 0 if layer is None else layer + 1
 
     def seed(name: str) -> int:
-        return leaf_seed(job_seed, name, step, leaf)
+        return leaf_seed(job_seed, name, step, leaf, place)
 
     torch.manual_seed(seed("torch"))
     np.random.seed(seed("numpy") % 2**32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 
 
-def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, stage: int = 0) -> int:
-    """That of one generator before a leaf: 0 to 2^63 - 1. stream: its name; stage: of the pipeline."""
-    return _seed("leaf", job_seed, stream, step, leaf, stage)
+def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, place: int = 0) -> int:
+    """That of one generator before a leaf: 0 to 2^63 - 1. stream: its name; place: in the leaf, 0 is its beginning."""
+    return _seed("leaf", job_seed, stream, step, leaf, place)
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:

@@ -15,6 +15,11 @@ TRIED: Mapping[str, tuple[object, ...]] = {
     "train_micro_batch_size_per_gpu": ANY,
     "gradient_accumulation_steps": ANY,
     "gradient_clipping": ANY,
+    "pipeline": ANY,
+    "pipeline.stages": ANY,
+    "pipeline.partition": ANY,
+    "pipeline.activation_checkpoint_interval": ANY,
+    "pipeline.use_reentrant": ANY,
     "dataloader_drop_last": ANY,
     "steps_per_print": ANY,
     "wall_clock_breakdown": ANY,
@@ -48,10 +53,11 @@ TRIED: Mapping[str, tuple[object, ...]] = {
 """Key -> its values; of a section that is open (`optimizer.params`) all keys below."""
 _OPEN = ("optimizer.params.", "scheduler.params.")
 _TEST = "tests/engine/test_exact_refusals.py::test_"
+_OF_PIPELINES = "tests/engine/test_exact_pipeline.py::test_"
 
 
-def _start(name: str, why: str, instead: str, test: str) -> Row:
-    return Row(f"exact: {name}", Verdict.AT_START, why, instead, proof=_TEST + test)
+def _start(name: str, why: str, instead: str, test: str, tests: str = _TEST) -> Row:
+    return Row(f"exact: {name}", Verdict.AT_START, why, instead, proof=tests + test)
 
 
 EXACT = (
@@ -59,15 +65,44 @@ EXACT = (
         "exact",
         Verdict.NOTE,
         "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
-        "to 3, in fp32 on CPUs: see [exact](exact.md)",
+        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs: see [exact](exact.md)",
         proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
     ),
     Row(
         "exact: a layout",
         Verdict.AT_SWITCH,
-        "an exact job has data ranks alone, at ZeRO stages 1 to 3",
-        "leave pipe, expert, tensor, sequence and shares out, and take one of these stages",
+        "an exact job has data ranks at ZeRO stages 1 to 3, or pipelines at ZeRO stage 1",
+        "leave expert, tensor, sequence and shares out, and take one of these stages",
         proof=f"{_TEST}a_layout",
+    ),
+    Row(
+        "exact: a smaller last leaf",
+        Verdict.AT_START,
+        "stages of a pipeline send buffers of one size",
+        "give a train_batch_size that train_micro_batch_size_per_gpu divides",
+        proof=f"{_OF_PIPELINES}a_smaller_last_leaf",
+    ),
+    _start(
+        "members of pipelines that come and go",
+        "that was not tried yet, nor buddies of theirs",
+        "launch a fixed number of nodes (no MIN:MAX) and leave dynatrain.buddies out; layouts change by engine.switch",
+        "members_that_come_and_go",
+        _OF_PIPELINES,
+    ),
+    _start(
+        "reentrant checkpointing in a pipeline",
+        "it leaves out gradients of a segment whose input has none, and segments begin where a stage does",
+        'set "pipeline": {"use_reentrant": false}',
+        "reentrant_checkpointing",
+        _OF_PIPELINES,
+    ),
+    _start(
+        "several gradients between layers",
+        "a stage makes a backward pass for each tensor that it gives, and one stage with both layers makes one for all",
+        "give one tensor of floating point from layer to layer (others may be whole numbers), or put the layers "
+        "into one",
+        "several_gradients",
+        _OF_PIPELINES,
     ),
     _start(
         "a key that was not tried",

@@ -161,7 +161,7 @@ def test_batch_sizes_that_follow_from_the_world(missing: str) -> None:
     ],
 )
 def test_a_layout(layout: Layout) -> None:
-    with pytest.raises(SwitchRefused, match=r"data ranks alone, at ZeRO stages 1 to 3; leave pipe"):
+    with pytest.raises(SwitchRefused, match=r"data ranks at ZeRO stages 1 to 3, or pipelines at ZeRO stage 1; leave"):
         check_batch(layout, BatchSizes(8, 2, True), nn.Linear(2, 2))
     check_batch(Layout(data=4, zero_stage=2), BatchSizes(8, 2, True), nn.Linear(2, 2))
     with pytest.raises(SwitchRefused, match=r"data=5 ranks share 4 leaves of 2 samples .* nearest: .*data=4"):

@@ -1,0 +1,166 @@
+"""DeepSpeed's pipeline engine in an exact job: each micro-batch is a leaf, whichever stages it goes through.
+
+All columns run as many micro-batches; one without a leaf for its last one borrows leaf 0 at weight 0. Before each layer
+of a leaf the generators are set, by the layer's number in the whole model, also where activations are recomputed. What
+goes from layer to layer lies as a message would leave it, whether there is one or not: so a cut changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_dynatrain.adapters.columns import ColumnEngine
+from ds_dynatrain.adapters.exact_job import unchanged_buffers
+from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.exact import MicroStep, pairwise_sum
+from ds_dynatrain.space import Columns, Layout
+from ds_dynatrain.support import usage
+
+Seed = Callable[[int, int], None]
+"""Sets all generators for (leaf, layer of the whole model)."""
+
+
+@dataclass(frozen=True)
+class LeafPass:
+    """A micro-batch of this column. weight: of its loss, 0 where the leaf is borrowed."""
+
+    leaf: int
+    weight: float
+    step: MicroStep
+
+
+@dataclass
+class Leaves:
+    """The micro-batches of this column in a global batch. forward, backward: how many of them were begun; now: the one
+    that a pass is under way of."""
+
+    passes: Sequence[LeafPass]
+    seed: Seed
+    forward: int = 0
+    backward: int = 0
+    now: int = 0
+
+    def begin_forward(self) -> LeafPass:
+        """The next one to go forward."""
+        self.now, self.forward = self.forward, self.forward + 1
+        return self.passes[self.now]
+
+    def begin_backward(self) -> LeafPass:
+        """The next one to go backward."""
+        self.now, self.backward = self.backward, self.backward + 1
+        return self.passes[self.now]
+
+
+class LeafPipelineEngine(FrozenPrefixEngine, ColumnEngine):
+    """Where the job is not exact it is what it was before."""
+
+    _leaves: Leaves | None = None
+    """There while a global batch of an exact job is trained."""
+    _host: Any
+
+    @contextmanager
+    def training_leaves(self, passes: Sequence[LeafPass], seed: Seed) -> Iterator[None]:
+        """Inside the block `train_batch` trains these leaves; UnsupportedError for reentrant checkpointing."""
+        reentrant = self.module.activation_checkpoint_func is not non_reentrant_checkpoint
+        if reentrant and self.module.activation_checkpoint_interval > 0:
+            row = usage("exact: reentrant checkpointing in a pipeline")
+            raise row.error(f"exact: activation_checkpoint_interval={self.module.activation_checkpoint_interval}")
+        first = int(self.module._local_start)  # numpy's, where DeepSpeed has partitioned: a seed would be another one
+        layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(self.module.forward_funcs)]
+        self._host.uses.renew()
+        with replaced(self, "_leaves", Leaves(passes, seed)), replaced(self.module, "forward_funcs", layers):
+            yield
+
+    def _run_layer(self, number: int, layer: Callable[[Any], Any], inputs: Any) -> Any:
+        leaves = self._leaves
+        if leaves is None:
+            raise usage("exact: a micro-batch that is no leaf").error("a layer runs outside of train_batch")
+        leaves.seed(leaves.passes[leaves.now].leaf, number)
+        with self._host.uses.of_layer(number):
+            output = layer(inputs)
+        return output if number + 1 == self.module._num_layers else as_sent(output, number)
+
+    def _enter_columns(self, layout: Layout) -> None:
+        """DeepSpeed's, or columns that all run as many leaves."""
+        super()._enter_columns(layout)
+        if self._host.in_leaves:
+            count = int(self.gradient_accumulation_steps())
+            self._columns = Columns(int(self.train_micro_batch_size_per_gpu()), (count,) * layout.data)
+            self._divisor, self.micro_batches = self._columns.mean, count
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        if self._leaves is None:
+            super()._exec_forward_pass(buffer_id)
+            return
+        self._leaves.begin_forward()
+        with unchanged_buffers(self.module):
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self._leaves is None:
+            super()._exec_backward_pass(buffer_id)
+            return
+        found = self._leaves.begin_backward()
+        if self.is_last_stage():
+            DeepSpeedEngine.backward(self, self.loss * found.weight, scale_wrt_gas=False)
+        else:
+            super()._exec_backward_pass(buffer_id)
+        self._host.end_leaf(found.step)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._leaves is None:
+            super()._exec_reduce_tied_grads()
+
+    def _exec_reduce_grads(self) -> None:
+        if self._leaves is None:
+            super()._exec_reduce_grads()
+        else:
+            self._host.end_leaves(self._leaves.passes[-1].step)
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """DeepSpeed's, or the mean over all samples of the losses of leaves, added in their order."""
+        if self._leaves is None:
+            found: torch.Tensor = super()._aggregate_total_loss()
+            return found
+        losses = torch.zeros(self._leaves.passes[-1].step.leaves, dtype=torch.float64, device="cpu")
+        if self.is_last_stage():
+            for own, loss in zip(self._leaves.passes, self.fwd_outputs, strict=True):
+                losses[own.leaf] += own.weight * float(loss) if own.weight else 0.0
+            dist.all_reduce(losses, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            last = self.grid.stage_to_global(self.num_stages - 1)
+            dist.broadcast(losses, src=last, group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss = torch.tensor(pairwise_sum(losses.tolist()), dtype=torch.float32, device=self.device)
+        return self.dp_group_loss.clone()
+
+
+def as_sent(output: Any, number: int) -> Any:
+    """What layer `number` gives to the next one, as a stage would receive it, and its gradient as it would come back.
+
+    UnsupportedError for several tensors that have gradients: a stage makes a backward pass for each of them.
+    """
+    parts = output if isinstance(output, tuple) else (output,)
+    if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:
+        row = usage("exact: several gradients between layers")
+        raise row.error(f"exact: layer {number} gives {len(parts)} tensors")
+    laid = tuple(_laid_out(part) for part in parts)
+    return laid if isinstance(output, tuple) else laid[0]
+
+
+def _laid_out(part: Any) -> Any:
+    if not torch.is_tensor(part):
+        return part
+    made = part.contiguous()
+    if made.requires_grad:
+        made.register_hook(torch.Tensor.contiguous)
+    return made

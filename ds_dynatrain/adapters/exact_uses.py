@@ -1,0 +1,179 @@
+"""Tied weights in an exact job: the gradient of each layer that uses one is summed apart, and then layer by layer.
+
+With several stages each has the gradient of its own layers' uses; on one stage autograd would add them up for every
+leaf. Which sum comes first makes a difference in floating point, so in every layout it is that over leaves: where a
+stage has several layers of a tie, those behind the first use a stand-in of the parameter, which gets their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from ds_dynatrain.adapters.exact_lines import FlatLines, Run, in_order, overlap
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
+
+
+@dataclass(frozen=True, eq=False)
+class Tied:
+    """A trained parameter of a tied module on this stage.
+
+    places: (module, attribute), wherever it is one. layers: of the whole model, that use it. grads: of those on this
+    stage, what its gradient comes to: the parameter itself for the first one, stand-ins for others.
+    """
+
+    key: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+    layers: tuple[int, ...]
+    grads: Mapping[int, nn.Parameter]
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """All uses of tied parameters on a stage."""
+
+    tied: tuple[Tied, ...]
+
+    @staticmethod
+    def of(module: PipelineModule, template: PipelineTemplate, trained: Collection[int]) -> Uses:
+        """Those of a module that has its stage's layers. trained: parameters, by id."""
+        found = []
+        for key in sorted(module.tied_modules):
+            layers = tuple(number for number, each in enumerate(template.keys) if each == key)
+            here = [number for number in layers if module._local_start <= number < module._local_stop]
+            for parameter, places in _places(module.tied_modules[key]).items():
+                if len(layers) > 1 and id(parameter) in trained:
+                    others = {number: nn.Parameter(parameter.detach()) for number in here[1:]}
+                    found.append(Tied(key, parameter, places, layers, {here[0]: parameter, **others}))
+        return Uses(tuple(found))
+
+    @property
+    def stand_ins(self) -> list[nn.Parameter]:
+        """In one order on all ranks of a stage."""
+        return [grad for each in self.tied for grad in each.grads.values() if grad is not each.parameter]
+
+    def renew(self) -> None:
+        """Let stand-ins have the memory that the parameters have now."""
+        for each in self.tied:
+            for grad in each.grads.values():
+                grad.data = each.parameter.data
+
+    @contextmanager
+    def of_layer(self, layer: int) -> Iterator[None]:
+        """In it the parameters are those that get this layer's gradient."""
+        used = [each for each in self.tied if layer in each.grads]
+        for each in used:
+            _put(each.places, each.grads[layer])
+        try:
+            yield
+        finally:
+            for each in used:
+                _put(each.places, each.parameter)
+
+
+class StageLines(FlatLines):
+    """ZeRO stage 1 on a stage of a pipeline; each stand-in has a line of its own, behind those of ZeRO.
+
+    numel: elements that are trained in the whole model.
+    """
+
+    def __init__(self, zero: Any, order: Mapping[int, int], uses: Uses, numel: int, module: PipelineModule) -> None:
+        self._numel, self._uses, self._module, self._own = numel, uses, module, len(zero.partition_size)
+        super().__init__(zero, order)
+        ranks = dist.get_world_size(group=zero.dp_process_group)
+        for grad in uses.stand_ins:
+            self.lengths.append(-(-grad.numel() // ranks))
+            self.spans.append([(grad, 0, grad.numel())])
+        further = range(self._own, len(self.lengths))
+        self.chunks = in_order([*self.chunks, *(chunk for line in further for chunk in self._chunks_of(line))], order)
+        self._totals: dict[int, torch.Tensor] = {}
+
+    @property
+    def numel(self) -> int:
+        """See `Lines`."""
+        return self._numel
+
+    @property
+    def sharing(self) -> list[Any]:
+        """See `Lines`: all stages, too."""
+        zero = self._zero
+        return [zero.dp_process_group, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
+
+    def group(self, line: int) -> Any:
+        """See `Lines`."""
+        return super().group(line) if line < self._own else self._zero.dp_process_group
+
+    def take(self, line: int, total: torch.Tensor) -> None:
+        """See `Lines`. With the last line, what other layers made of tied parameters is added."""
+        self._totals[line] = total
+        if line < self._own:
+            super().take(line, total)
+        if line + 1 == len(self.lengths):
+            for tied in self._uses.tied:
+                self._add_layers(tied)
+            self._totals.clear()
+
+    def held(self) -> list[torch.Tensor]:
+        """See `Lines`; without what an earlier stage has, too."""
+        found = []
+        for line, part in enumerate(super().held()):
+            begin = dist.get_rank(group=self.group(line)) * len(part)
+            for start, stop in _counted(begin, begin + len(part), self.spans[line]):
+                found.append(part[start - begin : stop - begin])
+        return found
+
+    def _add_layers(self, tied: Tied) -> None:
+        """Add the layers of a tie, in their order. One rank has an element of each: added to zeros it stays."""
+        rows = torch.zeros(len(tied.layers), tied.parameter.numel(), dtype=torch.float32, device="cpu")
+        for layer, grad in tied.grads.items():
+            for total, within, part in self._parts(grad):
+                rows[tied.layers.index(layer), within[0] : within[1]] = self._totals[total][part[0] : part[1]]
+        dist.all_reduce(rows, group=self._zero.dp_process_group)
+        if tied.key in self._module.tied_comms:
+            dist.all_reduce(rows, group=self._module.tied_comms[tied.key]["group"])
+        for row in rows[1:]:
+            rows[0] += row
+        for total, within, part in self._parts(tied.parameter):
+            self._totals[total][part[0] : part[1]] = rows[0, within[0] : within[1]]
+
+    def _parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run, Run]]:
+        """What this rank owns of a gradient: the line, the run of the parameter, and the run of this rank's part."""
+        for line, spans in enumerate(self.spans):
+            begin = dist.get_rank(group=self.group(line)) * self.lengths[line]
+            for held, low, high in spans:
+                start, stop = overlap((low, high), (begin, begin + self.lengths[line]))
+                if held is parameter and start < stop:
+                    yield line, (start - low, stop - low), (start - begin, stop - begin)
+
+
+def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -> Iterator[Run]:
+    """What is left of a run without the parameters that count on another stage."""
+    for held, low, high in spans:
+        if getattr(held, "ds_pipe_replicated", False) and begin < high and low < end:
+            if begin < low:
+                yield begin, low
+            begin = high
+    if begin < end:
+        yield begin, end
+
+
+def _places(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[nn.Module, str], ...]]:
+    """Each parameter, and wherever in the module it is."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((part, name))
+    return {parameter: tuple(places) for parameter, places in found.items()}
+
+
+def _put(places: tuple[tuple[nn.Module, str], ...], parameter: nn.Parameter) -> None:
+    for module, name in places:
+        module._parameters[name] = parameter
