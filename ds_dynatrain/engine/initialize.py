@@ -196,7 +196,7 @@ def _refuse_beside(
 def _refuse_beside_exact(settings: DynatrainConfig, has_stages: bool = False) -> None:
     """UnsupportedError for other keys of the block that were not tried in an exact job, or in one of pipelines."""
     if has_stages and (settings.buddies.are_on or worker_place() is not None):
-        raise usage("exact: members of pipelines that come and go").error("exact")
+        raise usage("exact: members of pipelines that come and go").error("exact: a PipelineModule")
     if settings.balance is not None and settings.balance.measures:
         raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 

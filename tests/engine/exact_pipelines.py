@@ -12,7 +12,7 @@ from torch import nn
 from ds_dynatrain.space import Layout
 from tests.engine import exactly, jobs, oracle
 from tests.engine.exactly import STEPS, Bits, Noisy
-from tests.engine.models import Block
+from tests.engine.models import WORDS, Block
 from tests.engine.pipelines import WIDTH, Words, logits, loss
 
 LEAVES = 7
@@ -34,6 +34,22 @@ def layers(dropout: float = 0.2) -> list[Any]:
         LayerSpec(nn.LayerNorm, WIDTH),
         TiedLayerSpec("words", Words, WIDTH, forward_fn=logits),
     ]
+
+
+def half_frozen() -> PipelineModule:
+    """Six layers without a tie, of which the first three are frozen: on some stages nothing goes backward."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        blocks = [LayerSpec(Block, WIDTH, 21, 0.2) for _ in range(4)]
+        made = PipelineModule(
+            [LayerSpec(Words, WIDTH), *blocks, nn.Linear(WIDTH, WORDS)],
+            num_stages=1,
+            loss_fn=loss,
+            partition_method="uniform",
+        )
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(int(name.partition(".")[0]) > 2)
+    return made
 
 
 def model(dropout: float = 0.2, stages: int = 1, **arguments: Any) -> PipelineModule:
@@ -66,13 +82,14 @@ def run(
     save: str | None = None,
     stages: int = 1,
     groups: Callable[[nn.Module], Any] = exactly.groups_of,
+    make: Callable[[], PipelineModule] | None = None,
     arguments: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Bits:
     """Train an exact job of a pipeline. Notes: the losses that `train_batch` gave, by step."""
     torch.manual_seed(5)
     bits, schedule = Bits(), dict(schedule or {})
-    made = model(dropout, stages, **(arguments or {}))
+    made = model(dropout, stages, **(arguments or {})) if make is None else make()
     with jobs.job(settings(start, **more), made, model_parameters=groups(made)) as job:
         engine = job.engine
         engine.set_dataiterator(engine.loader(Noisy(), num_workers=0, name="noisy"))
