@@ -26,7 +26,7 @@ class JobReport:
 
     layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
     whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
-    to know.
+    to know. is_exact: whether it is to have the same bits in any world.
     """
 
     path: str
@@ -35,6 +35,7 @@ class JobReport:
     problems: list[str] = field(default_factory=list)
     stages: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    is_exact: bool = False
 
     @property
     def would_start(self) -> bool:
@@ -61,6 +62,7 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     report.findings = examine(own)
     if "optimizer" not in own:
         report.notes.append(f"no optimizer block: {usage('no optimizer').instead}")
+    report.is_exact = block is not None and block.exact is not None
     if block is not None:
         _look_at_layouts(own, block, processes, has_deepspeed, report)
     if report.layout is not None and report.would_start and has_deepspeed:
@@ -128,6 +130,7 @@ def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> No
     """What the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the values."""
     from torch import nn
 
+    from ds_dynatrain.adapters.exact_job import refuse_inexact_job
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config
     from ds_dynatrain.adapters.versions import refuse_for_series
     from ds_dynatrain.data import BatchArithmetic
@@ -135,7 +138,9 @@ def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> No
 
     try:
         refuse_for_series(own)
-        sizes = BatchSizes.of(own, layout.data)
+        if report.is_exact:
+            refuse_inexact_job(own, nn.Module(), None)
+        sizes = BatchSizes.of(own, layout.data, report.is_exact)
         check_batch(layout, sizes, nn.Module(), layout.pipe > 1)
         micro = sizes.micro_batch_size
         alone = BatchArithmetic(micro, micro, 1)  # outside of a launch there is one rank

@@ -34,10 +34,13 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the whole support table as Markdown.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also what an exact job needs; so with a configuration of one.")
+    ] = False,
 ) -> None:
     """Say whether a job would start here, with a configuration if one is given, and what to do if not.
 
-    Exit code: 0 it would start, 1 it would be refused, 2 the configuration cannot be read.
+    Exit code: 0 it would start, 1 it would be refused or not be exact, 2 the configuration cannot be read.
     """
     from ds_dynatrain.cli import show
 
@@ -46,15 +49,18 @@ def doctor(
         return
     from ds_dynatrain.cli.configuration import examine_file
     from ds_dynatrain.cli.environment import examine_environment
+    from ds_dynatrain.cli.exact_machine import examine_exact
 
     environment = examine_environment()
     with saying("doctor"):
         job = None if config is None else examine_file(config, processes, environment.has_deepspeed)
+    rounding = examine_exact(environment.has_deepspeed) if exact or (job is not None and job.is_exact) else None
     if as_json:
-        show.json_report(environment, job)
+        show.json_report(environment, job, rounding)
     else:
-        show.report(environment, job)
-    if not environment.is_well or (job is not None and not job.would_start):
+        show.report(environment, job, rounding)
+    would_start = environment.is_well and (job is None or job.would_start)
+    if not would_start or (rounding is not None and rounding.failed):
         raise typer.Exit(REFUSED)
 
 

@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_dynatrain.cli.configuration import JobReport
-from ds_dynatrain.cli.environment import Environment
+from ds_dynatrain.cli.environment import Check, Environment
+from ds_dynatrain.cli.exact_machine import ExactMachine
 from ds_dynatrain.support import TABLES, Finding, Verdict
 from ds_dynatrain.support.markdown import markdown, note
 
@@ -20,10 +21,13 @@ OFF = "off"
 _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 
 
-def report(environment: Environment, job: JobReport | None) -> None:
+def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
     """Print it for a reader, the verdict last."""
     console = Console(highlight=False)
     console.print(_machine(environment))
+    if rounding is not None:
+        console.print("\n[bold]exact jobs[/]")
+        console.print(_table(rounding.checks))
     against = list(environment.failed)
     if job is not None:
         _print_job(console, job)
@@ -32,19 +36,27 @@ def report(environment: Environment, job: JobReport | None) -> None:
     refused = f"[bold red]{what} would be refused[/]: {escape(', '.join(against))}"
     verdict = refused if against else f"[bold green]{what} would start[/]"
     console.print(f"\n{verdict}", soft_wrap=True)
+    if rounding is not None:
+        lacks = f"[bold red]it would not be exact[/]: {escape(', '.join(rounding.failed))}"
+        console.print(lacks if rounding.failed else "[bold green]it would be exact[/]", soft_wrap=True)
 
 
-def json_report(environment: Environment, job: JobReport | None) -> None:
+def json_report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
     """Print one object; its keys are documented in docs/doctor.md."""
     said: dict[str, Any] = {
         "would_start": environment.is_well and (job is None or job.would_start),
-        "environment": [
-            {"name": check.name, "value": check.value, "ok": check.is_well, "note": check.note}
-            for check in environment.checks
-        ],
+        "environment": _rows(environment.checks),
         "variables": environment.variables,
         "config": None,
+        "exact": None,
     }
+    if rounding is not None:
+        said["exact"] = {
+            "would_be": not rounding.failed,
+            "checks": _rows(rounding.checks),
+            "machine": rounding.machine,
+            "bits": rounding.bits,
+        }
     if job is not None:
         said["config"] = {
             "path": job.path,
@@ -62,10 +74,19 @@ def whole_table() -> None:
     print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in TABLES))
 
 
-def _machine(environment: Environment) -> Table:
+def _rows(checks: Iterable[Check]) -> list[dict[str, Any]]:
+    return [{"name": check.name, "value": check.value, "ok": check.is_well, "note": check.note} for check in checks]
+
+
+def _table(checks: Iterable[Check]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for check in environment.checks:
+    for check in checks:
         table.add_row(check.name, escape(check.value), _MARKS[check.is_well], escape(check.note))
+    return table
+
+
+def _machine(environment: Environment) -> Table:
+    table = _table(environment.checks)
     for name, value in environment.variables.items():
         table.add_row(name, escape(value))
     return table

@@ -7,18 +7,22 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
-from ds_dynatrain.adapters import torch_versions, versions
+from ds_dynatrain.adapters import exact_job, exact_trial, torch_versions, versions
 from ds_dynatrain.cli import environment
 from ds_dynatrain.cli.main import app
+from ds_dynatrain.exact import squares
 from ds_dynatrain.support import TABLES
 from ds_dynatrain.support import walk as walk_module
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
+from ds_dynatrain.transfer import weighing
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {
@@ -288,3 +292,95 @@ def test_the_whole_table() -> None:
     result = doctor("--table")
     assert result.exit_code == 0
     assert all(f"## {name}\n" in result.stdout for name in TABLES)
+
+
+# ---- exact jobs ------------------------------------------------------------------------------------------------------
+
+
+EXACT = {
+    **GOOD,
+    "train_micro_batch_size_per_gpu": 3,
+    "dynatrain": {"layout": {"data": 2, "zero_stage": 3}, "exact": {}},
+}
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set; as MKL reads it when Python starts, what kernels do is another matter here."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    trial = exact_trial.Trial((), "0123456789abcdef")
+    monkeypatch.setattr(exact_trial, "try_kernels", lambda: trial)
+
+
+def exact_checks(*arguments: object) -> dict[str, dict[str, Any]]:
+    """Those of the JSON, by name; its verdict agrees with the exit code."""
+    result = doctor("--exact", "--json", *arguments)
+    said = json.loads(result.stdout)["exact"]
+    assert result.exit_code == (0 if said["would_be"] else 1)
+    return {check["name"]: check for check in said["checks"]}
+
+
+@pytest.mark.usefixtures("rounding")
+def test_an_exact_job() -> None:
+    result = doctor("--exact")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-2:] == ["a job would start", "it would be exact"]
+    said = json.loads(doctor("--exact", "--json").stdout)["exact"]
+    assert (said["machine"], said["bits"]) == (exact_job.machine(), "0123456789abcdef")
+    assert set(said["machine"]) <= set(exact_checks())
+    assert "exact" not in doctor().stdout and json.loads(doctor("--json").stdout)["exact"] is None
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(
+    ("name", "words"), [("MKL_CBWR", "MKL_CBWR=COMPATIBLE"), ("OMP_NUM_THREADS", "export OMP_NUM")]
+)
+def test_what_is_not_set(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.delenv(name)
+    check = exact_checks()[name]
+    assert (check["value"], check["ok"]) == ("not set", False) and words in check["note"]
+    assert doctor("--exact").stdout.splitlines()[-1] == f"it would not be exact: {name}"
+
+
+@pytest.mark.usefixtures("rounding")
+def test_kernels_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_trial, "try_kernels", lambda: exact_trial.Trial(("products",), ""))
+    check = exact_checks()["kernels"]
+    assert not check["ok"] and check["note"].startswith("products: other bits where operands lie elsewhere")
+    monkeypatch.setattr(squares, "in_numpy", lambda *arguments: (0, 0))
+    if exact_checks()["sums"]["value"] != "in numpy":
+        assert exact_checks()["sums"]["note"].startswith("squares: the C module and numpy differ")
+    monkeypatch.setattr(weighing, "weigh", None)
+    assert exact_checks()["sums"]["ok"] is None
+
+
+def test_kernels_are_tried() -> None:
+    """What follows the place of its operands is seen, and other bits make another hash."""
+
+    def still(place: int) -> Iterator[torch.Tensor]:
+        yield torch.ones(3)
+
+    def moving(place: int) -> Iterator[torch.Tensor]:
+        yield torch.tensor([float(place == exact_trial.PLACES[-1])])
+
+    one, other = (exact_trial.try_kernels({"still": still, **more}) for more in ({}, {"moving": moving}))
+    assert (one.moving, other.moving) == ((), ("moving",)) and one.bits != other.bits
+    assert exact_trial.try_kernels().bits == exact_trial.try_kernels().bits
+    assert {"functions", "updates"}.isdisjoint(exact_trial.try_kernels().moving)
+
+
+@pytest.mark.usefixtures("rounding")
+def test_the_configuration_of_an_exact_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = doctor(written(tmp_path, EXACT))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "it would be exact"
+    overlapping = {**EXACT, "zero_optimization": {"stage": 1, "overlap_comm": True}}
+    said = told(written(tmp_path, overlapping))
+    assert "exact: zero_optimization.overlap_comm" in said["config"]["problems"][0]
+    said = told(written(tmp_path, {**EXACT, "train_micro_batch_size_per_gpu": None}))
+    assert "a leaf is train_micro_batch_size_per_gpu" in said["config"]["problems"][0]
+    monkeypatch.delenv("MKL_CBWR")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert "exact: MKL_CBWR=" in told(written(tmp_path, EXACT))["config"]["problems"][0]

@@ -1,0 +1,112 @@
+"""What an exact job needs of a machine: settings, threads, compiled sums, and kernels that round alike everywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from ds_dynatrain.cli.environment import Check
+from ds_dynatrain.errors import UnsupportedError
+
+THREADS = "OMP_NUM_THREADS"
+VALUES = 10_007
+
+
+@dataclass(frozen=True)
+class ExactMachine:
+    """checks: line by line. machine: what has to be equal on all machines of a job, and bits: a hash over what a few
+    kernels made, which is then equal, too; empty where nothing could be run."""
+
+    checks: tuple[Check, ...]
+    machine: dict[str, str]
+    bits: str = ""
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of what stands against an exact job."""
+        return tuple(check.name for check in self.checks if check.is_well is False)
+
+
+def examine_exact(has_deepspeed: bool) -> ExactMachine:
+    """Look at this process, and run a few kernels; a second. has_deepspeed: with all names that are relied on."""
+    if not has_deepspeed:
+        return ExactMachine((Check("kernels", "not run", False, "torch and DeepSpeed are needed, see above"),), {})
+    with redirect_stdout(sys.stderr):
+        from ds_dynatrain.adapters.exact_job import machine
+        from ds_dynatrain.adapters.exact_trial import try_kernels
+
+        trial, values = try_kernels(), machine()
+    note = "of a few kernels: on another machine of the job this line has to be the same"
+    bits = Check("bits", trial.bits, None, note)
+    return ExactMachine((*_device(), *_settings(values), *_sums(), *_kernels(trial.moving), bits), values, trial.bits)
+
+
+def _device() -> Iterator[Check]:
+    from ds_dynatrain.adapters.device import compute_device, is_accelerated
+    from ds_dynatrain.adapters.versions import refuse_exact
+
+    try:
+        refuse_exact()
+    except UnsupportedError as error:
+        yield Check("series of DeepSpeed", "not tested", False, str(error))
+    device = compute_device().type
+    note = "" if not is_accelerated() else "an exact job runs on CPUs: set DS_ACCELERATOR=cpu"
+    yield Check("device", device, not is_accelerated(), note)
+
+
+def _settings(values: dict[str, str]) -> Iterator[Check]:
+    """What is compared when a job starts; what of it can be judged on one machine is."""
+    import torch
+
+    from ds_dynatrain.adapters.exact_job import LOOSE_MODES, MODE
+
+    for name, value in values.items():
+        if name == MODE:
+            is_loose = torch.backends.mkl.is_available() and value.upper() in LOOSE_MODES
+            note = "MKL rounds by the alignment of memory: export MKL_CBWR=COMPATIBLE before Python starts"
+            yield Check(name, value or "not set", not is_loose, note if is_loose else "")
+        else:
+            yield Check(name, value, None, "the same on all machines")
+    if THREADS in os.environ:
+        yield Check(THREADS, os.environ[THREADS], True)
+    else:
+        note = "one process takes all cores and several of torchrun's take one each: export OMP_NUM_THREADS=1"
+        yield Check(THREADS, "not set", False, note)
+
+
+def _sums() -> Iterator[Check]:
+    """Squares and digests, compiled and in numpy: the same numbers, so that machines may have either."""
+    import numpy as np
+
+    from ds_dynatrain.exact import Grid, largest, square_sums
+    from ds_dynatrain.exact.squares import in_numpy, largest_in_numpy
+    from ds_dynatrain.transfer.weighing import Compiled, InNumpy, Runs, is_compiled
+
+    if not is_compiled():
+        yield Check("sums", "in numpy", None, "the same bits, later: install again where a C compiler is")
+        return
+    values = ((np.arange(VALUES) * 40503 % 65536 - 32768) / 4096).astype(np.float32)
+    grid = Grid.of(largest(values), VALUES)
+    by = 2.0 ** (grid.bits - grid.exponent), 2.0**grid.bits
+    data, runs = values.view(np.uint8), Runs(0, 0, 1, values.nbytes, 12, 0)
+    are_equal = {
+        "largest": largest(values) == largest_in_numpy(values),
+        "squares": square_sums(values, grid) == in_numpy(values, *by),
+        "digests": (Compiled().sum(data, runs) - InNumpy().sum(data, runs)) % (1 << 64) == 0,
+    }
+    wrong = [name for name, is_equal in are_equal.items() if not is_equal]
+    note = f"{', '.join(wrong)}: the C module and numpy differ, install the package again" if wrong else ""
+    yield Check("sums", "compiled, and equal to numpy's" if not wrong else "differ", not wrong, note)
+
+
+def _kernels(moving: tuple[str, ...]) -> Iterator[Check]:
+    if not moving:
+        yield Check("kernels", "the same bits wherever operands lie", True)
+        return
+    note = f"{', '.join(moving)}: other bits where operands lie elsewhere, as in another world or ZeRO stage"
+    if "products" in moving:
+        note += "; export MKL_CBWR=COMPATIBLE before Python starts"
+    yield Check("kernels", "bits follow the place of operands", False, note)
