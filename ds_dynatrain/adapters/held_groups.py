@@ -11,16 +11,22 @@ from dataclasses import dataclass
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
+from ds_dynatrain.adapters.forwarded_store import ForwardedStore
 from ds_dynatrain.adapters.process_groups import register
+from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup
 
 
 @dataclass(eq=False)
 class HeldGroup:
-    """A group, and the store that it was made over. users: how many worlds hold it, two while it is handed on."""
+    """A group, and the store that it was made over. users: how many worlds hold it, two while it is handed on.
+
+    over: what that store is in front of, if it goes along to the next world's.
+    """
 
     group: td.ProcessGroup
     store: Store
     users: int = 0
+    over: ForwardedStore | None = None
 
 
 class HeldGroups:
@@ -60,8 +66,23 @@ class HeldGroups:
             held.users -= 1
         return [held.group for held in ended.values() if held.users == 0]
 
-    def register(self) -> None:
-        """Make all but the one for the moves known to `torch.distributed`, with the ranks that they have here."""
+    @property
+    def watched(self) -> list[tuple[str, WatchedGroup, tuple[int, ...]]]:
+        """Each that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
+        found: dict[int, tuple[str, WatchedGroup, tuple[int, ...]]] = {}
+        for kind, ranks in list(self._ranks.items()):
+            held = self._held.get(kind)
+            if held is not None and isinstance(held.group, WatchedGroup):
+                found.setdefault(id(held), (kind, held.group, ranks))
+        return list(found.values())
+
+    def register(self, status: GroupStatus | None) -> None:
+        """Make all but the one for the moves known to `torch.distributed`, with the ranks that they have here.
+
+        status: of the world that holds them, which they serve from here on.
+        """
         for kind, held in self._held.items():
             if kind != "transfer":
                 register(held.group, held.store, self._ranks[kind])
+            if status is not None and isinstance(held.group, WatchedGroup):
+                held.group.serve(status)

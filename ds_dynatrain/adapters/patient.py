@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import Work
 from ds_dynatrain.adapters.forwarded import ForwardedWork
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
-
-MESSAGES = ("send", "recv", "recv_anysource")
+from ds_dynatrain.adapters.traffic import MESSAGES
 
 
 class PatientWork(ForwardedWork):

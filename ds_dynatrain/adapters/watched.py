@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.forwarded import WAITS, ForwardedWork
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
+from ds_dynatrain.adapters.traffic import Traffic
 from ds_dynatrain.errors import WorldChanged
 
 T = TypeVar("T")
@@ -31,12 +32,13 @@ class GroupStatus:
 
     failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
     collective at present: the world was formed anew in the middle of a global batch, and not all of its members are in
-    the same line of the script.
+    the same line of the script. is_lost: a member of it is gone, or a collective has failed somewhere; another world
+    follows, and none of its collectives is begun any more.
     """
 
     def __init__(self) -> None:
         self.failure: RuntimeError | None = None
-        self.is_closed = self.is_deferred = False
+        self.is_closed = self.is_deferred = self.is_lost = False
 
     def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
         """What `call` returns; WorldChanged, or None where that is deferred, if a peer is gone or the world closed."""
@@ -62,9 +64,21 @@ class GroupStatus:
 class WatchedWork(ForwardedWork):
     """A collective that was begun."""
 
-    def __init__(self, work: Work, status: GroupStatus) -> None:
+    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic) -> None:
         super().__init__(work)
-        self._status = status
+        self._status, self._traffic = status, traffic
+        self._has_ended = False
+
+    def _waited(self, name: str, *arguments: Any, **named: Any) -> Any:
+        try:
+            found = getattr(self._work, name)(*arguments, **named)
+        except BaseException:
+            self._traffic.fail()
+            raise
+        if name == "wait" and not self._has_ended:
+            self._has_ended = True
+            self._traffic.end()
+        return found
 
 
 class FailedWork(Work):
@@ -80,11 +94,32 @@ class FailedWork(Work):
 
 
 class WatchedGroup(Pair):
-    """A group over the same connections as another one, which it keeps."""
+    """A group over the same connections as another one, which it keeps.
+
+    Its failures are told to the status of the world that it serves. traffic: what was begun and ended in it.
+    """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus) -> None:
         super().__init__(group)
-        self._status = status
+        self._status, self.traffic = status, Traffic(group.rank())
+
+    def serve(self, status: GroupStatus) -> None:
+        """It is a group of the world with this status from here on: the next one, or again the one before."""
+        self._status, self.traffic.is_closed = status, status.is_lost
+
+    def _begun(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """What the group returns; a lost peer's error where nothing is begun any more."""
+        if not self.traffic.begin(name, arguments):
+            raise td.DistError("a member of the world is gone, or a collective of it has failed")
+        try:
+            work = getattr(self._group, name)(*arguments, **named)
+        except BaseException:
+            self.traffic.fail()
+            raise
+        if isinstance(work, Work):
+            return WatchedWork(work, self._status, self.traffic)
+        self.traffic.end()
+        return work
 
 
 def watched(made: Made, status: GroupStatus) -> Made:
@@ -94,10 +129,9 @@ def watched(made: Made, status: GroupStatus) -> Made:
 
 def _collective(name: str) -> Callable[..., Any]:
     def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
-        work = self._status.call(getattr(self._group, name), *arguments, **named)
-        if work is None and self._status.is_deferred:
-            return FailedWork()
-        return WatchedWork(work, self._status) if isinstance(work, Work) else work
+        status = self._status
+        work = status.call(self._begun, name, *arguments, **named)
+        return FailedWork() if work is None and status.is_deferred else work
 
     call.__name__ = name
     return call
@@ -105,7 +139,7 @@ def _collective(name: str) -> Callable[..., Any]:
 
 def _wait(name: str) -> Callable[..., Any]:
     def wait(self: WatchedWork, *arguments: Any, **named: Any) -> Any:
-        return self._status.call(getattr(self._work, name), *arguments, **named)
+        return self._status.call(self._waited, name, *arguments, **named)
 
     return wait
 

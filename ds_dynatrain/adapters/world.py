@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.held_groups import HeldGroup, HeldGroups
 from ds_dynatrain.adapters.peers import tie
 from ds_dynatrain.adapters.process_groups import OURS, tear_down
+from ds_dynatrain.adapters.traffic import Said
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.space import Layout
 
@@ -97,10 +98,43 @@ class World:
         self.group(kind)
         return self._held[kind]
 
-    def hands_on(self, kind: str, members: tuple[int, ...]) -> HeldGroup | None:
-        """The group of a kind for the next world, if it has these members in this order; all of them see that alike."""
+    def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
+        """The group of a kind for the next world, if it has these members in this order; all of them see that alike.
+
+        unfit: names of groups that have to be built anew, which all know alike.
+        """
         is_there = kind in self._held and self.between(kind)[1] == members
-        return self._held[kind] if is_there else None
+        return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
+
+    def says(self, apart: Collection[str] = ()) -> Said:
+        """This member's word on each of its groups, from which all learn which may go on; see `traffic`.
+
+        Nothing of a job of fixed size, where all may. apart: kinds whose groups are built anew in any case.
+        """
+        if self.status is None:
+            return {}
+        found = {}
+        for kind, group, ranks in self._held.watched:
+            said = group.traffic.said(len(ranks), self.status.is_lost)
+            found[str(group.group_name)] = {**said, "has_failed": said["has_failed"] or kind in apart}
+        return found
+
+    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
+        """Begin nothing in this world any more: a member of it is gone, or a collective of it has failed.
+
+        The names of groups that may go on, in which nothing is under way here: nobody waits in these, and they need not
+        be shut down. In any thread. known: those that could be left alone. there: the members that are not gone.
+        """
+        if self.status is None:
+            return frozenset()
+        self.status.is_lost, stay = True, set()
+        for _, group, ranks in self._held.watched:
+            rests, members = group.traffic.close(), {self.members[rank] for rank in ranks}
+            if rests and str(group.group_name) in known and members <= {*there}:
+                stay.add(str(group.group_name))
+            else:
+                group.traffic.fail()
+        return frozenset(stay)
 
     def between(self, kind: str) -> Between:
         """Whom the group of a kind connects."""
@@ -169,7 +203,7 @@ class World:
 
     def register(self) -> None:
         """Make all groups of the world's own known to `torch.distributed`."""
-        self._held.register()
+        self._held.register(self.status)
 
     @property
     def kinds(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.forwarded_store import ForwardedStore
 from ds_dynatrain.adapters.held_groups import HeldGroup
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.patient import patient
@@ -38,8 +39,14 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
 
 NOTHING: Mapping[str, tuple[int, ...]] = {}
+Note = Callable[[str], None]
+"""Called with the name of a group that was made just now."""
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
+
+
+def ignore(name: str) -> None:
+    """Where nobody asks what belongs to a group."""
 
 
 def build_world(
@@ -57,6 +64,8 @@ def build_world(
     has_sequence: bool = False,
     moves_apart: bool = False,
     present: World | None = None,
+    unfit: Collection[str] = (),
+    note: Note = ignore,
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
@@ -65,7 +74,8 @@ def build_world(
     connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
     them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of their
     own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
-    groups whose members stay in their order are to be taken over; all members do so, or none.
+    groups whose members stay in their order are to be taken over; all members do so, or none. unfit: names of those
+    that are not, equal on all. note: called with the name of each group that was made.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
@@ -74,8 +84,10 @@ def build_world(
     def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
         stays = None
         if present is not None and kind != "transfer":  # whose ranks are members
-            stays = present.hands_on(kind, tuple(world.members[each] for each in ranks))
-        return stays or HeldGroup(*_made(store, world, kind, ranks, place, seconds))
+            stays = present.hands_on(kind, tuple(world.members[each] for each in ranks), unfit)
+        if stays is not None and stays.over is not None:
+            stays.over.go_over(store)
+        return stays or _made(store, world, kind, ranks, place, seconds, note)
 
     try:
         if world.rank is not None:
@@ -92,24 +104,35 @@ def build_world(
     return world
 
 
-def add_groups(store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float) -> None:
-    """More groups of the user's for a world that is installed; all its members call it."""
+def add_groups(
+    store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
+) -> None:
+    """More groups of the user's for a world that is installed; all its members call it. note: as in `build_world`."""
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
-        return HeldGroup(*_made(store, world, kind, ranks, place, seconds))
+        return _made(store, world, kind, ranks, place, seconds, note)
 
     _hold_own(world, own, make)
     world.connect(seconds)
     world.register()
 
 
-def _made(store: Store, world: World, kind: str, ranks: tuple[int, ...], place: int, seconds: float) -> Made:
+def _made(
+    store: Store, world: World, kind: str, ranks: tuple[int, ...], place: int, seconds: float, note: Note
+) -> HeldGroup:
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
-        return make_fake_group(name, 0, 1)
-    made = make_group(store, name, place, len(ranks), seconds)
-    if kind == "transfer":
-        return made
+        return HeldGroup(*make_fake_group(name, 0, 1))
+    over = None if world.status is None or kind == "transfer" else ForwardedStore(store)
+    made = make_group(over or store, name, place, len(ranks), seconds)
+    note(name)
+    if kind != "transfer":
+        made = _in_front(made, world, kind)
+    return HeldGroup(*made, over=over)
+
+
+def _in_front(made: Made, world: World, kind: str) -> Made:
+    """What a group of gloo's needs in front of it to serve a world."""
     if kind not in KINDS and not is_accelerated():  # of all ranks, where stages send, and the user's own
         made = patient(made)
     if world.status is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ds_dynatrain.errors import WorldChanged
@@ -28,37 +28,59 @@ class WorldSockets:
     def __init__(self) -> None:
         self._built: dict[int, int] = {}
         self._before: dict[int, int] | None = None
+        self._groups: dict[str, dict[int, int]] = {}
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The names of the groups whose own sockets are known."""
+        return frozenset(self._groups)
 
     @contextmanager
-    def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
         """Sockets that are opened inside of the block belong to the world, also while it is not through yet.
 
+        Gives what is to be called with a group's name once that is built: then sockets that are new are this group's.
         is_wanted: asked once an `abort` would be felt; if the world is not wanted any more, WorldChanged is raised, so
         that an abort which came a moment too early is not lost.
         """
-        self._before = before = open_sockets()
+        self._before = before = seen = open_sockets()
+
+        def note(name: str) -> None:
+            nonlocal seen
+            known, seen = seen, open_sockets()
+            self._groups = {**self._groups, name: new_sockets(known, seen)}
+
         try:
             if not is_wanted():
                 raise WorldChanged("another generation was published before this one was built")
-            yield
+            yield note
         finally:
             self._built |= new_sockets(before, open_sockets())
             self._before = None
 
-    def abort(self, spare: frozenset[int] = frozenset()) -> int:
+    def abort(self, spare: frozenset[int] = frozenset(), resting: Collection[str] = ()) -> int:
         """Shut all of them down; how many there were. Blocked collectives raise RuntimeError, a build DistError.
 
-        spare: descriptors that are left alone.
+        spare: descriptors that are left alone. resting: names of groups that are.
         """
         mine = dict(self._built)
         before = self._before
         if before is not None:
             mine |= new_sockets(before, open_sockets())
-        return sum(_shut(descriptor, inode) for descriptor, inode in mine.items() if descriptor not in spare)
+        groups = self._groups
+        rest = {each for name in resting if name in groups for each in groups[name].items()}
+        return sum(_shut(*each) for each in mine.items() if each[0] not in spare and each not in rest)
+
+    def take_over(self, previous: WorldSockets) -> None:
+        """The next world has some of the groups of another one, whose sockets are this one's too, if they are open."""
+        there = open_sockets().items()
+        self._built = {fd: inode for fd, inode in previous._built.items() if (fd, inode) in there} | self._built
+        still = {name: sockets for name, sockets in previous._groups.items() if sockets.items() & there}
+        self._groups = {**still, **self._groups}
 
     def forget(self) -> None:
         """The groups were destroyed; their sockets are closed."""
-        self._built = {}
+        self._built, self._groups = {}, {}
 
 
 def open_sockets() -> dict[int, int]:

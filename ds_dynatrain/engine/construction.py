@@ -85,12 +85,12 @@ class Construction:
 
     def _working(self, given: dict[str, Any], ties: Ties) -> DynatrainEngine:
         job, entry, members = self.job, self.entry, self._members
-        with entry.building():
+        with entry.building() as note:
             status = entry.membership.new_status()
             sides = members, members, job.settings.timeout_seconds, self.layout, ties, status
             store, number = entry.background.store, job.number
             own = OwnGroups(job.settings).kinds(self.layout, members, {}, entry.mine)
-            world = build_world(store, 1, entry.mine, *sides, own, number, job.has_sequence)
+            world = build_world(store, 1, entry.mine, *sides, own, number, job.has_sequence, note=note)
         try:
             world.connect(job.settings.timeout_seconds)
             install(world)

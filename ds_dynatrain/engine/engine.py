@@ -277,7 +277,7 @@ class DynatrainEngine(OverridingEngine):
 
     @in_turn
     def new_group(self, ranks: RanksOf | None = None) -> OwnGroup:
-        """A group that is built anew with every world; use it as `group=handle.group`, asked for each time.
+        """A group that stands for one of every world; use it as `group=handle.group`, asked for each time.
 
         Call it on every process, idle ones too, in the same order, before the first batch. ranks: called as
         `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank; it returns the ranks of each group, and
@@ -292,9 +292,9 @@ class DynatrainEngine(OverridingEngine):
         kind = parts.own_groups.add(ranks)
         if parts.world is not None:
             wanted = parts.own_groups.kinds(parts.layout, parts.members, parts.candidates.nodes, parts.control.member)
-            with PROCESS.membership.building_more(parts.job.number):
+            with PROCESS.membership.building_more(parts.job.number) as note:
                 store, seconds = parts.context.background.store, parts.settings.timeout_seconds
-                add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds)
+                add_groups(store, parts.world, {kind: wanted.get(kind, ())}, seconds, note)
         return OwnGroup(lambda: parts.world, kind)
 
     # ---- data --------------------------------------------------------------------------------------------------------

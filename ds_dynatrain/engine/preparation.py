@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
@@ -21,12 +21,14 @@ from ds_dynatrain.adapters.device import is_accelerated, start_thread
 from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.traffic import joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.adapters.worlds import Note, build_world, drop, ignore
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
@@ -55,6 +57,11 @@ IN_BACKWARD = frozenset({STALE_GRAD, HOST_GRAD})
 
 def _nothing() -> None:
     """For a job of fixed size."""
+
+
+def _unwatched() -> AbstractContextManager[Note]:
+    """Likewise."""
+    return nullcontext(ignore)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Preparation:
     way: str = "auto"
     is_lean: bool = False
     check: Callable[[], None] = _nothing
-    building: Callable[[], AbstractContextManager[None]] = nullcontext
+    building: Callable[[], AbstractContextManager[Note]] = _unwatched
     stop: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
     status: GroupStatus | None = None
@@ -246,9 +253,9 @@ class Preparation:
                 self._make_target()
             if self.way != "gloo" and not self.is_lean:
                 self.control.add_to_list(self._machine, self.control.member)
-            self._wait_for_all()
-            with self.building():
-                self.world = self._build(own)
+            anew = self._wait_for_all()
+            with self.building() as note:
+                self.world = self._build(own, anew, note)
             if self.way != "gloo" and not self.is_lean:
                 self.neighbors = self._meet_neighbors()
             if self._stop.is_set():
@@ -276,7 +283,7 @@ class Preparation:
         if self.target_rank is not None:
             self.made = self.make(self.proposal.layout, self.target_rank)
 
-    def _build(self, own: Mapping[str, tuple[int, ...]]) -> World:
+    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
         board, proposal = self.control, self.proposal
         return build_world(
             board.store,
@@ -293,40 +300,46 @@ class Preparation:
             self.has_sequence,
             moves_apart=self.proposal.late,
             present=self._handing_on,
+            unfit=anew,
+            note=note,
         )
 
     @property
     def _handing_on(self) -> World | None:
         """The present world, if its groups may stay where their members do.
 
-        Not where members come and go: there the connections of a world that has lost somebody are shut down. Nor in a
-        late switch: a batch that is given up in the new world leaves messages behind, and the old one has to go on.
+        Not in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has to
+        go on. Nor on an accelerator where members come and go, where no communicator is kept.
         """
-        return None if self.status is not None or self.proposal.late else self.present
+        may_break = self.status is not None and is_accelerated()
+        return None if may_break or self.proposal.late else self.present
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self) -> list[str]:
         """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
 
-        So begin when all are here. MemberMissing names who is not, SwitchFailed if the switch is given up meanwhile, or
-        somebody cannot come, or knows of other groups of the user's.
+        So begin when all are here; the groups that are not handed on, as all see it alike. MemberMissing names who is
+        not, SwitchFailed if the switch is given up meanwhile, or somebody cannot come, or knows of other groups of the
+        user's.
         """
-        wrong = self._say_ready(None)
+        wrong, anew = self._say_ready(None)
         if wrong:
             raise SwitchFailed(wrong)
+        return anew
 
-    def _say_ready(self, error: str | None) -> str:
+    def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
         """That the others need not wait for this member any longer, or that they will wait in vain; once.
 
-        Why no groups are to be built, or nothing.
+        Why no groups are to be built, or nothing; and those that are not handed on.
         """
         self._has_said = True
-        mine = self.control.member
+        mine, present = self.control.member, self._handing_on
         errors = [] if error is None else [f"member {mine}: {error}"]
-        said = {"errors": errors, "own_groups": [[mine, self.own_count]]}
-        wrong: str = self.session.reduce(
-            "building", said, joined_readiness, why_unready, "building the next world's groups"
+        groups = {} if present is None else present.says(apart=(BUDDIES,))
+        said = {"errors": errors, "own_groups": [[mine, self.own_count]], "groups": groups}
+        wrong, anew = self.session.reduce(
+            "building", said, joined_readiness, judged_readiness, "building the next world's groups"
         )
-        return wrong
+        return wrong, anew
 
     def _meet_neighbors(self) -> Neighbors:
         """Those on this machine whose memory may be read."""
@@ -384,11 +397,19 @@ class Preparation:
 
 
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two parts of the members: the first errors, and two that have asked for different numbers of groups."""
+    """Of two parts of the members: the first errors, two that have asked for different numbers of groups, and what all
+    say of those that there are.
+    """
     first, *rest = one["own_groups"]
     differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
     errors = [*one["errors"], *other["errors"]]
-    return {"errors": errors[:MOST_ERRORS], "own_groups": [first, *differing[:1]]}
+    groups = joined(one["groups"], other["groups"])
+    return {"errors": errors[:MOST_ERRORS], "own_groups": [first, *differing[:1]], "groups": groups}
+
+
+def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
+    """Why no groups are to be built, or nothing; and those of the present world that are not handed on."""
+    return why_unready(found), unfit(found["groups"])
 
 
 def why_unready(found: dict[str, Any]) -> str:

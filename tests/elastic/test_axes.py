@@ -48,6 +48,18 @@ def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Pa
     assert processes(last) == processes(left) and last.changes[-1].change == "failure"
     finish_together(job)
     check_history(job, static, kills=1)
+    check_groups(job, kind)
+
+
+def check_groups(job: Job, kind: str) -> None:
+    """The node that stays from the second world on keeps the group of its own two workers in the planned changes."""
+    axis = {"tensor": "tensor", "experts": "expert", "pipeline": "pipe"}[kind]
+    switches = [row for row in job.rows("switch") if row["groups"]]
+    names = {
+        pid: [row["groups"][axis] for row in switches if row["pid"] == pid] for pid in {row["pid"] for row in switches}
+    }
+    stayed = [each for each in names.values() if len(each) > 2]
+    assert len(stayed) == 2 and all(len({*each[:3]}) == 1 for each in stayed), names
 
 
 @pytest.mark.parametrize("shares", [(4, 8), (8, 4)])

@@ -249,7 +249,9 @@ class Script:
         if LIMIT:
             limited(0)  # what training takes is another matter than what joining takes
         what = {name: getattr(event, name) for name in ("pause_ms", "step", "bytes_sent", "late_bytes")}
-        self.say(event="switch", layout=event.target.layout, **what)
+        world = self.engine._parts.world
+        held = {} if world is None else {kind: str(world.group(kind).group_name) for kind in world.kinds}
+        self.say(event="switch", layout=event.target.layout, groups=held, **what)
 
     def say(self, **what: Any) -> None:
         line = {"pid": os.getpid(), "time": time.monotonic(), "generation": self.generation, **what}

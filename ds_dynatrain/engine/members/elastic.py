@@ -6,7 +6,7 @@ The coordinator says who is there (`ds_dynatrain.elastic`); `changes` does what 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
@@ -33,6 +34,9 @@ WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.t
 REPLACED = "replaced"
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
+Lose = Callable[[Collection[str], Collection[int]], Collection[str]]
+"""(names of groups that could be left alone, numbers of members that are not gone) -> those that may; see
+`adapters.World.lose`."""
 
 
 class Elastic:
@@ -59,6 +63,8 @@ class Elastic:
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0
+        self.lose: Lose = _lose_all
+        """Lets the worlds of this process begin nothing any more."""
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._teardowns = Teardowns()
@@ -130,15 +136,27 @@ class Elastic:
         """What was published after that generation may have been harmless to those who trained until now alone."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
-            self.is_aborted, self._aborted_at = True, newest.generation
-            _abort(self._present, self.member.descriptors())
+            self._lose_present(newest)
 
     def abort(self) -> None:
         """What the others hold is not known any more: all have to say it, in a new generation."""
         with self._lock:
-            self.is_aborted = True
-            _abort(self._present, self.member.descriptors())
+            self._lose_present(None)
             self.member.breach()
+
+    def _lose_present(self, newest: World | None) -> None:
+        """The world that trains is lost: shut down what somebody waits in, or cannot be used any more.
+
+        newest: the generation that says so, which has all that are not gone; None where nothing can be trusted.
+        """
+        self.is_aborted, present = True, list(self._present.values())
+        there = set() if newest is None else {*newest.members, *newest.leaving}
+        if newest is not None:
+            self._aborted_at = newest.generation
+        known = {name for sockets in present for name in sockets.groups}
+        resting = self.lose(known, {number for one, number in self.registry.numbers.items() if one in there})
+        for sockets in present:
+            sockets.abort(self.member.descriptors(), resting)
 
     def breach(self) -> None:
         """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
@@ -148,36 +166,41 @@ class Elastic:
 
     def _hear(self, world: World) -> bool:
         """On the member's thread, before anybody else learns of a generation; whether it aborts the one that trains."""
-        spare = self.member.descriptors()
         if world.change == "failure":
-            _abort(self._coming, spare)
+            for sockets in list(self._coming.values()):
+                sockets.abort(self.member.descriptors())
         with self._lock:
             if self.is_harmless(world):
                 return False
-            self.is_aborted, self._aborted_at = True, world.generation
-            _abort(self._present, spare)
+            self._lose_present(world)
             return True
 
     # ---- process groups ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def building(self, generation: int, engine: int = 1) -> Iterator[None]:
-        """Around the building of an engine's world: a failure after that generation aborts it. engine: its number."""
-        with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)):
-            yield
+    def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
+        """Around the building of an engine's world: a failure after that generation aborts it. engine: its number.
+
+        Gives what is told of each group that was built.
+        """
+        with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
+            yield note
 
     @contextmanager
-    def building_more(self, engine: int = 1) -> Iterator[None]:
-        """Around the building of further groups of the world that trains."""
-        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted):
-            yield
+    def building_more(self, engine: int = 1) -> Iterator[Note]:
+        """Around the building of further groups of the world that trains; as `building`."""
+        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
+            yield note
 
     def settle(self, engine: int = 1) -> None:
         """The world that was built last for an engine is the one that trains now."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
-                self._present[engine] = self._coming.pop(engine)
+                coming = self._coming.pop(engine)
+                if engine in self._present:
+                    coming.take_over(self._present[engine])
+                self._present[engine] = coming
 
     def let_go(self, engine: int = 1) -> None:
         """The world that was built last for an engine is gone again."""
@@ -237,6 +260,6 @@ class Elastic:
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
 
-def _abort(worlds: dict[int, WorldSockets], spare: frozenset[int]) -> None:
-    for sockets in list(worlds.values()):
-        sockets.abort(spare)
+def _lose_all(known: Collection[str], there: Collection[int]) -> Collection[str]:
+    """While there are no engines: no group may go on."""
+    return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.incoming import refuse_cut
 from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -40,6 +41,7 @@ class ElasticMembership:
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
+        elastic.lose = lose_worlds
         self._boundaries = Boundaries(elastic)
         self._jobs: list[Job] = []
         self._is_in_call = False
@@ -78,13 +80,13 @@ class ElasticMembership:
         return GroupStatus()
 
     @contextmanager
-    def building(self, generation: int, engine: int) -> Iterator[None]:
+    def building(self, generation: int, engine: int) -> Iterator[Note]:
         """A failure after that generation aborts it."""
-        with self.elastic.building(generation, engine):
-            yield
+        with self.elastic.building(generation, engine) as note:
+            yield note
         self.elastic.settle(engine)
 
-    def building_more(self, engine: int) -> AbstractContextManager[None]:
+    def building_more(self, engine: int) -> AbstractContextManager[Note]:
         """A failure aborts it."""
         return self.elastic.building_more(engine)
 
@@ -243,3 +245,16 @@ class ElasticMembership:
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
         """In the coordinator's store, where it outlives generations."""
         self.elastic.say_replaced(stretch)
+
+
+def lose_worlds(known: Collection[str], there: Collection[int]) -> frozenset[str]:
+    """Begin nothing in the worlds of this process's engines; the groups that may stay open: see `World.lose`. In any
+    thread.
+
+    None where a switch is prepared or carried out: this thread does not know which groups are whose then. Nor of
+    several engines, whose groups may have been built side by side.
+    """
+    engines = PROCESS.engines
+    is_clear = len(engines) == 1 and not engines[0].is_switching
+    worlds = [engine.world for engine in engines if engine.world is not None]
+    return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))

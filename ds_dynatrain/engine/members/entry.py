@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.process_groups import make_group, serve_host
 from ds_dynatrain.adapters.watched import GroupStatus, watched
-from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
+from ds_dynatrain.adapters.worlds import LaunchWorld, Note, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.store import connected
@@ -73,7 +73,7 @@ class Entry:
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
-    def building(self) -> AbstractContextManager[None]:
+    def building(self) -> AbstractContextManager[Note]:
         """Around the building of the first world."""
         return self.membership.building(self._generation, self.number)
 

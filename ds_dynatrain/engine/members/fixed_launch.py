@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.worlds import Note, ignore
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -51,13 +52,13 @@ class FixedLaunch:
         """A lost peer is the end of the job."""
         return None
 
-    def building(self, generation: int, engine: int) -> AbstractContextManager[None]:
+    def building(self, generation: int, engine: int) -> AbstractContextManager[Note]:
         """Nothing can come in between."""
-        return nullcontext()
+        return nullcontext(ignore)
 
-    def building_more(self, engine: int) -> AbstractContextManager[None]:
+    def building_more(self, engine: int) -> AbstractContextManager[Note]:
         """Likewise."""
-        return nullcontext()
+        return nullcontext(ignore)
 
     def stop_if_over(self, generation: int) -> None:
         """Never."""

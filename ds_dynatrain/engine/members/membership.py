@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
@@ -73,11 +74,14 @@ class Membership(Protocol):
     def new_status(self) -> GroupStatus | None:
         """For the groups of an engine's first world: what tells of their failures, if that is of use."""
 
-    def building(self, generation: int, engine: int) -> AbstractContextManager[None]:
-        """Around the building of an engine's first groups. generation: of the membership; engine: its number."""
+    def building(self, generation: int, engine: int) -> AbstractContextManager[Note]:
+        """Around the building of an engine's first groups. generation: of the membership; engine: its number.
 
-    def building_more(self, engine: int) -> AbstractContextManager[None]:
-        """Around the building of further groups of the world that trains."""
+        Gives what is told of each group that was built.
+        """
+
+    def building_more(self, engine: int) -> AbstractContextManager[Note]:
+        """Around the building of further groups of the world that trains; as `building`."""
 
     def stop_if_over(self, generation: int) -> None:
         """WorldChanged if what is built for a generation will not come about; for polls."""

@@ -167,12 +167,12 @@ def _world_of(
     """The groups of an engine's next world; the one for the moves spans the holders of copies, too."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
-    with elastic.building(world.generation, number):
+    with elastic.building(world.generation, number) as note:
         own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
         sides = mine, members, (*members, *holders), seconds, layout, engine.vps.ties(layout)
         of_engine = own, number, engine.job.has_sequence
         store = engine.context.background.store
-        made = build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine)
+        made = build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine, note=note)
         made.connect(seconds)
         return made
 
