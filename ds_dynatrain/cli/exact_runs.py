@@ -35,6 +35,7 @@ class Compared:
             "runs": [{"path": run.path, "steps": len(run.steps), "last": max(run.steps)} for run in self.runs],
             "identical_steps": len(found.steps),
             "digested_steps": len(found.states),
+            "unknown": found.unknown,
             "last_digested_step": max(found.states, default=None),
             "step": found.step,
             "differences": [asdict(each) for each in found.differences],
@@ -45,6 +46,7 @@ class Compared:
         found = self.found
         if found.is_identical:
             what = f"losses and norms of all, weights and moments after {self._digested}"
+            what += f"; {found.unknown} losses or norms are in one of them alone" if found.unknown else ""
             yield f"{_steps(found.steps)} bit-identical: {what}"
         else:
             first, *others = found.differences

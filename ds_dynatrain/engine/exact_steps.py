@@ -2,14 +2,16 @@
 
 Each rank has the losses of its own leaves and parts of the state. What it knows goes into one vector of integers, whose
 sum over all ranks is the same whoever holds what: a loss as the bits of its fp64 number, which no other rank has; a
-tensor's digest as that of the rank's parts. Of a weight that several ranks hold whole, one rank's counts, and to it
-comes a sum over all of their copies that is 0 where they are equal (`transaction.shares`): one that differs shows.
+tensor's digest as that of the rank's parts. Of a weight that several ranks or stages hold whole, one's counts, and to
+it comes a sum over all of their copies that is 0 where they are equal (`transaction.shares`): one that differs shows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +59,14 @@ class ExactSteps:
         if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
             return
         leaf = host.micro_step.own()[self._engine.place("data")]
-        self._losses[leaf] = loss.detach().to(torch.float64, copy=True)  # type: ignore[attr-defined]
+        self._losses[leaf] = _kept(loss)
+
+    def note_losses(self, losses: Sequence[torch.Tensor]) -> None:
+        """Those of all micro-batches of a pipeline, in order, on its last stage."""
+        step = self._engine.host.micro_step
+        if step is not None:
+            mine = range(self._engine.place("data"), step.leaves, step.data)
+            self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # else it is borrowed
 
     def forget_batch(self) -> None:
         """Losses of the open global batch do not count."""
@@ -97,10 +106,12 @@ class ExactSteps:
         held = tuple(sorted({kind for kind, _ in buffers} - {*OF_A_STAGE}))
         side, _ = side_digests(vps, layout, rank, buffers, held, set())
         mine = shares(vps, layout, engine.members, rank, side)
-        order, nothing = _by_name(engine), np.zeros(len(vps.tensors), np.uint64)
-        return {
-            kind: (mine.whole.get(kind, nothing) + mine.copies.get(kind, nothing))[order] for kind in _kinds(engine)
-        }
+        found = {kind: np.zeros(len(vps.tensors), np.uint64) for kind in _kinds(engine)}
+        for part in (mine.whole, mine.copies, mine.places):
+            for kind, digests in part.items():
+                found[kind] += digests
+        order = _by_name(engine)
+        return {kind: digests[order] for kind, digests in found.items()}
 
     def _added(self, mine: Digests) -> Digests:
         """The sum over all ranks, modulo 2^64: of the halves of each number, which 64 bits hold in any world."""
@@ -137,7 +148,11 @@ class ExactSteps:
         )
 
 
-def _is_loss(value: object) -> bool:
+def _kept(loss: torch.Tensor) -> torch.Tensor:
+    return loss.detach().to(torch.float64, copy=True)
+
+
+def _is_loss(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 

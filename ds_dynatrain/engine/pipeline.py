@@ -50,6 +50,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             loss: torch.Tensor = super().train_batch()
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
+        if self._parts.exact is not None and self.is_last_stage():
+            self._parts.exact.note_losses(cast("list[torch.Tensor]", self.fwd_outputs))
         self.micro_steps += self._parts.accumulation
         self._end_window(before)
         self._parts.finish_step()

@@ -30,11 +30,13 @@ class Difference:
 @dataclass(frozen=True)
 class Comparison:
     """Of two runs. steps: that both have, before the first that differs. states: those of them of which both have
-    digests of weights and moments. step: the first that differs, None if none does. differences: all that differs in
+    digests of weights and moments. unknown: losses and norms in them that one run alone has, as where a rank has died
+    with its own. step: the first that differs, None if none does. differences: all that differs in
     it, in the order in which a step makes it: losses by leaf, the norm, weights, masters, moments."""
 
     steps: tuple[int, ...]
     states: tuple[int, ...]
+    unknown: int = 0
     step: int | None = None
     differences: tuple[Difference, ...] = ()
 
@@ -53,29 +55,30 @@ def compare(one: ExactRun, other: ExactRun) -> Comparison:
     common = sorted(one.steps.keys() & other.steps.keys())
     if not common:
         raise ValueError(f"{what} have no step in common: {_range(one)} and {_range(other)}")
-    same, states = list[int](), list[int]()
+    same, states, unknown = list[int](), list[int](), 0
     for number in common:
         mine, theirs = one.steps[number], other.steps[number]
         found = tuple(_differences(one, mine, theirs))
         if found:
-            return Comparison(tuple(same), tuple(states), number, found)
+            return Comparison(tuple(same), tuple(states), unknown, number, found)
         same.append(number)
         states += [number] if mine.state and theirs.state else []
+        unknown += sum((a is None) != (b is None) for a, b in zip(_numbers(mine), _numbers(theirs), strict=True))
     if not states:
         raise ValueError(
             f"{what}: losses and norms of {len(same)} steps are equal, and there is no step of which both have digests "
             "of weights and moments: give both jobs the same dynatrain.exact.digest_every_steps"
         )
-    return Comparison(tuple(same), tuple(states))
+    return Comparison(tuple(same), tuple(states), unknown)
 
 
 def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Difference]:
     if len(one.losses) != len(other.losses):
         yield Difference("leaves", "", str(len(one.losses)), str(len(other.losses)))
     for leaf, pair in enumerate(zip(one.losses, other.losses, strict=False)):
-        if repr(pair[0]) != repr(pair[1]):  # which tells -0.0 from 0.0, and knows nan
+        if _differ(*pair):
             yield Difference(LOSS, f"leaf {leaf}", *map(repr, pair))
-    if repr(one.norm) != repr(other.norm):
+    if _differ(one.norm, other.norm):
         yield Difference(NORM, "", repr(one.norm), repr(other.norm))
     if not one.state or not other.state:
         return
@@ -86,6 +89,15 @@ def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Di
             mine, theirs = (step.tensor_digest(kind, number) for step in (one, other))
             if mine != theirs:
                 yield Difference(kind, repr(name), mine, theirs)
+
+
+def _numbers(step: ExactStep) -> tuple[float | None, ...]:
+    return (*step.losses, step.norm)
+
+
+def _differ(one: float | None, other: float | None) -> bool:
+    """Whether both are known and have other bits; that there is a zero of either sign and one nan is in the words."""
+    return one is not None and other is not None and repr(one) != repr(other)
 
 
 def _range(run: ExactRun) -> str:

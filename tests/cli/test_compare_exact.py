@@ -83,7 +83,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a leaf": ({"losses": (0.1, 0.25, -0.0)}, "step 4 is the first that differs: loss of leaf 1: 0.5 and 0.25"),
     "a sign": ({"losses": (0.1, 0.5, 0.0)}, "step 4 is the first that differs: loss of leaf 2: -0.0 and 0.0"),
-    "no loss": ({"losses": (0.1, 0.5, None)}, "step 4 is the first that differs: loss of leaf 2: -0.0 and None"),
     "the norm": ({"norm": 0.1}, "step 4 is the first that differs: norm: 0.125 and 0.1"),
     "the last digit": ({"norm": 0.12500000000000003}, "norm: 0.125 and 0.12500000000000003"),
     "fewer leaves": ({"losses": (0.1, 0.5)}, "step 4 is the first that differs: leaves: 3 and 2"),
@@ -104,6 +103,14 @@ def test_what_differs_is_named(sound: Path, tmp_path: Path, name: str) -> None:
     assert first["kind"] in words and first["name"] in words
     if name == "a tensor":
         assert [each["kind"] for each in said["differences"]] == ["weight", "exp_avg"]
+
+
+def test_a_loss_that_died_with_its_rank(sound: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "other", [*map(step, range(1, 5)), step(5, losses=(0.1, None, -0.0))])
+    assert compare(sound, other).stdout.endswith("after each; 1 losses or norms are in one of them alone\n")
+    assert told(other, sound)["unknown"] == 1
+    wrong = written(tmp_path / "wrong", [step(1, losses=(None, None, 0.0))])
+    assert told(sound, wrong)["differences"][0]["name"] == "leaf 2"
 
 
 def test_a_job_that_went_back(sound: Path, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from ds_dynatrain.engine.exact_steps import ExactSteps
 from ds_dynatrain.report import read_events
 from ds_dynatrain.report.difference import Comparison, compare
 from ds_dynatrain.report.exact import ExactRun, read_exact
-from tests.engine import exactly, jobs
+from ds_dynatrain.space import Layout
+from tests.engine import exact_pipelines, exactly, jobs
 from tests.engine.exactly import Bits, together
+from tests.engine.pipeline_walks import layout
 from tests.engine.pool import RankPool
 
 FULL = pytest.mark.full
@@ -78,6 +80,24 @@ def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     pool.run(exactly.run, start=(3, 3), steps=2, save=str(folder), dynatrain=block)
     pool.run(exactly.run, start=(2, 1), steps=STEPS, load=str(folder), dynatrain=block)
     assert compare(whole, read_exact(file)) == Comparison((1, 2, 3, 4), (2, 4))
+
+
+PIPELINES = (layout(2, 2, boundaries=(0, 5, 9)), layout(4, 1))
+
+
+@pytest.mark.parametrize("start", [PIPELINES[0], pytest.param(PIPELINES[1], marks=FULL)])
+def test_pipelines_have_the_same_digests(pool: RankPool, tmp_path: Path, start: Layout) -> None:
+    """With ties between stages; and through a switch of their number."""
+    runs = []
+    for place, (first, schedule) in enumerate(((layout(1, 1), {}), (start, {2: layout(3, 1)}))):
+        block = {"exact": {"digest_every_steps": 2}, "report": {"jsonl": str(tmp_path / f"{place}")}}
+        ranks = pool.run(exact_pipelines.run, start=first, schedule=schedule, steps=STEPS, dynatrain=block, seconds=120)
+        runs.append(read_exact(tmp_path / f"{place}"))
+        seen = together(ranks).losses
+        assert {
+            (at - 1, leaf): loss for at, step in runs[-1].steps.items() for leaf, loss in enumerate(step.losses)
+        } == {key: loss for key, loss in seen.items() if key[1] >= 0}
+    assert compare(*runs) == Comparison((1, 2, 3, 4), (2, 4))
 
 
 # ---- a bit that flips --------------------------------------------------------------------------------------------
