@@ -5,6 +5,9 @@ the world. Here each micro-step sends every slice of every leaf's gradient to th
 the owner adds leaves in the order of their numbers (`exact.sums`). All stages do this, with the same bits: 2 and 3 as
 soon as gradients are there, stage 1 at the end of a backward pass, as it holds whole gradients anyway.
 
+Gradients are sent in the type of the weights, and added in fp32: what fp16 has are those of the scaled loss. A sum that
+is not finite makes the norm infinite, and that alone, alike in all stages, makes DeepSpeed skip a step.
+
 Gradients are sent in chunks (`exact_lines`), by one plan on every rank: a parameter that got no gradient is sent as
 zeros, so ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
 """
@@ -53,11 +56,14 @@ class LeafSums:
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
         """`put_on`, where it is known whose gradients lie where."""
         sums = LeafSums(zero, lines, now)
+        zero.has_overflow = lambda partition_gradients=True: False  # the norm tells
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.reduce_ready_partitions_and_remove_grads = sums.arrive
             zero._get_norm_groups = lambda: [global_norm(zero, lines)]
         else:
+            zero.check_grad_overflow = True  # else a norm that is infinite skips no step in bf16, as at stage 3
+            zero.use_grad_accum_attribute = False  # gradients are taken from where autograd leaves them
             zero.process_gradients = lambda parameter, group: sums.arrive(parameter)
             zero.scaled_global_norm = lambda norm_type=2: combine_grad_norm_groups([global_norm(zero, lines)])
         return sums
@@ -136,7 +142,7 @@ class LeafSums:
         return iter(receive.view(size, mine))
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
-        """This rank's gradients of a chunk, in fp32."""
+        """This rank's gradients of a chunk, in the type of the weights."""
         self._make_room()
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
@@ -153,9 +159,7 @@ class LeafSums:
         levels, level = self._sums_of(chunk.line), level_of(leaf)
         place = slice(chunk.begin, chunk.begin + row.numel())
         for lower in range(level):
-            into = levels[level][place] if lower == level - 1 else row
-            torch.add(levels[lower][place], row, out=into)
-            row = into
+            row = torch.add(levels[lower][place], row, out=levels[level][place])
         if not level:
             levels[0][place].copy_(row)
 
@@ -180,9 +184,10 @@ class LeafSums:
         """What chunks are sent from and received in, once."""
         if not len(self._send):
             chunks = self._lines.chunks
-            self._send = torch.empty(max(chunk.numel for chunk in chunks), dtype=torch.float32, device="cpu")
+            (dtype,) = {piece.parameter.dtype for chunk in chunks for piece in chunk.pieces}
+            self._send = torch.empty(max(chunk.numel for chunk in chunks), dtype=dtype, device="cpu")
             into = max(max(chunk.splits) * len(chunk.splits) for chunk in chunks)
-            self._receive = torch.empty(into, dtype=torch.float32, device="cpu")
+            self._receive = torch.empty(into, dtype=dtype, device="cpu")
 
 
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:

@@ -16,9 +16,11 @@ from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_pla
 from ds_dynatrain.adapters.device import compute_device, is_accelerated
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.optimizers import full_name, rule_of
+from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import spread_layers
 from ds_dynatrain.adapters.versions import refuse_exact
 from ds_dynatrain.support import examine, refuse_inexact, usage
+from ds_dynatrain.support.checks import is_low
 
 MODE = "MKL_CBWR"
 LOOSE_MODES = ("", "OFF", "AUTO")
@@ -34,6 +36,8 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
         raise usage("exact: MKL_CBWR").error(f"exact: {MODE}={os.environ.get(MODE, '')}")
     for finding in examine(config):
         refuse_inexact(finding.key, finding.value, finding.is_off)
+    if is_pipeline(model) and is_low(config):
+        raise usage("exact: a pipeline of 16 bits").error()
     if not (isinstance(model, PipelineModule) and model.num_stages > 1):
         refuse_inexact_model(config, model, mpu)
 
@@ -62,6 +66,17 @@ def _has_further_losses(model: nn.Module) -> bool:
     return type(model).get_additional_losses is not PipelineModule.get_additional_losses
 
 
+def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration with what it must have in an exact job, so that no stage has bits of its own.
+
+    ZeRO-3's own linear layer has weight gradients with other bits. Sums of leaves are in fp32, of whichever type the
+    weights are, and so is the memory in which DeepSpeed takes them over.
+    """
+    zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
+    types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
+    return {**config, "zero_optimization": zero, "data_types": types}
+
+
 def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """UnsupportedError for an optimizer whose update of an element may depend on its place."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -81,12 +96,17 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
             raise usage("exact: a buffer that changes").error(f"exact: buffer {name!r}")
 
 
-def machine() -> dict[str, str]:
-    """What decides how this process rounds: equal on all of an exact job."""
-    return {
+def machine(low: bool = True) -> dict[str, str]:
+    """What decides how this process rounds: equal on all of an exact job. low: whether its weights are of 16 bits."""
+    found = {
         "torch": torch.__version__,
         "threads (torch.get_num_threads, OMP_NUM_THREADS)": str(torch.get_num_threads()),
         "kernels (torch.backends.cpu.get_cpu_capability)": torch.backends.cpu.get_cpu_capability(),
         MODE: os.environ.get(MODE, ""),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
+    if low:  # oneDNN multiplies matrices of 16 bits by whichever of these there is
+        names = ("avx512_bf16", "amx_tile", "amx_fp16")
+        held = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported")()]
+        found["instructions for 16 bits (torch.cpu)"] = " ".join(held) or "none"
+    return found

@@ -8,6 +8,7 @@ import torch
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
@@ -74,6 +75,15 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             correct_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """DeepSpeed's, which says what to wrap the optimizer in.
+
+        Stage 1 of an exact job in bf16 has the ZeRO optimizer of the other stages' kind, too: BF16_Optimizer, which
+        DeepSpeed takes there for sums in fp32, reduces and clips in orders of its own.
+        """
+        found = super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION if self._host.in_leaves else found
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's, unless the parameters are not there yet: then each comes in equal for all."""
@@ -171,9 +181,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
-        counted = all_counted(self.module, self._host.layout)
-        slots = 1 if self._host.in_leaves else self.dp_world_size * int(self.gradient_accumulation_steps())
-        with divided_by_tokens(self, self._host.window_tokens, slots), scaler.true_norm(self), counted:
+        counted, in_leaves = all_counted(self.module, self._host.layout), self._host.in_leaves
+        slots = 1 if in_leaves else self.dp_world_size * int(self.gradient_accumulation_steps())
+        norm = scaler.norm_before_growth(self) if in_leaves else scaler.true_norm(self)
+        with divided_by_tokens(self, self._host.window_tokens, slots), norm, counted:
             super()._take_model_step(*arguments)
         self._host.end_step()
 

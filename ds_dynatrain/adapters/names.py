@@ -34,6 +34,7 @@ NAMES: Names = {
         _configure_checkpointing
         _configure_distributed_model _backward_prologue _backward_prologue_per_tensor _broadcast_model
         _backward_post_hook _take_model_step clip_fp32_gradients get_data_types _configure_random_ltd_scheduler
+        _do_optimizer_sanity_check
         random_ltd_config zero_force_ds_cpu_optimizer zero_cpu_offload zero_use_cpu_optimizer zero_round_robin_gradients
     """,
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": """
@@ -91,8 +92,8 @@ NAMES: Names = {
         _lazy_init_hp_params_optimizer_state _create_param_mapping _create_optimizer_mapping _get_offload_gradient_dict
         get_grad_position complete_grad_norm_calculation_for_cpu_offload _update_scale unscale_and_clip_grads step
     """,
-    "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
-    "deepspeed.utils": "link_hp_params",
+    "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS apply_to_tensors_only",
+    "deepspeed.utils": "link_hp_params z3_leaf_module",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_DATA_PARALLEL_GROUP _SEQUENCE_PARALLEL_GROUP",
     "deepspeed.utils.groups": """
         _DATA_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP_RANKS _EXPERT_PARALLEL_GROUP

@@ -22,7 +22,7 @@ def rules_of(host: Any) -> ZeroRules:
     ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
     """
     itemsize = int(host.model_map.dtype.itemsize)
-    flat = _stages_with_options(host.engine)
+    flat = _stages_with_options(host)
     return ZeroRules(
         flat_without_zero=holds_flat_groups(host.basic_optimizer, host.element_types),
         parts_without_zero=parts_without_zero(host),
@@ -38,9 +38,9 @@ def parts_without_zero(host: Any) -> bool:
     return is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16
 
 
-def _stages_with_options(engine: Any) -> frozenset[int]:
+def _stages_with_options(host: Any) -> frozenset[int]:
     """Stages whose optimizer knows the two options: not stage 1 where it is BF16_Optimizer."""
-    types = engine.get_data_types()
-    if types == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload():
+    types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
+    if types == (torch.bfloat16, torch.float32) and not is_apart:
         return frozenset({2})
     return frozenset({1, 2})

@@ -15,6 +15,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 State = dict[str, Any]
 """Field -> a number, a boolean or None."""
@@ -140,6 +141,24 @@ def true_norm(engine: Any) -> Iterator[None]:
     yield
     if divisor != 1.0:
         optimizer._global_grad_norm = optimizer._global_grad_norm / divisor
+        engine._global_grad_norm = optimizer._global_grad_norm
+
+
+# ---- stage 3 -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def norm_before_growth(engine: Any) -> Iterator[None]:
+    """Inside the block a step of stage 3 notes the norm of the gradients by the scale that they have, as 1 and 2 do.
+
+    DeepSpeed 0.19.8 divides it there by the scale of the next step, another one where the scale has just grown.
+    """
+    optimizer = engine.optimizer
+    before = float(optimizer.loss_scale)
+    yield
+    after = float(optimizer.loss_scale)
+    if after > before and isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._global_grad_norm = optimizer._global_grad_norm * (after / before)
         engine._global_grad_norm = optimizer._global_grad_norm
 
 

@@ -27,6 +27,7 @@ NAMES: Mapping[str, str] = {
         FakeProcessGroup.Options.error_on_collective FakeProcessGroup._create_internal HashStore PrefixStore Store
         Store.clone Work _DistributedBackendOptions _unregister_process_group
     """,
+    "torch.cpu": "_is_amx_fp16_supported _is_amx_tile_supported _is_avx512_bf16_supported",
     "torch._dynamo": "reset",
     "torch._dynamo.callback": "callback_handler",
     "torch._dynamo.eval_frame": "OptimizedModule",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.exact_job import machine, refuse_inexact_job, refuse_inexact_model
+from ds_dynatrain.adapters.exact_job import exact_config, machine, refuse_inexact_job, refuse_inexact_model
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
@@ -43,6 +43,7 @@ from ds_dynatrain.engine.process import PROCESS, refuse_idle
 from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import usage
+from ds_dynatrain.support.checks import is_low
 
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
@@ -225,13 +226,13 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
                 refuse_stage_of_another(model, entry.mine)
             sizes = BatchSizes.of(own, layout.data, settings.exact is not None)
         zero = {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}
-        if settings.exact:
-            zero["memory_efficient_linear"] = False  # else stage 3 has gradients with other bits, for itself
         own = {**own, "zero_optimization": zero}
+        if settings.exact:
+            own = exact_config(own)
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
-        mine = machine() if settings.exact else {}
+        mine = machine(is_low(own)) if settings.exact else {}
         records = introduce(entry, incoming, mine)
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, incoming.rows(), said, mine, given.on_idle)

@@ -103,22 +103,25 @@ class OverridingEngine(HostEngine):
             return self._forward_of_slot(*inputs, **kwargs)
 
     def _forward_of_slot(self, *inputs: Any, **kwargs: Any) -> Any:
-        watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
-        with watched:
-            output = self._forward_without_trace(*inputs, **kwargs)
+        output = self._forward_without_trace(*inputs, **kwargs)
         if self._parts.exact is not None:
             self._parts.exact.note_loss(output)
         return output
 
     def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
-            return super().forward(*inputs, **kwargs)
+            return self._forward_watched(*inputs, **kwargs)
         before = [(held, held.detach().clone()) for held in self.module.buffers()]
-        output = super().forward(*inputs, **kwargs)
+        output = self._forward_watched(*inputs, **kwargs)
         with torch.no_grad():
             for held, value in before:
                 held.copy_(value)
         return output
+
+    def _forward_watched(self, *inputs: Any, **kwargs: Any) -> Any:
+        watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
+        with watched:
+            return super().forward(*inputs, **kwargs)
 
     @in_turn
     def backward(

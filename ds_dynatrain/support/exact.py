@@ -34,6 +34,19 @@ TRIED: Mapping[str, tuple[object, ...]] = {
     "scheduler": ANY,
     "scheduler.type": ANY,
     "scheduler.params": ANY,
+    "bf16": ANY,
+    "bf16.enabled": ANY,
+    "bf16.check_grad_overflow": ANY,
+    "fp16": ANY,
+    "fp16.enabled": ANY,
+    "fp16.loss_scale": ANY,
+    "fp16.initial_scale_power": ANY,
+    "fp16.loss_scale_window": ANY,
+    "fp16.hysteresis": ANY,
+    "fp16.consecutive_hysteresis": ANY,
+    "fp16.min_loss_scale": ANY,
+    "data_types": ANY,
+    "data_types.grad_accum_dtype": ("fp32",),
     "zero_optimization": ANY,
     "zero_optimization.stage": ANY,
     "zero_optimization.reduce_bucket_size": ANY,
@@ -65,7 +78,8 @@ EXACT = (
         "exact",
         Verdict.NOTE,
         "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
-        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs: see [exact](exact.md)",
+        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs, without pipelines in bf16 and "
+        "fp16, too: see [exact](exact.md)",
         proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
     ),
     Row(
@@ -88,6 +102,12 @@ EXACT = (
         "launch a fixed number of nodes (no MIN:MAX) and leave dynatrain.buddies out; layouts change by engine.switch",
         "members_that_come_and_go",
         _OF_PIPELINES,
+    ),
+    _start(
+        "a pipeline of 16 bits",
+        "that was not tried yet",
+        "train it in fp32, or leave dynatrain.exact out",
+        "a_pipeline_of_16_bits",
     ),
     _start(
         "reentrant checkpointing in a pipeline",
@@ -177,6 +197,7 @@ EXACT = (
 def refuse_inexact(key: str, value: object, is_off: bool) -> None:
     """UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
     values = TRIED.get(key)
-    is_tried = values is not None and (not values or any(value is each for each in values))
+    alike = [each for each in values or () if each == value and type(each) is type(value)]
+    is_tried = values is not None and bool(alike or not values)
     if not is_off and not is_tried and not key.startswith(_OPEN):
         raise next(row for row in EXACT if row.key == "exact: a key that was not tried").error(f"exact: {key}")

@@ -141,7 +141,8 @@ def trained(sizes: list[list[int]], leaves: Leaves, data: int, stage: int, bucke
     zeros: list[Any] = [None] * data
 
     def rank(number: int) -> Any:
-        groups = [[nn.Parameter(torch.zeros(size)) for size in group] for group in sizes]
+        dtype = next((held.dtype for leaf in leaves for held in leaf if held is not None), torch.float32)
+        groups = [[nn.Parameter(torch.zeros(size, dtype=dtype)) for size in group] for group in sizes]
         flat = [held for group in groups for held in group]
         zero: Any = Cut(groups, data, bucket) if stage == 3 else Flat(groups, data, stage, bucket, gap)
         zeros[number] = zero
@@ -174,11 +175,14 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], Leaves]:
     sizes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3))
     count = draw(st.integers(1, 9))
     stream = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 
     def leaf() -> list[torch.Tensor | None]:
         flat = [size for group in sizes for size in group]
         return [
-            None if draw(st.integers(0, 9)) == 0 else torch.randn(size, generator=stream) * 10.0 ** (size % 3)
+            None
+            if draw(st.integers(0, 9)) == 0
+            else (torch.randn(size, generator=stream) * 10.0 ** (size % 3)).to(dtype)
             for size in flat
         ]
 
@@ -196,7 +200,8 @@ def test_any_world_and_stage_has_the_tree(
     data = min(data, len(leaves))
     flat = [size for group in sizes for size in group]
     filled = [
-        [torch.zeros(size) if got is None else got for size, got in zip(flat, row, strict=True)] for row in leaves
+        [torch.zeros(size) if got is None else got.float() for size, got in zip(flat, row, strict=True)]
+        for row in leaves
     ]
     wanted = [tree([row[place] for row in filled]) + 0.0 for place in range(len(flat))]
     with patch.object(exact_lines, "LEAST_CHUNK", 1):

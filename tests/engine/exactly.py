@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from tests.engine.models import LENGTH, WORDS, SmallGPT, decay_groups, small_gpt
 
 STEPS = 6
 LEAVES = 7
+Place = tuple[int, int]
+"""(step, leaf)."""
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -52,10 +54,14 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass
 class Bits:
-    """losses: (step, leaf) -> loss, of this rank; norms: by step. state: of the end, the same on all that worked."""
+    """losses: (step, leaf) -> loss, of this rank; norms: by step. state: of the end, the same on all that worked.
 
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    scales: by step the loss scale after it, and how many steps were skipped until then.
+    """
+
+    losses: dict[Place, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, tuple[float, int]] = field(default_factory=dict)
     state: oracle.State | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -74,9 +80,13 @@ def run(
     load: str | None = None,
     save: str | None = None,
     model: Callable[[], nn.Module] | None = None,
+    exploding: Collection[Place] = (),
     **more: Any,
 ) -> Bits:
-    """Train an exact job with dropout, clipping and three groups; over several passes, each with a short last batch."""
+    """Train an exact job with dropout, clipping and three groups; over several passes, each with a short last batch.
+
+    exploding: leaves whose gradients are not finite.
+    """
     torch.manual_seed(seed)
     bits, schedule = Bits(), dict(schedule or {})
     made = small_gpt(dropout=0.2, width=width) if model is None else model()
@@ -87,10 +97,11 @@ def run(
             engine.load(load)
         while engine.idle or engine.global_steps < steps:
             for batch in loader:
-                _train_leaf(engine, batch, bits, tokens, torch_style)
+                _train_leaf(engine, batch, bits, tokens, torch_style, exploding)
                 if engine.micro_steps % engine.gradient_accumulation_steps():
                     continue
                 bits.norms[engine.global_steps - 1] = float(engine.get_global_grad_norm())
+                bits.scales[engine.global_steps - 1] = (float(engine.optimizer.loss_scale), engine.skipped_steps)
                 if each is not None:
                     each(engine, bits)
                 if engine.global_steps in schedule:
@@ -103,14 +114,18 @@ def run(
     return bits
 
 
-def _train_leaf(engine: Any, batch: Any, bits: Bits, tokens: bool, torch_style: bool) -> None:
+def _train_leaf(
+    engine: Any, batch: Any, bits: Bits, tokens: bool, torch_style: bool, exploding: Collection[Place]
+) -> None:
     step = engine._host.micro_step
     leaf = engine.data_rank if step is None else step.number * engine.layout.data + engine.data_rank
     torch.rand(leaf % 3), np.random.rand(), random.random()  # whatever else draws makes no difference to the next one
     place, borrowed = (engine.global_steps, leaf), engine.slot_is_borrowed
     loss = engine(*batch)
+    if place in exploding:
+        loss = loss * (3e4 if engine.fp16_enabled() else float("inf"))  # a few elements overflow in fp16
     if torch_style:
-        loss.backward()
+        (engine.scale(loss) if engine.fp16_enabled() else loss).backward()
     else:
         engine.backward(loss, tokens=batch[0].numel() + leaf) if tokens else engine.backward(loss)
     if not borrowed:
@@ -122,7 +137,7 @@ def together(ranks: list[Bits | None]) -> Bits:
     """What all ranks have seen, as one; AssertionError where two of them disagree."""
     found = Bits()
     for bits in ranks:
-        for name in ("losses", "norms"):
+        for name in ("losses", "norms", "scales"):
             for key, value in getattr(bits, name).items() if bits is not None else ():
                 assert getattr(found, name).setdefault(key, value) == value, (name, key)
         found.state = found.state or (bits.state if bits is not None else None)
@@ -132,9 +147,9 @@ def together(ranks: list[Bits | None]) -> Bits:
 def differences(one: Bits, other: Bits) -> list[str]:
     """What differs between two runs, in words: nothing at all is what an exact job is for."""
     found = []
-    for name in ("losses", "norms"):
+    for name in ("losses", "norms", "scales"):
         mine, theirs = getattr(one, name), getattr(other, name)
-        places = sorted(mine.keys() & theirs.keys() if name == "norms" else mine.keys() | theirs.keys())
+        places = sorted(mine.keys() | theirs.keys() if name == "losses" else mine.keys() & theirs.keys())
         differ = [place for place in places if mine.get(place) != theirs.get(place)]
         if differ:
             first = differ[0]

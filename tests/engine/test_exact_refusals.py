@@ -43,8 +43,10 @@ def refused(words: str, model: nn.Module | None = None, mpu: Any = None, **more:
 @pytest.mark.parametrize(
     "more",
     [
-        {"bf16": {"enabled": True}},
-        {"fp16": {"enabled": True}},
+        {"bf16": {"enabled": True, "immediate_grad_update": True}},
+        {"fp16": {"enabled": True, "auto_cast": True}},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"torch_autocast": {"enabled": True}},
         {"zero_optimization": {"stage": 1, "overlap_comm": True}},
         {"zero_optimization": {"stage": 1, "memory_efficient_linear": True}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
@@ -60,7 +62,7 @@ def test_a_key_that_was_not_tried(more: dict[str, Any]) -> None:
 
 def test_what_is_off_or_tried_passes() -> None:
     zero = {"stage": 2, "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 5, "offload_optimizer": {}}
-    given = {"zero_optimization": zero, "bf16": {"enabled": False}, "optimizer": {"type": "SGD", "params": {"lr": 1}}}
+    given = {"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 1}}}
     refuse_inexact_job(given, nn.Linear(2, 2), None)
 
 
@@ -79,6 +81,12 @@ def test_a_series_of_deepspeed() -> None:
 
 def test_a_model() -> None:
     refused("^exact: Linear: its layers send", mpu=object())
+
+
+def test_a_pipeline_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_job, "is_pipeline", lambda model: True)
+    for block in ("bf16", "fp16"):
+        refused("^exact: a pipeline of 16 bits: that was not tried yet; train it in fp32", **{block: {"enabled": True}})
 
 
 def test_batch_norm() -> None:
