@@ -20,6 +20,7 @@ from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
 from ds_dynatrain.adapters.exact import LeafSums
+from ds_dynatrain.adapters.exact_graph import GraphNodes
 from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
@@ -86,6 +87,7 @@ class Host:
     _gathers: GatherWatch = field(init=False)
     _scaling: scaler.State = field(init=False)
     _sums: LeafSums | None = None
+    _nodes: GraphNodes | None = None
 
     # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
 
@@ -220,6 +222,7 @@ class Host:
         """
         old, adapter = self.optimizer, self.stage_adapter
         self._sums = None
+        self._take_nodes_away()
         if hasattr(old, "destroy"):
             old.destroy()
         adapter.release(self.engine, self.model_map)
@@ -287,6 +290,7 @@ class Host:
         """Remove what DeepSpeed and this object keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
+        self._take_nodes_away()
         self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.engine.__dict__:
@@ -377,6 +381,13 @@ class Host:
         if self.in_leaves:
             order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
             self._sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
+            self._take_nodes_away()
+            self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
+
+    def _take_nodes_away(self) -> None:
+        if self._nodes is not None:
+            self._nodes.stop()
+        self._nodes = None
 
     def break_off(self) -> None:
         """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""
