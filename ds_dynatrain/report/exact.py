@@ -8,7 +8,6 @@ went back there. Each line about a step has a digest of all else in it, so that 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import math
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 JOB, STEP = "exact_job", "exact_step"
+OF_SWITCHES = ("switch", "recompile", "gain")
+"""Other lines of a report file."""
 DIGEST_BYTES = 8
 """Of one tensor in one state kind, little endian."""
 
@@ -118,16 +119,14 @@ def read_exact(path: str | Path) -> ExactRun:
     ValueError, naming the file and the line, for one that is damaged, cut off, of two jobs, or says nothing of any;
     OSError for one that cannot be opened.
     """
-    lines = Path(path).read_bytes().split(b"\n")
     reading = _Reading()
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line:
-            break
-        try:
-            reading.take(_parsed(line, is_last=number == len(lines)))
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}, line {number}: {words}") from error
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                reading.take(_parsed(line))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"{path}, line {number}: {words}") from error
     if reading.job is None or not reading.steps:
         raise ValueError(
             f"{path}: no step of an exact job is in it; it is to be the report.jsonl of a job with dynatrain.exact"
@@ -153,6 +152,8 @@ class _Reading:
             if self.job is None:
                 raise ValueError("a step before any line says of which job it is: the beginning of the file is lost")
             self._add(ExactStep.read(record, self.job))
+        elif record["event"] not in OF_SWITCHES:
+            raise ValueError(f"a line about {record['event']!r}, which no report file has")
 
     def _add(self, step: ExactStep) -> None:
         if self._last is not None and step.step != self._last + 1:
@@ -163,11 +164,11 @@ class _Reading:
         self.steps[step.step] = step
 
 
-def _parsed(line: bytes, is_last: bool) -> Mapping[str, Any]:
+def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(line.decode())
     except ValueError:
-        if not is_last:
+        if line.endswith(b"\n"):
             raise ValueError(f"damaged, it is no JSON: {line[:60]!r}") from None
         raise ValueError(
             "cut off: its process ended while it wrote, or the disk was full; delete the line to compare what is "

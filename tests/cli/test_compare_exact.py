@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
@@ -137,6 +139,8 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no JSON": (lines(lambda held: [*held[:2], b"\x00\xff", *held[3:]]), "line 3: damaged, it is no JSON"),
     "a line": (lines(lambda held: [*held[:2], *held[3:]]), "line 3: step 3 comes after step 1: lines between"),
     "its begin": (lines(lambda held: held[1:]), "line 1: a step before any line says of which job"),
+    "what it is of": (lambda data: data.replace(b"exact_step", b"exact_stop", 1), "line 2: a line about 'exact_stop'"),
+    "a list for a table": (lambda data: re.sub(rb'"state":{.*?}', b'"state":[1]', data, count=1), "line 2: "),
     "a key": (lambda data: data.replace(b'"norm"', b'"morn"', 1), "line 2: it lacks 'norm'"),
     "another file": (lambda data: b'{"loss": 1}\n', "line 1: (it lacks 'event'|no line of a report file)"),
     "all of it": (lambda data: b"", "no step of an exact job is in it; it is to be the report.jsonl"),
@@ -155,6 +159,21 @@ def test_a_damaged_file_is_refused_by_name(sound: Path, tmp_path: Path, name: st
     assert result.exit_code == 2
     assert result.stderr.startswith(f"ds-dynatrain compare-exact: {other}")
     assert re.search(words, result.stderr), result.stderr
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(place=st.integers(0, 1 << 20), byte=st.integers(0, 255))
+def test_any_byte_that_is_another(sound: Path, tmp_path: Path, place: int, byte: int) -> None:
+    """Nothing is said of a damaged file but that it is; what stays the same, as a number with another sign of 0, is."""
+    data, other = bytearray(sound.read_bytes()), tmp_path / "spoilt"
+    data[place % len(data)] = byte
+    other.write_bytes(data)
+    try:
+        run = read_exact(other)
+    except ValueError as error:
+        assert str(error).startswith(f"{other}")
+    else:
+        assert run.job != JOB or run.steps == read_exact(sound).steps
 
 
 def test_a_file_that_is_not_there(sound: Path, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Measure what a step of an exact job spends on its digest, and on losses and norm alone, as shares of the step.
+
+python tools/bench_exact_digests.py                           # 8M, 1, 2 and 4 ranks, stages 1 and 3
+python tools/bench_exact_digests.py --write docs/figures.md
+
+Medians over steps of the slowest rank. Bar: a digest after every step takes at most 3 % of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from statistics import median
+
+from figures import keep, machine, table
+from launch import launch
+
+LIMIT_SECONDS = 600
+BAR = 0.03
+MODE = "COMPATIBLE"
+"""Of MKL."""
+
+
+def row(data: int, stage: int, args: argparse.Namespace) -> list[object]:
+    """A line of the table."""
+    wanted = {name: getattr(args, name) for name in ("size", "steps", "leaves", "samples", "length")}
+    notes = launch("exact_digest_ranks.py", data, LIMIT_SECONDS, stage=stage, **wanted)
+    lines = [*zip(*notes.values(), strict=True)]
+    step = median(max(line["step"] for line in each) for each in lines)
+    told = {
+        form: median(max(line["told"] for line in each) for each in lines if each[0]["form"] == form)
+        for form in ("digest", "losses")
+    }
+    share = {form: seconds / step for form, seconds in told.items()}
+    met = "pass" if share["digest"] <= BAR else "missed"
+    cells = [f"{1e3 * step:.0f}"]
+    for form in told:
+        cells += [f"{1e3 * told[form]:.1f}", f"{100 * share[form]:.1f} %"]
+    return [f"data {data}, stage {stage}", *cells, met]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="8M", choices=["tiny", "8M", "30M"])
+    parser.add_argument("--data", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 3])
+    parser.add_argument("--steps", type=int, default=20, help="half of them with a digest (default 20)")
+    parser.add_argument("--leaves", type=int, default=8, help="of a global batch (default 8)")
+    parser.add_argument("--samples", type=int, default=2, help="of a leaf (default 2)")
+    parser.add_argument("--length", type=int, default=48, help="tokens of a sample (default 48)")
+    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    args = parser.parse_args()
+    os.environ["MKL_CBWR"] = MODE
+    rows = [row(data, stage, args) for data in args.data for stage in args.stages]
+    text = (
+        f"Measured on: {machine()}. {args.size}, fp32, {args.leaves} leaves of {args.samples} samples of {args.length} "
+    )
+    text += f"tokens, {args.steps} steps, MKL_CBWR={MODE}.\n\n"
+    text += table(("", "step ms", "digest ms", "share", "losses and norm alone, ms", "share", ""), rows)
+    print(text)
+    if args.write is not None:
+        keep(args.write, f"bench_exact_digests {args.size}", text)
+
+
+if __name__ == "__main__":
+    main()
