@@ -8,7 +8,7 @@ goes from layer to layer lies as a message would leave it, whether there is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine
+from ds_dynatrain.adapters.module_state import buffers_kept
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.exact import MicroStep, pairwise_sum
 from ds_dynatrain.space import Columns, Layout
@@ -102,8 +103,8 @@ class LeafPipelineEngine(FrozenPrefixEngine, ColumnEngine):
         if self._leaves is None:
             super()._exec_forward_pass(buffer_id)
             return
-        self._leaves.begin_forward()
-        with unchanged_buffers(self.module):
+        is_own = self._leaves.begin_forward().weight
+        with nullcontext() if is_own else buffers_kept(self.module), unchanged_buffers(self.module):
             super()._exec_forward_pass(buffer_id)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:

@@ -7,7 +7,8 @@ module's other attributes torch knows nothing, and neither does this file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,16 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
             new._non_persistent_buffers_set |= {key} & old._non_persistent_buffers_set
     if has_extra_state(new) and has_extra_state(old):
         new.set_extra_state(old.get_extra_state())
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """What a block writes into buffers is undone at its end."""
+    before = [(held, held.detach().clone()) for held in module.buffers()]
+    yield
+    with torch.no_grad():
+        for held, value in before:
+            held.copy_(value)
 
 
 def _fits(held: torch.Tensor, value: torch.Tensor, casts: bool) -> bool:

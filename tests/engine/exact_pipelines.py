@@ -19,6 +19,23 @@ LEAVES = 7
 SAMPLES = 2 * LEAVES
 
 
+class RootMean(nn.Module):
+    """As Llama's norm and the connection around it: its input is used three times. What it gives is not contiguous."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.up, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the same shape."""
+        self.calls += self.training
+        normed = self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5))
+        turned = self.drop(torch.tanh(self.up(normed))).transpose(1, 2).contiguous()
+        return hidden.transpose(1, 2).add(turned).transpose(1, 2)
+
+
 def layers(dropout: float = 0.2) -> list[Any]:
     """Nine layers with a tie of the first and the last one, and one of three layers in the middle."""
     middle = ("middle", nn.Linear, WIDTH, WIDTH)
@@ -29,7 +46,7 @@ def layers(dropout: float = 0.2) -> list[Any]:
         ties[0],
         nn.Dropout(dropout),
         ties[1],
-        LayerSpec(Block, WIDTH, 9, dropout),
+        LayerSpec(RootMean, WIDTH, dropout),
         ties[2],
         LayerSpec(nn.LayerNorm, WIDTH),
         TiedLayerSpec("words", Words, WIDTH, forward_fn=logits),
@@ -101,6 +118,7 @@ def run(
                 each(engine, bits)
             if engine.global_steps in schedule:
                 engine.switch(schedule.pop(engine.global_steps), at=engine.global_steps)
+        bits.notes["calls"] = sum(int(held) for name, held in engine.module.named_buffers() if name.endswith("calls"))
         bits.state = oracle.gather(engine)
         if save is not None:
             engine.save(save)

@@ -76,6 +76,15 @@ def test_live_switches_change_no_bit(pool: RankPool) -> None:
 
 
 @FULL
+@pytest.mark.parametrize("seed", range(3))
+def test_random_chains_of_all_worlds_change_no_bit(twelve: RankPool, seed: int) -> None:
+    stream = random.Random(seed)
+    chain = {2 * step + 1: stream.choice(WORLDS) for step in range(8)}
+    found = twelve.run(exact_pipelines.run, start=stream.choice(WORLDS), schedule=chain, steps=18, seconds=300)
+    assert differences(alone(twelve, steps=18), together(found)) == []
+
+
+@FULL
 @pytest.mark.parametrize("seed", range(4))
 def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
     stream = random.Random(seed)
@@ -85,6 +94,7 @@ def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
     assert differences(alone(pool, steps=18), together(found)) == []
 
 
+@FULL
 def test_a_job_that_goes_on_in_another_world(pool: RankPool, tmp_path: Path) -> None:
     pool.run(exact_pipelines.run, start=layout(2, 2), steps=2, save=str(tmp_path))
     found = together(pool.run(exact_pipelines.run, start=layout(1, 3), load=str(tmp_path)))
@@ -147,6 +157,12 @@ def test_a_module_that_was_built_in_stages(pool: RankPool) -> None:
     given = {"groups": decay_groups, "seconds": 120}
     found = pool.run(exact_pipelines.run, start=layout(2, 2), stages=2, schedule={3: layout(4, 1)}, **given)
     assert differences(alone(pool, groups=decay_groups), together(found)) == []
+
+
+@FULL
+def test_borrowed_leaves_leave_no_trace(pool: RankPool) -> None:
+    ranks = pool.run(exact_pipelines.run, start=layout(1, 3), steps=2)
+    assert [rank.notes["calls"] for rank in ranks if "calls" in rank.notes] == [2 * 3, 2 * 2, 2 * 2]
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
