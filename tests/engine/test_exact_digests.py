@@ -17,6 +17,7 @@ from tests.engine import exact_pipelines, exactly, jobs
 from tests.engine.exactly import Bits, together
 from tests.engine.pipeline_walks import layout
 from tests.engine.pool import RankPool
+from tests.engine.test_exact_precision import KINDS
 
 FULL = pytest.mark.full
 STEPS = 4
@@ -80,6 +81,17 @@ def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     pool.run(exactly.run, start=(3, 3), steps=2, save=str(folder), dynatrain=block)
     pool.run(exactly.run, start=(2, 1), steps=STEPS, load=str(folder), dynatrain=block)
     assert compare(whole, read_exact(file)) == Comparison((1, 2, 3, 4), (2, 4))
+
+
+@FULL
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_half_precision(pool: RankPool, tmp_path: Path, name: str) -> None:
+    """Weights are cast from masters; in fp16 steps overflow, and are skipped."""
+    kind = KINDS[name]
+    first = reported(pool, tmp_path / "first", start=(1, 1), **kind)
+    for start in ((3, 2), (2, 3), (4, 1)):
+        assert identical(first, reported(pool, tmp_path / f"{start}", start=start, **kind)), start
+    assert identical(first, reported(pool, tmp_path / "switches", start=(2, 3), schedule=SWITCHES, **kind))
 
 
 PIPELINES = (layout(2, 2, boundaries=(0, 5, 9)), layout(4, 1))
