@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 PLACES = (0, 1, 3, 8)
-"""fp32 numbers behind an address that torch has aligned."""
+"""Numbers behind an address that torch has aligned."""
 SHAPES = ((3, 24, 96), (16, 64, 64), (5, 33, 7))
 """Rows, features in and out, of a linear layer. MKL rounds the first by its alignment, where it is not told to."""
 LENGTH = 1003
@@ -39,12 +40,11 @@ def try_kernels(kernels: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] |
     return Trial(tuple(moving), hashed.hexdigest())
 
 
-def _products(place: int) -> Iterator[torch.Tensor]:
+def _products(place: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
     """Of linear layers, forward and backward."""
     for rows, features, out in SHAPES:
-        inputs, weight, gradient = (
-            _placed(place, *shape) for shape in ((rows, features), (out, features), (rows, out))
-        )
+        sizes = (rows, features), (out, features), (rows, out)
+        inputs, weight, gradient = (_placed(place, *size, dtype=dtype) for size in sizes)
         yield functional.linear(inputs, weight)
         yield gradient @ weight
         yield gradient.t() @ inputs
@@ -72,18 +72,20 @@ def _updates(place: int) -> Iterator[torch.Tensor]:
 
 KERNELS: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] = {
     "products": _products,
+    "products in bf16": partial(_products, dtype=torch.bfloat16),
+    "products in fp16": partial(_products, dtype=torch.float16),
     "functions": _functions,
     "updates": _updates,
 }
 
 
-def _placed(place: int, *shape: int) -> torch.Tensor:
+def _placed(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers between -8 and 8, so many behind an aligned address."""
     count = torch.Size(shape).numel()
-    room = torch.empty(place + count, dtype=torch.float32, device="cpu")
+    room = torch.empty(place + count, dtype=dtype, device="cpu")
     whole = (torch.arange(count, device="cpu") * 40503 + 12289) % 65536 - 32768
     return room[place:].copy_(whole / 4096).view(shape)
 
 
 def _bytes(found: Iterator[torch.Tensor]) -> bytes:
-    return b"".join(each.contiguous().numpy().tobytes() for each in found)
+    return b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in found)
