@@ -34,8 +34,9 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A global batch that was trained, as this rank knows it."""
+    """A global batch that was trained, as this rank knows it. place: the stretch of training, and the step."""
 
+    place: tuple[str, int]
     leaves: int
     losses: dict[int, torch.Tensor]
 
@@ -76,12 +77,12 @@ class ExactSteps:
         """The optimizer has made its step with all leaves."""
         step = self._engine.host.micro_step
         if step is not None:
-            self._trained = _Batch(step.leaves, self._losses)
+            self._trained = _Batch(self._place, step.leaves, self._losses)
 
     def finish_step(self) -> None:
         """After a step that closed a global batch, on all ranks: tell each other what it had."""
         batch, self._trained = self._trained, None
-        if batch is None:
+        if batch is None or batch.place != self._place:  # its world has ended before anything was told
             return
         engine = self._engine
         is_due = engine.global_steps % self._every == 0
@@ -97,6 +98,10 @@ class ExactSteps:
                 {kind: digests.tobytes() for kind, digests in zip(own, state, strict=True)},
             )
         )
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        return self._engine.segment, self._engine.global_steps
 
     def _own_digests(self) -> dict[str, Digests]:
         """This rank's part in those of each kind, the tensors in the order of their names."""
