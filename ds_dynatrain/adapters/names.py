@@ -67,6 +67,7 @@ NAMES: Names = {
         check_internal_apis_for_count_used_parameters clip_grad_norm_ is_model_parallel_parameter partition_balanced
         partition_uniform
     """,
+    "deepspeed.runtime.zero.config": "ZERO_OPTIMIZATION",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK ZeROOrderedDict",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         _register_deepspeed_module partition_all_parameters

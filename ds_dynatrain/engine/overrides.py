@@ -12,6 +12,7 @@ import torch
 
 from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.module_state import buffers_kept
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data.cursor import Cursor
@@ -111,12 +112,8 @@ class OverridingEngine(HostEngine):
     def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
         if not (self._host.slot_is_borrowed and self.module.training):
             return self._forward_watched(*inputs, **kwargs)
-        before = [(held, held.detach().clone()) for held in self.module.buffers()]
-        output = self._forward_watched(*inputs, **kwargs)
-        with torch.no_grad():
-            for held, value in before:
-                held.copy_(value)
-        return output
+        with buffers_kept(self.module):
+            return self._forward_watched(*inputs, **kwargs)
 
     def _forward_watched(self, *inputs: Any, **kwargs: Any) -> Any:
         watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
