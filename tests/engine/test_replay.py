@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ds_dynatrain.errors import TransferError, WorldChanged
 from ds_dynatrain.space import EXP_AVG
 from tests.engine import freezing, jobs, pipeline_walks, replaying
 from tests.engine.models import small_gpt
@@ -77,8 +78,19 @@ def case(dtype: str, data: int, stage: int, offload: bool = False, alone: bool =
         if made.engine.rank == data - 1:  # whose ward is rank 0, which has no padding
             held = replay.replicas[0].buffers()
             next(each for (kind, _), each in held.items() if kind == EXP_AVG).view(torch.uint8)[0] ^= 1
-        return (*found, replay.verify())
+        finds = replay.verify()
+        with patch.object(replay, "_transport", Gone()), pytest.raises(WorldChanged):
+            replay.verify()
+        return (*found, finds)
     return None
+
+
+class Gone:
+    """To members of which one is gone, before anything is sent."""
+
+    def receive(self, *_: Any) -> None:
+        """As the transport of a group."""
+        raise TransferError("cannot receive from member 1")
 
 
 OFFLOAD: dict[str, Any] = {"offload": True}

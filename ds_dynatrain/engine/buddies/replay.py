@@ -232,9 +232,9 @@ class Replay:
         theirs = [self._digests(each.rank, each.buffers()) for each in self.replicas]
         said = [torch.zeros_like(each) for each in theirs]
         pairs = zip(said, self.replicas, strict=True)
-        handles = [self._transport.receive(each, replica.member, DIGESTS) for each, replica in pairs]
-        handles.append(self._transport.send(mine, self._buddy, DIGESTS))
         try:
+            handles = [self._transport.receive(each, replica.member, DIGESTS) for each, replica in pairs]
+            handles.append(self._transport.send(mine, self._buddy, DIGESTS))
             for handle in handles:
                 handle.wait(deadline)
         except TransferError as error:
