@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_dynatrain.report.exact import ExactRun, read_exact
 from tests.elastic.agents import ROOT, Job, Row
 from tests.elastic.kinds import settings
 from tests.elastic.runs import SECONDS, training
@@ -22,6 +23,7 @@ SCRIPT = Path(__file__).with_name("exactly.py")
 OWN = {"train_batch_size": 13, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.4}
 LEAVES = 7
 """Of a batch; the last one is smaller."""
+BLOCK = {"exact": {"digest_every_steps": 1}}
 MACHINE = {"MKL_CBWR": "COMPATIBLE"}
 MODULUS = 1 << 64
 ROUND = 50
@@ -65,14 +67,18 @@ def steps_of(rows: Iterable[Row]) -> dict[tuple[int, int], Step]:
 class Exact:
     """The run that never changes, as long as it has to be."""
 
+    steps: dict[int, Step]
+    report: ExactRun
+
     def __init__(self, folder: Path, own: dict[str, Any] | None = None) -> None:
-        self._folder, self._own, self.steps = folder, {**OWN, **(own or {})}, dict[int, Step]()
+        self._folder, self._own, self.steps = folder, {**OWN, **(own or {})}, {}
 
     def _run(self, steps: int) -> None:
         folder = self._folder / str(steps)
         folder.mkdir(parents=True)
         variables = {"OUT": str(folder), "STEPS": str(steps), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu", **MACHINE}
-        variables |= {"SETTINGS": json.dumps(settings(1, self._own, exact=True)), "OMP_NUM_THREADS": "1"}
+        block = {**BLOCK, "report": {"jsonl": str(folder / "report.jsonl")}}
+        variables |= {"SETTINGS": json.dumps(settings(1, self._own, **block)), "OMP_NUM_THREADS": "1"}
         variables["PYTHONPATH"] = str(ROOT)
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node=1", str(SCRIPT)]
         with (folder / "log").open("wb") as log:
@@ -81,9 +87,10 @@ class Exact:
             assert run.wait(2 * SECONDS) == 0, (folder / "log").read_text()[-3000:]
         finally:
             run.kill()
-        lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+        lines = [line for file in folder.glob("[0-9]*.jsonl") for line in file.read_text().splitlines()]
         rows = [row for line in lines if (row := json.loads(line))["event"] == "step"]
         self.steps = {step: found for (step, _), found in steps_of(rows).items()}
+        self.report = read_exact(folder / "report.jsonl")
 
     def mistakes(self, *jobs: Job, deaths: int = 0) -> list[str]:
         """In what these jobs, one of which goes on where the other has ended, are not bit for bit what this run is.
@@ -117,6 +124,6 @@ class Exact:
 
 def exact_job(folder: Path, stage: int, own: dict[str, Any] | None = None, **given: Any) -> Job:
     """A job of `exactly.py`. own, given: as of `runs.training`."""
-    block = {"exact": True, **given.pop("block", {})}
+    block = {**BLOCK, **given.pop("block", {})}
     variables = {**MACHINE, "STEP_SECONDS": "0.2", **given.pop("variables", {})}
     return training(folder, stage, block, {**OWN, **(own or {})}, script=SCRIPT, variables=variables, **given)

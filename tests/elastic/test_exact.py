@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.checkpoint.folder import tags
+from ds_dynatrain.report.difference import compare
+from ds_dynatrain.report.exact import read_exact
 from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import Deaths, protected
-from tests.elastic.exact_jobs import MACHINE, OWN, SCRIPT, Exact, exact_job
+from tests.elastic.exact_jobs import BLOCK, MACHINE, OWN, SCRIPT, Exact, exact_job
 from tests.elastic.runs import finish, first_leaves, node_of, second_joins, steps_on, variables, worker
-from tests.elastic.test_late_switches import ask
+from tests.elastic.test_late_switches import ask, in_window
+from tests.elastic.test_switch_faults import go_through
 
 FULL = pytest.mark.full
 
@@ -198,7 +201,7 @@ def test_auto(tmp_path: Path, exact: Exact, stage: int) -> None:
 
 def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[str, Any]) -> int:
     """How many steps were made again; at the instant one of three nodes loses power, and the others go on."""
-    block = {"exact": True, **block}
+    block = {**BLOCK, **block}
     deaths = Deaths(
         folder, stage, {"b": f"{instant} dies kill"}, spares=0, block=block, own=OWN, script=SCRIPT, least=1, **MACHINE
     )
@@ -215,6 +218,37 @@ def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[s
         return again(job)
     finally:
         job.clean_up()
+
+
+@FULL
+def test_an_idle_member_stands_in(train: Callable[..., Job], tmp_path: Path) -> None:
+    """It has copies, no leaf, and then the place of who has died."""
+    own = {"train_batch_size": 4}
+    job = train(1, nodes="3:3", own=own, block=COPY)
+    job.coordinator("coordinator")
+    for node in ("a", "b", "c"):
+        job.node(node, is_host=0)
+    first = job.settled(3)
+    steps_on(job, 6)
+    working, idle = pids(job), set(processes(first)) - pids(job)
+    assert len(working) == 2 and len(idle) == 1
+    victim = next(node for node in ("a", "b", "c") if worker(job, node) in working)
+    job.kill(victim)
+    job.wait(lambda: idle < pids(job), "steps of the idle one")
+    steps_on(job)
+    assert again(job) <= 1
+    finish(job)
+    assert Exact(tmp_path / "exact", own).mistakes(job, deaths=1) == []
+
+
+@FULL
+@pytest.mark.parametrize(("role", "mode"), [("joiner", COPY), ("other", COPY), ("other", REPLAY)])
+def test_one_dies_in_a_late_switch(train: Callable[..., Job], exact: Exact, role: str, mode: dict[str, Any]) -> None:
+    """Before the record: the leaves of that step, some of which were added up, are trained again in the old world."""
+    job = train(2, nodes="1:9", block={"late": True, **mode})
+    go_through(job, role, in_window(role, "backward", "step"))
+    finish(job)
+    assert exact.mistakes(job, deaths=2) == []
 
 
 @FULL
@@ -262,11 +296,15 @@ EVENTS = 8
 
 
 @FULL
-@pytest.mark.parametrize(("seed", "mode"), [(1, COPY), (2, REPLAY), (3, AUTO)])
-def test_random_chains(train: Callable[..., Job], exact: Exact, seed: int, mode: dict[str, Any]) -> None:
-    """Of joins, leaves, deaths and switches of the stage, in worlds of one to five."""
+@pytest.mark.parametrize(("seed", "mode"), [(1, COPY), (2, REPLAY), (3, AUTO), (4, {**REPLAY, "late": True})])
+def test_random_chains(
+    train: Callable[..., Job], exact: Exact, tmp_path: Path, seed: int, mode: dict[str, Any]
+) -> None:
+    """Of joins, leaves, deaths and switches of the stage, in worlds of one to five; so says the report file, too."""
     chance = random.Random(seed)
-    job = train(chance.choice((1, 2, 3)), nodes="1:5", block=mode, variables={"STEP_SECONDS": "0.1"})
+    report = tmp_path / "report"
+    block = {**mode, "report": {"jsonl": str(report)}}
+    job = train(chance.choice((1, 2, 3)), nodes="1:5", block=block, variables={"STEP_SECONDS": "0.1"})
     job.coordinator("coordinator")
     nodes = [f"n{number}" for number in range(2)]
     for node in nodes:
@@ -295,6 +333,7 @@ def test_random_chains(train: Callable[..., Job], exact: Exact, seed: int, mode:
         steps_on(job, chance.randrange(1, 6))
     finish(job)
     assert exact.mistakes(job, deaths=done.count("die")) == [], done
+    assert compare(read_exact(report), exact.report).is_identical
 
 
 def change_stage(job: Job, chance: random.Random) -> None:

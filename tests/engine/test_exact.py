@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,32 @@ def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
     chain = {3 * step + 1: stream.choice(WORLDS) for step in range(8)}
     found = together(pool.run(exactly.run, start=stream.choice(WORLDS), schedule=chain, steps=27, seconds=120))
     assert differences(alone(pool, steps=27), found) == []
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """So many ranks, of the full set alone."""
+    ranks = RankPool(6, tmp_path_factory.mktemp("six"))
+    yield ranks
+    ranks.stop()
+
+
+@FULL
+def test_worlds_of_five_and_six_have_the_same_bits(six: RankPool) -> None:
+    hold_against(six, [(data, stage) for data in (5, 6) for stage in (1, 2, 3)])
+
+
+@FULL
+@pytest.mark.parametrize("seed", range(20))
+def test_long_random_chains_change_no_bit(six: RankPool, seed: int) -> None:
+    """Eight live switches in 200 steps, in worlds of one to six; in every other chain they are late."""
+    stream = random.Random(seed)
+    worlds = [(data, stage) for data in range(1, 7) for stage in (1, 2, 3)]
+    chain = {step: stream.choice(worlds) for step in stream.sample(range(1, 199), 8)}
+    late = {"late": bool(seed % 2)}
+    given = {"start": stream.choice(worlds), "schedule": chain, "dynatrain": late}
+    found = together(six.run(exactly.run, steps=200, seconds=300, **given))
+    assert differences(alone(six, steps=200), found) == []
 
 
 def test_a_job_that_goes_on_in_another_world(pool: RankPool, tmp_path: Path) -> None:
