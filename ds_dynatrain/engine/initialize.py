@@ -97,7 +97,7 @@ def initialize(
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if settings.exact:
         refuse_inexact_job(own, model, mpu)
-        _refuse_beside_exact(settings, is_pipeline(model))
+        _refuse_beside_exact(settings)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
     engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
@@ -194,10 +194,8 @@ def _refuse_beside(
             )
 
 
-def _refuse_beside_exact(settings: DynatrainConfig, has_stages: bool = False) -> None:
-    """UnsupportedError for other keys of the block that were not tried in an exact job, or in one of pipelines."""
-    if has_stages and (settings.buddies.are_on or worker_place() is not None):
-        raise usage("exact: members of pipelines that come and go").error("exact: a PipelineModule")
+def _refuse_beside_exact(settings: DynatrainConfig) -> None:
+    """UnsupportedError for other keys of the block that were not tried in an exact job."""
     if settings.balance is not None and settings.balance.measures:
         raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 

@@ -97,13 +97,6 @@ EXACT = (
         proof=f"{_OF_PIPELINES}a_smaller_last_leaf",
     ),
     _start(
-        "members of pipelines that come and go",
-        "that was not tried yet, nor buddies of theirs",
-        "launch a fixed number of nodes (no MIN:MAX) and leave dynatrain.buddies out; layouts change by engine.switch",
-        "members_that_come_and_go",
-        _OF_PIPELINES,
-    ),
-    _start(
         "a pipeline of 16 bits",
         "that was not tried yet",
         "train it in fp32, or leave dynatrain.exact out",

@@ -70,8 +70,8 @@ class Exact:
     steps: dict[int, Step]
     report: ExactRun
 
-    def __init__(self, folder: Path, own: dict[str, Any] | None = None) -> None:
-        self._folder, self._own, self.steps = folder, {**OWN, **(own or {})}, {}
+    def __init__(self, folder: Path, own: dict[str, Any] | None = None, **variables: str) -> None:
+        self._folder, self._own, self._given, self.steps = folder, {**OWN, **(own or {})}, variables, {}
 
     def _run(self, steps: int) -> None:
         folder = self._folder / str(steps)
@@ -79,7 +79,7 @@ class Exact:
         variables = {"OUT": str(folder), "STEPS": str(steps), "STEP_SECONDS": "0", "DS_ACCELERATOR": "cpu", **MACHINE}
         block = {**BLOCK, "report": {"jsonl": str(folder / "report.jsonl")}}
         variables |= {"SETTINGS": json.dumps(settings(1, self._own, **block)), "OMP_NUM_THREADS": "1"}
-        variables["PYTHONPATH"] = str(ROOT)
+        variables |= {"PYTHONPATH": str(ROOT), **self._given}
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node=1", str(SCRIPT)]
         with (folder / "log").open("wb") as log:
             run = nursery().start(command, {**os.environ, **variables}, folder, log.fileno())

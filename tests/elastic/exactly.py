@@ -17,8 +17,8 @@ import torch
 
 from tests.elastic import faulted
 from tests.elastic.doing import Doing
-from tests.elastic.training import Numbered
-from tests.engine import exactly, oracle
+from tests.elastic.training import KIND, Numbered
+from tests.engine import exact_pipelines, exactly, oracle
 from tests.engine.models import LENGTH, WORDS, small_gpt
 
 
@@ -40,16 +40,17 @@ class Exactly(Doing):
     def model(self) -> tuple[torch.nn.Module, Any]:
         """The seed is that of the job, where this process begins one."""
         torch.manual_seed(int(os.environ.get("SEED", "5")))
-        model = small_gpt(dropout=0.2)
+        model = exact_pipelines.model() if KIND == "pipeline" else small_gpt(dropout=0.2)
         return model, exactly.groups_of(model)
 
     def samples(self) -> torch.utils.data.Dataset[Any]:
-        """96: the last batch of a pass is short."""
-        return Noisy()
+        """96: the last batch of a pass is short, where it may be."""
+        return exactly.Noisy(96) if KIND == "pipeline" else Noisy()
 
     def say(self, **what: Any) -> None:
         """What a step has, beside its losses."""
         if what.get("event") == "step":
+            what |= {"rank": self.engine.rank, "size": int(os.environ["WORLD_SIZE"])}
             what |= {"norm": float(self.engine.get_global_grad_norm()), "held": held(self.engine)}
         super().say(**what)
 

@@ -20,7 +20,7 @@ from ds_dynatrain.report.exact import read_exact
 from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import Deaths, protected
 from tests.elastic.exact_jobs import BLOCK, MACHINE, OWN, SCRIPT, Exact, exact_job
-from tests.elastic.runs import finish, first_leaves, node_of, second_joins, steps_on, variables, worker
+from tests.elastic.runs import finish, finish_together, first_leaves, node_of, second_joins, steps_on, variables, worker
 from tests.elastic.test_late_switches import ask, in_window
 from tests.elastic.test_switch_faults import go_through
 
@@ -199,12 +199,22 @@ def test_auto(tmp_path: Path, exact: Exact, stage: int) -> None:
     one_dies(tmp_path, exact, stage, "update", AUTO)
 
 
-def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[str, Any]) -> int:
-    """How many steps were made again; at the instant one of three nodes loses power, and the others go on."""
-    block = {**BLOCK, **block}
-    deaths = Deaths(
-        folder, stage, {"b": f"{instant} dies kill"}, spares=0, block=block, own=OWN, script=SCRIPT, least=1, **MACHINE
-    )
+def one_dies(
+    folder: Path,
+    exact: Exact,
+    stage: int,
+    instant: str,
+    block: dict[str, Any],
+    own: dict[str, Any] | None = None,
+    **given: str,
+) -> int:
+    """How many steps were made again; at the instant one of three nodes loses power, and the others go on.
+
+    own, given: of the configuration and the environment.
+    """
+    given, own = {**MACHINE, **given}, {**OWN, **(own or {})}
+    faults, block = {"b": f"{instant} dies kill"}, {**BLOCK, **block}
+    deaths = Deaths(folder, stage, faults, spares=0, block=block, own=own, script=SCRIPT, least=1, **given)
     job = deaths.job
     try:
         job.wait(lambda: protected(job.status()), "whole copies")
@@ -212,7 +222,7 @@ def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[s
         job.settled(2, deaths.first.generation)
         assert "from copies that members keep of each other" in deaths.log("a", "c")
         steps_on(job)
-        finish(job)
+        finish_together(job)
         assert exact.mistakes(job, deaths=1) == []
         assert "is not what that one is" not in deaths.log("a", "b", "c")
         return again(job)
@@ -224,12 +234,14 @@ def one_dies(folder: Path, exact: Exact, stage: int, instant: str, block: dict[s
 def test_an_idle_member_stands_in(train: Callable[..., Job], tmp_path: Path) -> None:
     """It has copies, no leaf, and then the place of who has died."""
     own = {"train_batch_size": 4}
-    job = train(1, nodes="3:3", own=own, block=COPY)
+    job = train(1, nodes="2:3", own=own, block=COPY)
     job.coordinator("coordinator")
-    for node in ("a", "b", "c"):
+    for node in ("a", "b"):
         job.node(node, is_host=0)
-    first = job.settled(3)
-    steps_on(job, 6)
+    job.settled(2)
+    job.node("c", is_host=0)
+    first = job.wait(lambda: (status := job.status()) and len(status.ranks) == 3 and status, "an idle member")
+    steps_on(job, 8)
     working, idle = pids(job), set(processes(first)) - pids(job)
     assert len(working) == 2 and len(idle) == 1
     victim = next(node for node in ("a", "b", "c") if worker(job, node) in working)
@@ -288,6 +300,54 @@ def test_all_who_had_a_state_die(train: Callable[..., Job], exact: Exact, tmp_pa
     job.wait(lambda: [row for row in job.rows("step") if row["pid"] == pid], "a step of the spare")
     finish(job)
     assert exact.mistakes(job) == []
+
+
+@pytest.fixture(scope="module")
+def exact_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Exact:
+    """One process with all layers."""
+    return Exact(tmp_path_factory.mktemp("pipeline"), PIPELINE, **OF_STAGES)
+
+
+PIPELINE = {"train_batch_size": 14, "dataloader_drop_last": True}
+OF_STAGES = {"KIND": "pipeline"}
+LAYOUTS = {"1": {"data": 1}, "2": {"data": 1, "pipe": 2}, "3": {"data": 3}, "4": {"data": 2, "pipe": 2}}
+
+
+@FULL
+@pytest.mark.parametrize("mode", [COPY, REPLAY])
+def test_pipelines(train: Callable[..., Job], exact_pipeline: Exact, tmp_path: Path, mode: dict[str, Any]) -> None:
+    """Two members, three, four in two stages of two; two die, and one leaves."""
+    report = tmp_path / "report"
+    block = {**mode, "layouts": LAYOUTS, "report": {"jsonl": str(report)}}
+    job = train(1, nodes="1:4", own=PIPELINE, block=block, variables=OF_STAGES)
+    job.coordinator("coordinator")
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    generation = job.settled(2).generation
+    for size, node in ((3, "c"), (4, "d"), (3, "a"), (2, "c"), (1, "d")):
+        job.wait(lambda: protected(job.status()), "whole copies")
+        if node not in job.processes:
+            job.node(node, is_host=0)
+        elif size == 1:
+            job.kill(node, signal.SIGTERM)
+        else:
+            job.kill(node)
+        generation = job.settled(size, generation).generation
+        steps_on(job)
+    job.code("d")
+    finish_together(job)
+    assert exact_pipeline.mistakes(job, deaths=2) == []
+    assert {row["layout"]["pipe"] for row in job.rows("switch")} == {1, 2}
+    assert compare(read_exact(report), exact_pipeline.report).is_identical
+
+
+@FULL
+@pytest.mark.parametrize("instant", ["layer", "backward of a stage", "sum", "norm of leaves", "replica", "gather"])
+def test_no_step_of_a_pipeline_is_lost(tmp_path: Path, exact_pipeline: Exact, instant: str) -> None:
+    """Of three stages one dies, and two go on."""
+    layouts = {"1": {"data": 1}, "2": {"data": 1, "pipe": 2}, "3": {"data": 1, "pipe": 3}}
+    block = {**REPLAY, "layout": {"data": 1, "pipe": 3, "zero_stage": 1}, "layouts": layouts}
+    assert one_dies(tmp_path, exact_pipeline, 1, instant, block, own=PIPELINE, **OF_STAGES) == 0
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------

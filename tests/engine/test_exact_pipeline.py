@@ -18,11 +18,8 @@ from ds_dynatrain.adapters.exact_job import refuse_inexact_job
 from ds_dynatrain.adapters.exact_pipeline import as_sent
 from ds_dynatrain.adapters.exact_uses import StageLines, Uses
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine import initialize as initialize_module
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.feasible import check_batch
-from ds_dynatrain.engine.initialize import _refuse_beside_exact
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, jobs
@@ -203,14 +200,6 @@ def test_a_smaller_last_leaf() -> None:
     for other in (layout(2, 1, 0), Layout(data=2, pipe=2, expert=2, zero_stage=1)):
         with pytest.raises(SwitchRefused, match="or pipelines at ZeRO stage 1; leave expert"):
             check_batch(other, BatchSizes(SAMPLES, 2, True), nn.Linear(2, 2), has_stages=True)
-
-
-def test_members_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match=r"^exact: a PipelineModule: .*, nor buddies of theirs; launch"):
-        _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, "buddies": {"mode": "copy"}}), True)
-    monkeypatch.setattr(initialize_module, "worker_place", object)
-    with pytest.raises(UnsupportedError, match="nor buddies"):
-        _refuse_beside_exact(DynatrainConfig(exact=True), True)
 
 
 def test_several_gradients() -> None:
