@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,21 +116,33 @@ def test_pipelines_have_the_same_digests(pool: RankPool, tmp_path: Path, start: 
 # ---- a bit that flips --------------------------------------------------------------------------------------------
 
 
-def flipping(where: str, step: int, rank: int, **arguments: Any) -> Bits:
-    """As `exactly.run`; one bit flips on one rank, right after the optimizer has made a step."""
+def first_of(engine: Any, kind: str) -> torch.Tensor:
+    """A buffer of a state kind."""
+    buffers = engine.host.state_buffers()[0]
+    held: torch.Tensor = next(buffers[key] for key in sorted(buffers, key=str) if key[0] == kind)
+    return held
+
+
+def tied(engine: Any, kind: str) -> torch.Tensor:
+    """The weight of a tie of stages."""
+    weight: torch.Tensor = next(engine.host.module.tied_modules["words"].parameters())
+    return weight.data.view(-1)
+
+
+def flipping(
+    where: str, step: int, rank: int, at: Callable[[Any, str], torch.Tensor], run: Callable[..., Bits], **arguments: Any
+) -> Bits:
+    """As `run`; one bit of what `at` gives flips on one rank, right after the optimizer has made a step."""
     own = ExactSteps.close_batch
 
     def close(steps: ExactSteps) -> None:
-        engine = steps._engine
-        if engine.global_steps == step and engine.rank == rank:
-            buffers = engine.host.state_buffers()[0]
-            held = next(buffers[key] for key in sorted(buffers, key=str) if key[0] == where)
-            held.view(torch.int32)[0] ^= 1
+        if steps._engine.global_steps == step and steps._engine.rank == rank:
+            at(steps._engine, where).view(torch.int32)[0] ^= 1
         own(steps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExactSteps, "close_batch", close)
-        return exactly.run(**arguments)
+        return run(**arguments)
 
 
 @pytest.mark.parametrize("where", ["weight", pytest.param("exp_avg", marks=FULL)])
@@ -137,8 +150,23 @@ def test_a_bit_that_flips_is_named(pool: RankPool, tmp_path: Path, where: str) -
     """On rank 1, which at stage 1 holds all weights, and whose copy is not the one that counts."""
     first = reported(pool, tmp_path / "first", start=(1, 1))
     block = {"exact": {"digest_every_steps": 1}, "report": {"jsonl": str(tmp_path / "flipped")}}
-    pool.run(flipping, where=where, step=3, rank=1, start=(3, 1), steps=STEPS, dynatrain=block)
+    bit = {"where": where, "step": 3, "rank": 1, "at": first_of, "run": exactly.run}
+    pool.run(flipping, **bit, start=(3, 1), steps=STEPS, dynatrain=block)
     found = compare(first, read_exact(tmp_path / "flipped"))
     assert (found.steps, found.step) == ((1, 2), 3)
     (only,) = found.differences
     assert only.kind == where and only.name in {repr(name) for name, _ in first.job.tensors}
+
+
+@FULL
+def test_a_bit_that_flips_in_a_tie_is_named(pool: RankPool, tmp_path: Path) -> None:
+    """On the last stage; what the first one has of it counts."""
+    block = {"exact": {"digest_every_steps": 1}, "report": {"jsonl": str(tmp_path / "sound")}}
+    pool.run(exact_pipelines.run, start=layout(1, 1), steps=STEPS, dynatrain=block)
+    block["report"] = {"jsonl": str(tmp_path / "flipped")}
+    bit = {"where": "weight", "step": 3, "rank": 1, "at": tied, "run": exact_pipelines.run}
+    pool.run(flipping, **bit, start=layout(2, 1), steps=STEPS, dynatrain=block)
+    sound = read_exact(tmp_path / "sound")
+    found = compare(sound, read_exact(tmp_path / "flipped"))
+    assert found.step == 3 and [each.kind for each in found.differences] == ["weight"]
+    assert "tied" in found.differences[0].name
