@@ -7,6 +7,7 @@ trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as td
@@ -16,10 +17,12 @@ from ds_dynatrain.adapters.forwarded import WAITS, ForwardedWork
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
-from ds_dynatrain.adapters.traffic import Traffic
+from ds_dynatrain.adapters.traffic import MESSAGES, Traffic
 from ds_dynatrain.errors import WorldChanged
 
 T = TypeVar("T")
+LOOK = timedelta(seconds=0.25)
+"""So long a collective of a lost world is waited for; one that goes on is not held up."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -62,16 +65,31 @@ class GroupStatus:
 
 
 class WatchedWork(ForwardedWork):
-    """A collective that was begun."""
+    """A collective that was begun. looks: whether it may be waited for piece by piece; a message's connection ends with
+    the first wait that does."""
 
-    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic) -> None:
+    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, looks: bool) -> None:
         super().__init__(work)
-        self._status, self._traffic = status, traffic
+        self._status, self._traffic, self._looks = status, traffic, looks
         self._has_ended = False
+
+    def _until_lost(self) -> bool:
+        """Wait, also where gloo does not hear that its sockets were shut down, as it may not in the instant in which a
+        collective begins (measured: some of ten in a loop of small ones): its thread then waits for its time-out."""
+        while True:
+            is_lost = self._traffic.is_closed
+            try:
+                return self._work.wait(LOOK)
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                if is_lost:
+                    raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None
 
     def _waited(self, name: str, *arguments: Any, **named: Any) -> Any:
         try:
-            found = getattr(self._work, name)(*arguments, **named)
+            is_open = name == "wait" and self._looks and not arguments and not named
+            found = self._until_lost() if is_open else getattr(self._work, name)(*arguments, **named)
         except BaseException:
             self._traffic.fail()
             raise
@@ -117,7 +135,7 @@ class WatchedGroup(Pair):
             self.traffic.fail()
             raise
         if isinstance(work, Work):
-            return WatchedWork(work, self._status, self.traffic)
+            return WatchedWork(work, self._status, self.traffic, looks=name not in MESSAGES)
         self.traffic.end()
         return work
 

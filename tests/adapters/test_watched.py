@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_dynatrain.adapters.forwarded import QUESTIONS, WAITS
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
-from ds_dynatrain.adapters.watched import COLLECTIVES, GroupStatus, WatchedGroup, watched
+from ds_dynatrain.adapters.traffic import Traffic
+from ds_dynatrain.adapters.watched import COLLECTIVES, GroupStatus, WatchedGroup, WatchedWork, watched
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -184,3 +185,31 @@ def test_torch_has_these_methods() -> None:
     assert not [name for name in (*WAITS, *QUESTIONS) if not hasattr(td.Work, name)]
     own = {name for name in vars(WatchedGroup) if not name.startswith("__")}
     assert own >= set(COLLECTIVES)
+
+
+class Deaf(td.Work):
+    """A collective of gloo's that does not hear that its connections were shut down."""
+
+    def wait(self, *_: object) -> bool:
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_nobody_waits_for_a_collective_that_has_not_heard_that_its_world_is_lost() -> None:
+    status, traffic = GroupStatus(), Traffic(0)
+    work = WatchedWork(Deaf(), status, traffic, looks=True)
+    traffic.begin("allreduce", ())
+    assert not traffic.close()
+    with pytest.raises(WorldChanged, match="gloo has not heard of it"):
+        work.wait()
+    assert isinstance(status.failure, td.DistError) and traffic.has_failed
+
+
+def test_a_message_is_waited_for_in_one_piece() -> None:
+    """A look that ends in vain would end its connection, too."""
+    traffic = Traffic(0)
+    traffic.close()
+    with pytest.raises(RuntimeError, match="timed out"):
+        WatchedWork(Deaf(), GroupStatus(), traffic, looks=False).wait()
