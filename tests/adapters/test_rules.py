@@ -20,7 +20,7 @@ def host(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: bool,
         "get_data_types": (weight, gradient),
     }
     methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    held = {"module": None, "model_map": SimpleNamespace(dtype=weight)}
+    held = {"module": None, "in_leaves": False, "model_map": SimpleNamespace(dtype=weight)}
     held |= {"element_types": SimpleNamespace(weight=weight)}
     return SimpleNamespace(basic_optimizer=None, engine=SimpleNamespace(**methods), **held)
 
