@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine import exactly, jobs
-from tests.engine.exactly import STEPS, Bits, differences, sparing, together
+from tests.engine.exactly import STEPS, Bits, differences, sparing, together, with_several_uses
 from tests.engine.pool import RankPool
 
 WORLDS: tuple[jobs.Sizes, ...] = tuple((data, stage) for data in (1, 2, 3, 4) for stage in (1, 2, 3))
@@ -129,6 +129,13 @@ def with_stage(kind: dict[str, Any], stage: int) -> dict[str, Any]:
     """Further settings, whose ZeRO block needs a stage."""
     zero = kind.get("zero_optimization")
     return {**kind, "zero_optimization": {**zero, "stage": stage}} if zero else kind
+
+
+@pytest.mark.parametrize("start", [(1, 3), pytest.param((3, 2), marks=FULL), pytest.param((4, 3), marks=FULL)])
+def test_tensors_with_several_uses(pool: RankPool, start: jobs.Sizes) -> None:
+    """ZeRO-3 has nodes in the graph, with which autograd adds their gradients in another order."""
+    first = alone(pool, steps=2, model=with_several_uses)
+    assert differences(first, together(pool.run(exactly.run, start=start, steps=2, model=with_several_uses))) == []
 
 
 @FULL

@@ -84,6 +84,7 @@ def plain(pool: RankPool, tracked: bool, **more: Any) -> Bits:
     return together(pool.once(case, style="none", tracked=tracked, start=(1, 1), **more))
 
 
+IN_ONE_BUFFER = {"partition_activations": True, "contiguous_checkpointing": True}
 STYLES: dict[str, dict[str, Any]] = {
     "none": {"style": "none", "tracked": True},
     "torch": {"style": "torch", "tracked": False},
@@ -98,7 +99,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "deepspeed, in one buffer": {
         "style": "deepspeed",
         "tracked": True,
-        "options": {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3},
+        "options": {**IN_ONE_BUFFER, "num_checkpoints": 3, "profile": True, "synchronize": True},
     },
 }
 
