@@ -18,16 +18,16 @@ from torch import nn
 
 
 class _Node(torch.autograd.Function):
-    """Changes nothing: it is there."""
+    """Changes nothing: it is there.
+
+    A view (`value[...]`) would be a node in C++, and sooner, but with it deepspeed.checkpointing that partitions
+    activations, and so empties tensors and fills them again, had other gradients (measured).
+    """
 
     @staticmethod
-    def forward(value: torch.Tensor) -> torch.Tensor:
-        """As DeepSpeed's."""
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        """As DeepSpeed's, without a `setup_context`, for which torch binds the arguments anew in every call."""
         return value.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
