@@ -19,6 +19,11 @@ LEAVES = 7
 SAMPLES = 2 * LEAVES
 
 
+def seed(number: int) -> None:
+    """What `seed_layers` seeds by: one of several generators."""
+    torch.manual_seed(number)
+
+
 class RootMean(nn.Module):
     """As Llama's norm and the connection around it: its input is used three times. What it gives is not contiguous."""
 

@@ -119,6 +119,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "zero_allow_untested_optimizer": True,
     },
     "no clipping": {"gradient_clipping": 0.0},
+    "seeded layers": {"arguments": {"seed_layers": True, "seed_fn": exact_pipelines.seed}},
 }
 
 
@@ -154,6 +155,25 @@ def test_a_module_that_was_built_in_stages(pool: RankPool) -> None:
     given = {"groups": decay_groups, "seconds": 120}
     found = pool.run(exact_pipelines.run, start=layout(2, 2), stages=2, schedule={3: layout(4, 1)}, **given)
     assert differences(alone(pool, groups=decay_groups), together(found)) == []
+
+
+def freeze(engine: Any, bits: Bits) -> None:
+    """Layer 1 after two steps, and not any more after four; each says it of what it holds."""
+    if engine.global_steps in (2, 4):
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad if name[:2] != "1." else engine.global_steps == 4)
+        assert engine.update_param_groups()
+
+
+@FULL
+def test_layers_that_are_frozen_and_trained_again(pool: RankPool) -> None:
+    changes = ((layout(1, 1), {}), (layout(2, 2), {3: layout(4, 1), 5: layout(1, 3)}), (layout(1, 3), {3: CUT}))
+    one, *others = (
+        together(pool.run(exact_pipelines.run, start=start, each=freeze, schedule=schedule, seconds=120))
+        for start, schedule in changes
+    )
+    for other in others:
+        assert differences(one, other) == []
 
 
 @FULL
@@ -206,6 +226,7 @@ def test_several_gradients() -> None:
     hidden, mask = torch.ones(2, 3).t().requires_grad_(), torch.ones(2, dtype=torch.int64)
     sent, with_it = as_sent((hidden * 1, mask), 4)
     assert sent.is_contiguous() and with_it is mask
+    sent.relu_().sum().backward()  # as a layer may do that works in place
     with pytest.raises(UnsupportedError, match=r"^exact: layer 4 gives 2 tensors: a stage makes a backward pass for"):
         as_sent((hidden, hidden), 4)
 
