@@ -14,10 +14,11 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from tests.elastic import faulted
 from tests.elastic.doing import Doing
-from tests.elastic.training import KIND, Numbered
+from tests.elastic.training import KIND, SETTINGS, Numbered
 from tests.engine import exact_pipelines, exactly, oracle
 from tests.engine.models import LENGTH, WORDS, small_gpt
 
@@ -59,7 +60,7 @@ def held(engine: Any) -> dict[str, tuple[int, int]]:
     """Tensor and kind -> (elements, sum modulo 2^64 over them), of this rank."""
     found: dict[str, tuple[int, int]] = {}
     for view in oracle._views(engine):
-        bits = view.flat.detach().numpy().view(np.uint32).astype(np.uint64)
+        bits = oracle._bits(view.flat.detach()).numpy().astype(np.uint64)
         at = np.arange(view.start, view.start + len(bits), dtype=np.uint64)
         mixed = (bits + np.uint64(1)) * (at * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03))
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -70,6 +71,8 @@ def held(engine: Any) -> dict[str, tuple[int, int]]:
 
 if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in `training.py`
+    if "fp16" in SETTINGS:
+        get_accelerator().is_fp16_supported = lambda: True
     if "FAULT" in os.environ:
         faulted.install(os.environ["FAULT"])
     Exactly().run()

@@ -23,6 +23,7 @@ from tests.elastic.exact_jobs import BLOCK, MACHINE, OWN, SCRIPT, Exact, exact_j
 from tests.elastic.runs import finish, finish_together, first_leaves, node_of, second_joins, steps_on, variables, worker
 from tests.elastic.test_late_switches import ask, in_window
 from tests.elastic.test_switch_faults import go_through
+from tests.engine.jobs import PRECISIONS
 
 FULL = pytest.mark.full
 
@@ -177,6 +178,17 @@ NO_STEP_IS_LOST = (
 def test_no_step_is_lost(tmp_path: Path, exact: Exact, stage: int, instant: str) -> None:
     """One of three dies, and two go on: buddies have made its steps."""
     assert one_dies(tmp_path, exact, stage, instant, REPLAY) == 0
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("dtype", "stage", "mode"), [("bf16", 1, COPY), ("bf16", 2, REPLAY), ("bf16", 3, REPLAY), ("fp16", 1, REPLAY)]
+)
+def test_16_bits(tmp_path: Path, dtype: str, stage: int, mode: dict[str, Any]) -> None:
+    """One of three dies in a step; in fp16 the loss scale changes every few steps."""
+    own = PRECISIONS[dtype]
+    (folder := tmp_path / "job").mkdir()
+    assert one_dies(folder, Exact(tmp_path / "exact", own), stage, "update", mode, own=own) <= (mode == COPY)
 
 
 ONE_IS_LOST = (
