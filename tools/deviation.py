@@ -83,7 +83,7 @@ def main() -> None:
         "last loss, static",
         "mean of \\|loss - static\\|",
         "largest",
-        f"equal in all bits, of {args.steps} steps",
+        "steps with equal bits",
     )
     text += table(head, rows)
     print(text)
