@@ -22,7 +22,7 @@ NAMES = {
     *("layout", "members", "member", "rank", "generation", "idle", "is_discarded"),
     *("loader", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
     *("data", "data_rank", "sequence", "sequence_rank"),
-    *("save", "load", "resumed", "buddies"),
+    *("save", "load", "resumed", "buddies", "exact"),
     *("update_param_groups", "register_for_checkpointing", "new_group", "turn", "close"),
 }
 MOST = 40
