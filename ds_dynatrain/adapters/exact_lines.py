@@ -209,11 +209,11 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
     A chunk is as large as lets a rank receive no more than it owns. is_eager: a chunk is of neighbours, whose gradients
     are there at one time, else of as much from each rank's part, so that all receive alike.
     """
+    most = max(1, min(most, max(LEAST_CHUNK, size // ranks)))
     if is_eager:
-        step = max(1, min(most, max(LEAST_CHUNK, size // ranks)))
-        yield from ([(start, min(start + step, end))] for start in range(0, end, step))
+        yield from ([(start, min(start + most, end))] for start in range(0, end, most))
         return
-    step = max(1, min(most, max(LEAST_CHUNK, size)) // ranks)
+    step = max(1, most // ranks)
     for at in range(0, size, step):
         whole = [(rank * size + at, min(rank * size + at + step, (rank + 1) * size)) for rank in range(ranks)]
         yield [overlap(run, (0, end)) for run in whole]

@@ -70,7 +70,7 @@ class LeafPipelineEngine(FrozenPrefixEngine, ColumnEngine):
     _host: Any
 
     @contextmanager
-    def training_leaves(self, passes: Sequence[LeafPass], seed: Seed) -> Iterator[None]:
+    def _training_leaves(self, passes: Sequence[LeafPass], seed: Seed) -> Iterator[None]:
         """Inside the block `train_batch` trains these leaves; UnsupportedError for reentrant checkpointing."""
         reentrant = self.module.activation_checkpoint_func is not non_reentrant_checkpoint
         if reentrant and self.module.activation_checkpoint_interval > 0:

@@ -68,7 +68,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         passes = [
             LeafPass(leaf.number, leaf.weight, MicroStep(leaf.micro_step, batch.data, leaf.leaves)) for leaf in dealt
         ]
-        return self.training_leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
+        return self._training_leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""
