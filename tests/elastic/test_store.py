@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch.distributed as td
@@ -55,6 +56,15 @@ def hanging() -> Iterator[tuple[int, int]]:
     process.join()
 
 
+def stand_still(process: int) -> None:
+    """Stop a process; on a busy machine the signal takes a while, in which it would answer."""
+    os.kill(process, signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end, "the process was told to stop and runs on"
+        time.sleep(0.01)
+
+
 def test_a_store_that_hangs_is_not_waited_for(hanging: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own time-out is for keys that are not there; every call of ours has an end, also of a clone."""
     monkeypatch.setattr(store_module, "ANSWER_SECONDS", 1.0)
@@ -64,7 +74,7 @@ def test_a_store_that_hangs_is_not_waited_for(hanging: tuple[int, int], monkeypa
     for store in stores:
         store.set("there", "yes")
         assert store.check(["there"])
-    os.kill(process, signal.SIGSTOP)
+    stand_still(process)
     begin = time.monotonic()
     with pytest.raises(td.DistError, match="has not answered for"):
         answered(lambda: stores[0].check(["there"]), 0.1)
