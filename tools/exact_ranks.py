@@ -13,7 +13,7 @@ import torch
 import torch.distributed as td
 from launch import Notes
 from memory import high_water, reset_high_water
-from traffic import Traffic
+from sent_bytes import SentBytes
 from workload import GPT, SIZES, Samples, Trainer, config, quiet
 
 import ds_dynatrain
@@ -42,11 +42,11 @@ def main() -> None:
         if number >= WARM_UP:
             notes.write(times)
     for form, trainer in trainers.items():
-        with Traffic() as traffic:
+        with SentBytes() as sent:
             trainer.step()
         reset_high_water()
         trainer.step()
-        notes.write({"form": form, "bytes_sent": traffic.bytes_sent, "memory": high_water()})
+        notes.write({"form": form, "bytes_sent": sent.bytes_sent, "memory": high_water()})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNCOUNTED = ("barrier", "send", "recv_")
 
 
-class Traffic(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """bytes_sent: inside the block, in collectives. RuntimeError for one that it cannot count."""
 
     def __init__(self) -> None:
