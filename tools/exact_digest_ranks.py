@@ -10,12 +10,9 @@ import sys
 import time
 
 import deepspeed
-import torch
 import torch.distributed as td
 from launch import Notes
-from workload import GPT, SIZES, Samples, Trainer, config, quiet
-
-import ds_dynatrain
+from workload import engine_in_leaves, quiet
 
 WARM_UP = 4
 
@@ -25,14 +22,9 @@ def main() -> None:
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)
-    notes, shape, stage = Notes(folder, td.get_rank()), SIZES[wanted["size"]], wanted["stage"]
-    settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
-    settings |= {"train_micro_batch_size_per_gpu": wanted["samples"], "gradient_clipping": 1.0}
-    file = f"{folder}/report"
-    block = {"layout": {"data": td.get_world_size(), "zero_stage": stage}, "report": {"jsonl": file}}
-    block["exact"] = {"digest_every_steps": 2}
-    torch.manual_seed(0)
-    engine, *_ = ds_dynatrain.initialize(config={**settings, "dynatrain": block}, model=GPT(**shape))
+    notes = Notes(folder, td.get_rank())
+    block = {"report": {"jsonl": f"{folder}/report"}, "exact": {"digest_every_steps": 2}}
+    engine, trainer = engine_in_leaves(wanted, block)
     seconds, finish = [0.0], engine.exact.finish_step
 
     def timed() -> None:
@@ -44,7 +36,6 @@ def main() -> None:
         seconds[0] = time.perf_counter() - begin
 
     engine.exact.finish_step = timed
-    trainer = Trainer(engine, engine.loader(Samples(10**6, wanted["length"], shape["vocabulary"]), num_workers=0))
     for number in range(WARM_UP + wanted["steps"]):
         seconds[0] = 0.0
         step = trainer.step()[0]

@@ -9,14 +9,11 @@ import json
 import sys
 
 import deepspeed
-import torch
 import torch.distributed as td
 from launch import Notes
 from memory import high_water, reset_high_water
 from sent_bytes import SentBytes
-from workload import GPT, SIZES, Samples, Trainer, config, quiet
-
-import ds_dynatrain
+from workload import engine_in_leaves, quiet
 
 WARM_UP = 3
 
@@ -26,16 +23,8 @@ def main() -> None:
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     quiet()
     deepspeed.init_distributed(verbose=False)
-    notes, shape, stage = Notes(folder, td.get_rank()), SIZES[wanted["size"]], wanted["stage"]
-    data = Samples(10**6, wanted["length"], shape["vocabulary"])
-    settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
-    settings |= {"train_micro_batch_size_per_gpu": wanted["samples"], "gradient_clipping": 1.0}
-    trainers = {}
-    for form in wanted["forms"]:
-        torch.manual_seed(0)
-        block = {"layout": {"data": td.get_world_size(), "zero_stage": stage}, "exact": form == "exact"}
-        engine, *_ = ds_dynatrain.initialize(config={**settings, "dynatrain": block}, model=GPT(**shape))
-        trainers[form] = Trainer(engine, engine.loader(data, num_workers=0))
+    notes = Notes(folder, td.get_rank())
+    trainers = {form: engine_in_leaves(wanted, {"exact": form == "exact"})[1] for form in wanted["forms"]}
     for number in range(WARM_UP + wanted["steps"]):
         order = wanted["forms"][:: 1 if number % 2 else -1]
         times = {form: trainers[form].step()[0] for form in order}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ds_dynatrain
 from ds_dynatrain.comparison.workload import Block
 
 CONTEXT = 256
@@ -91,6 +92,22 @@ def config(dtype: str, stage: int, batch: int) -> dict[str, Any]:
     if dtype == "bf16":
         wanted["bf16"] = {"enabled": True}
     return wanted
+
+
+def engine_in_leaves(wanted: Mapping[str, Any], block: Mapping[str, Any]) -> tuple[Any, Trainer]:
+    """An engine over all ranks with the same weights on each, and what trains it.
+
+    wanted: "size", "stage", "leaves" of a global batch, "samples" of a leaf, and "length" in tokens. block: more of
+    `dynatrain`.
+    """
+    shape, stage = SIZES[wanted["size"]], wanted["stage"]
+    settings = config("fp32", stage, wanted["leaves"] * wanted["samples"])
+    settings |= {"train_micro_batch_size_per_gpu": wanted["samples"], "gradient_clipping": 1.0}
+    block = {"layout": {"data": td.get_world_size(), "zero_stage": stage}, **block}
+    torch.manual_seed(0)
+    engine, *_ = ds_dynatrain.initialize(config={**settings, "dynatrain": block}, model=GPT(**shape))
+    data = Samples(10**6, wanted["length"], shape["vocabulary"])
+    return engine, Trainer(engine, engine.loader(data, num_workers=0))
 
 
 def quiet() -> None:
