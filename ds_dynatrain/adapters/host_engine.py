@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE, DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
@@ -24,6 +28,11 @@ from ds_dynatrain.adapters.stage3 import reset_counters
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.support import usage
+
+COMPILE_BACKEND: str = get_accelerator().get_compile_backend()
+TO_HOST = OffloadDeviceEnum.cpu
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Defaults of DeepSpeed's calls, which have them in their signatures."""
 
 
 class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -113,22 +122,24 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
-        *others: Any,
-        **named: Any,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
         """DeepSpeed's. In stage 0, too, weights that come without the optimizer's states become the masters.
 
         DeepSpeed does so in its other stages alone: in stage 0 the old masters stay, and the next step writes over what
         was loaded.
         """
-        found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *others, **named)
+        which = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        found = super().load_checkpoint(load_dir, tag, *which)
         has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
         if found[0] is not None and not load_optimizer_states and has_masters:
             self.optimizer.refresh_fp32_params()
         return found
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
         """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
 
@@ -164,10 +175,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             return scaled
         return scaled * self._host.loss_weight
 
-    def allreduce_gradients(self, *arguments: Any, **named: Any) -> None:
+    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
         """DeepSpeed's, where a backward pass ends; leaves are added up in every one, at stage 1 too."""
         if not self._host.in_leaves:
-            super().allreduce_gradients(*arguments, **named)
+            super().allreduce_gradients(bucket_size)
             return
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()

@@ -29,6 +29,7 @@ NAMES: Names = {
     "deepspeed.runtime.config": "DeepSpeedConfig",
     "deepspeed.runtime.data_pipeline.constants": "RANDOM_LTD_GLOBAL_BATCH_SIZE RANDOM_LTD_MICRO_BATCH_SIZE",
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler": "get_next_global_batch",
+    "deepspeed.runtime.engine": "MEMORY_OPT_ALLREDUCE_SIZE",
     "deepspeed.runtime.engine:DeepSpeedEngine": """
         allreduce_gradients backward load_checkpoint _configure_optimizer _configure_basic_optimizer
         _configure_checkpointing
@@ -68,6 +69,7 @@ NAMES: Names = {
         partition_uniform
     """,
     "deepspeed.runtime.zero.config": "ZERO_OPTIMIZATION",
+    "deepspeed.runtime.zero.offload_config:OffloadDeviceEnum": "cpu",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK ZeROOrderedDict",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         _register_deepspeed_module partition_all_parameters

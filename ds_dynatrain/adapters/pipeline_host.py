@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
@@ -24,7 +23,7 @@ from ds_dynatrain.adapters.exact_uses import StageLines, Uses
 from ds_dynatrain.adapters.frozen_prefix import frozen_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
-from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
@@ -172,11 +171,16 @@ class PipelineHostEngine(HostEngine, LeafPipelineEngine):
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
-    def compile(self, *arguments: Any, **given: Any) -> None:
+    def compile(
+        self,
+        backend: Any = COMPILE_BACKEND,
+        compile_kwargs: Mapping[str, Any] = NOTHING,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
         """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""
-        super().compile(*arguments, **given)
-        backend = given.get("backend") or get_accelerator().get_compile_backend()
-        self._host.compiled_with = {**given.get("compile_kwargs", {}), "backend": backend}
+        super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
+        self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _frozen_layers(self) -> int:
         """By what is registered, not by what a parameter says now: so all stages say the same."""

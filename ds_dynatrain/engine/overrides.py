@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
 from ds_dynatrain.adapters.exact_job import unchanged_buffers
-from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, TO_HOST, HostEngine
 from ds_dynatrain.adapters.module_state import buffers_kept
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
+from ds_dynatrain.engine.checkpoints.stock import Part
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
@@ -122,7 +123,7 @@ class OverridingEngine(HostEngine):
 
     @in_turn
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, tokens: int | None = None
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
         """DeepSpeed's; see `HostEngine.backward`. In a global batch that is discarded it does nothing."""
         if self._parts.is_discarded:
@@ -131,7 +132,7 @@ class OverridingEngine(HostEngine):
 
         def backward() -> torch.Tensor:
             with self._parts.timed_pass(is_backward=True):
-                made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens)
+                made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens=tokens)
             if self._parts.exact is not None:
                 self._parts.exact.note_loss(loss)
             return made
@@ -203,8 +204,8 @@ class OverridingEngine(HostEngine):
     @in_turn
     def compile(
         self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] | None = None,
+        backend: Any = COMPILE_BACKEND,
+        compile_kwargs: Mapping[str, Any] | None = NOTHING,
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
@@ -218,8 +219,7 @@ class OverridingEngine(HostEngine):
             raise usage("DeepCompile").error("engine.compile(schedule=...)")
         if compiled_autograd_enabled:
             raise usage("compiled autograd").error("engine.compile(compiled_autograd_enabled=True)")
-        given = {} if backend is None else {"backend": backend}
-        super().compile(compile_kwargs=compile_kwargs or {}, **given)
+        super().compile(COMPILE_BACKEND if backend is None else backend, dict(compile_kwargs or {}))
 
     # ---- what there is of DeepSpeed's besides ------------------------------------------------------------------------
 
@@ -248,17 +248,37 @@ class OverridingEngine(HostEngine):
 
     @in_turn
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **named: Any
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = NOTHING,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """DeepSpeed's; False, with a warning, if the world is aborted in it, or was in this global batch.
 
         On a member that came late it saves under the folder and tag that the others have said.
         """
-        return self._parts.checkpoints.save_stock(super().save_checkpoint, save_dir, tag, arguments, named)
+        save = partial(
+            super().save_checkpoint,
+            client_state=dict(client_state),
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        return self._parts.checkpoints.save_stock(save, save_dir, tag)
 
     @in_turn
     def load_checkpoint(
-        self, load_dir: Any, tag: Any = None, *arguments: Any, trust_pickle: bool = False, **named: Any
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        trust_pickle: bool = False,
     ) -> Any:
         """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `engine.save`.
 
@@ -268,28 +288,44 @@ class OverridingEngine(HostEngine):
         On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
         state it returns what JSON has a word for.
         """
-        load = super().load_checkpoint
-        return self._parts.checkpoints.load_stock(load, load_dir, tag, trust_pickle, arguments, named)
+        part = Part(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        )
+        return self._parts.checkpoints.load_stock(super().load_checkpoint, load_dir, tag, trust_pickle, part)
 
     @in_turn
-    def save_16bit_model(self, *arguments: Any, **named: Any) -> Any:
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> Any:
         """DeepSpeed's."""
-        return super().save_16bit_model(*arguments, **named)
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     @in_turn
-    def module_state_dict(self, *arguments: Any, **named: Any) -> Any:
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
         """DeepSpeed's."""
-        return super().module_state_dict(*arguments, **named)
+        return super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
 
     @in_turn
-    def offload_states(self, *arguments: Any, **named: Any) -> None:
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = TO_HOST,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
         """DeepSpeed's."""
-        super().offload_states(*arguments, **named)
+        super().offload_states(include, device, pin_memory, non_blocking)
 
     @in_turn
-    def reload_states(self, *arguments: Any, **named: Any) -> None:
+    def reload_states(self, non_blocking: bool = False) -> None:
         """DeepSpeed's."""
-        super().reload_states(*arguments, **named)
+        super().reload_states(non_blocking)
 
     def destroy(self) -> None:
         """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""

@@ -15,7 +15,7 @@ from ds_dynatrain.data import EvaluationLoader, Leaf, Pass, TrainLoader
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of, places_of
-from ds_dynatrain.engine.overrides import in_turn
+from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.exact import MicroStep
@@ -101,7 +101,15 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return feed.samples(places_of(self._parts))
 
     @in_turn
-    def eval_batch(self, data_iter: Iterator[Any], *arguments: Any, **named: Any) -> Any:
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
         """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader.
 
         Without `num_micro_batches` each pipeline reads as many micro-batches as of a global batch of training, where
@@ -110,9 +118,14 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         feed = self._feed
         try:
-            return super().eval_batch(given, *arguments, **named)
+            return super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         finally:
             self._feed = feed
+
+    @in_turn
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:  # type: ignore[override]
+        """DeepSpeed's, which has fewer arguments here than with other engines."""
+        return super(OverridingEngine, self).module_state_dict(exclude_frozen_parameters)
 
     @in_turn
     def set_dataloader(self, loader: Iterable[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
+from ds_dynatrain.engine.checkpoints.stock import Part
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
@@ -54,23 +55,21 @@ class Checkpoints:
         engine.settle_fallback()
         return found
 
-    def save_stock(self, save: Stock, folder: Any, tag: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's."""
+    def save_stock(self, save: Stock, folder: Any, tag: Any) -> bool:
+        """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's, of a folder and a tag."""
         self._refuse_late("save_checkpoint")
         if not self.engine.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
             if agreed is None:
                 _not_saved("save_checkpoint", folder, tag)
                 return False
-            saved = PROCESS.membership.surviving(self.engine, lambda: save(*agreed, *arguments, **named), lambda: None)
+            saved = PROCESS.membership.surviving(self.engine, lambda: save(*agreed), lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
         return False
 
-    def load_stock(
-        self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
+    def load_stock(self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
         """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
         engine, known = self.engine, PROCESS.membership.loaded(self.engine.job.number)
         self._refuse_late("load_checkpoint")
@@ -82,22 +81,20 @@ class Checkpoints:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here", folder, tag, ELSEWHERE)
             return None, {}
         folder, tag = agreed
-        if not engine.idle and self._reads(folder, tag, trust_pickle, arguments, named):
+        if not engine.idle and self._reads(folder, tag, trust_pickle, part):
             found = self.load(folder, tag, trust_pickle)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             if not engine.idle:
                 engine.begin_segment()
-            result = load(folder, tag, *arguments, **named)
+            result = load(folder, tag, *part)
         PROCESS.membership.remember_load(engine.job.number, result)
         return result
 
-    def _reads(
-        self, folder: Any, tag: Any, trust_pickle: bool, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> bool:
+    def _reads(self, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> bool:
         """See `stock.is_for_us`."""
         key = f"stock/{self._switcher.place_in_training()}"
-        return stock.is_for_us(self.engine, key, folder, tag, arguments, named, trust_pickle)
+        return stock.is_for_us(self.engine, key, folder, tag, part, trust_pickle)
 
     def _refuse_late(self, call: str) -> None:
         """CheckpointError, on all members alike, while the state is on its way from one layout to another."""

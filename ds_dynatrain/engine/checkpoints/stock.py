@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
@@ -13,14 +13,18 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
 
-DEFAULTS: Mapping[str, Any] = {
-    "load_module_strict": True,
-    "load_optimizer_states": True,
-    "load_lr_scheduler_states": True,
-    "load_module_only": False,
-    "custom_load_fn": None,
-}
-"""Of DeepSpeed's `load_checkpoint`, in order; with others it loads a part of the state, which is left to it."""
+
+class Part(NamedTuple):
+    """What of a checkpoint DeepSpeed's `load_checkpoint` is asked for, in its order; all of the state by default."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+
+EVERYTHING = Part()
 
 
 def is_for_us(
@@ -28,17 +32,16 @@ def is_for_us(
     key: str,
     load_dir: Any,
     tag: Any,
-    arguments: Sequence[Any],
-    named: Mapping[str, Any],
+    part: Part,
     trust_pickle: bool,
 ) -> bool:
     """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout.
 
-    Rank 0 looks, and tells all working members: what follows is a matter of all. key: of nothing else on the notice
+    A part of the state is left to DeepSpeed. Rank 0 looks, and tells all working members: what follows is a matter of
+    all. key: of nothing else on the notice
     board. CheckpointError, on all alike, if it cannot be told.
     """
-    given = {**dict(zip(DEFAULTS, arguments, strict=False)), **named}
-    if {**DEFAULTS, **given} != DEFAULTS or engine.deepspeed.load_universal_checkpoint():
+    if part != EVERYTHING or engine.deepspeed.load_universal_checkpoint():
         return False
     session = Session(engine.control, key, engine.members, "load_checkpoint", is_patient=True)
     return session.first(
