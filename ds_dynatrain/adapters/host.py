@@ -58,9 +58,10 @@ class Host:
     without a ZeRO optimizer: an idle member's, which holds parameters' names and shapes only. whole: false where that
     is so on every member, for `attach_first` follows when the parameters have come in.
 
-    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. in_leaves: whether micro-batches are leaves of an
-    exact job, and micro_step: who trains which at present, None between two global batches. window_tokens: of the open
-    window, on this rank. without_gradient: trainable parameters that got no gradient on this rank in the last window.
+    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. loss_is_divided: whether its loss needs no weight.
+    in_leaves: whether micro-batches are leaves of an exact job, and micro_step: who trains which at present, None
+    between two global batches. window_tokens: of the open window, on this rank. without_gradient: trainable parameters
+    that got no gradient on this rank in the last window.
     is_weighted: whether a backward pass is under way whose loss is weighted, so that its gradients are not again.
     is_own_optimizer: whether it comes from the configuration.
     """
@@ -74,6 +75,7 @@ class Host:
     shape: Shape = WHOLE_SHAPE
     slot_weight: float = 1.0
     slot_is_borrowed: bool = False
+    loss_is_divided: bool = False
     window_tokens: int | None = None
     without_gradient: tuple[str, ...] = ()
     is_weighted: bool = False
@@ -415,7 +417,8 @@ class Host:
     @property
     def loss_weight(self) -> float:
         """By which the loss of this micro-batch is multiplied."""
-        return self.slot_weight * sequence.loss_factor(self.engine)
+        weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
+        return weight * sequence.loss_factor(self.engine)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

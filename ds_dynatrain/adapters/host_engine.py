@@ -27,6 +27,7 @@ from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import reset_counters
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
+from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import usage
 
 COMPILE_BACKEND: str = get_accelerator().get_compile_backend()
@@ -144,10 +145,16 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
 
         tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
-        its tokens, in whatever world. Give it for every micro-batch of a window or for none.
+        its tokens, in whatever world. Give it for every micro-batch of a window or for none; DataError for a loss that
+        is divided already.
         """
         if self._host.in_leaves and self._host.micro_step is None:
             raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
+        if tokens is not None and self._host.loss_is_divided:
+            raise DataError(
+                f"engine.backward(tokens={tokens}) in a micro_batch(..., is_divided=True): a loss is divided by the "
+                "tokens of the global batch once; leave one of the two out"
+            )
         if tokens is not None:
             count = 0 if self._host.slot_is_borrowed else int(tokens)
             self._host.window_tokens = (self._host.window_tokens or 0) + count

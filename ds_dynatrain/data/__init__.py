@@ -2,8 +2,8 @@
 
 `batch` deals samples to ranks and micro-batches, `leaves` does so in parts that are the same in every world, `order`
 says which samples a global batch has, `cursor` where training stands, `source` takes a data set or a torch loader
-apart, `loader` and `evaluation` are what a user iterates over, `host` is what they need from an engine. The package
-knows torch, and no DeepSpeed.
+apart, `loader`, `windows` and `evaluation` are what a user iterates over, `host` is what they need from an engine. The
+package knows torch, and no DeepSpeed.
 """
 
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Slot, SlotTable, Unevenness, uneven
@@ -14,6 +14,7 @@ from ds_dynatrain.data.leaves import Leaf, LeafArithmetic
 from ds_dynatrain.data.loader import Pass, TrainLoader
 from ds_dynatrain.data.order import EpochOrder
 from ds_dynatrain.data.source import STOCK_WORKERS, Source
+from ds_dynatrain.data.windows import MicroBatch, Windows
 from ds_dynatrain.data.workers import WorkerStart
 
 __all__ = [
@@ -26,12 +27,14 @@ __all__ = [
     "Host",
     "Leaf",
     "LeafArithmetic",
+    "MicroBatch",
     "Pass",
     "Slot",
     "SlotTable",
     "Source",
     "TrainLoader",
     "Unevenness",
+    "Windows",
     "WorkerStart",
     "uneven",
 ]

@@ -36,6 +36,11 @@ class Slot:
     samples: int
     weight: float
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it has no sample of its own."""
+        return self.samples == 0
+
 
 @dataclass(frozen=True)
 class BatchArithmetic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,3 +58,6 @@ class Host(Protocol):
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Told the slot of the micro-batch about to be returned, and whether it opens or closes its global batch."""
+
+    def open_batch(self, slots: Sequence[Slot]) -> None:
+        """Told this rank's slots of a global batch that is drawn at once; each is dealt later."""

@@ -31,6 +31,7 @@ from ds_dynatrain.data.host import Host
 from ds_dynatrain.data.order import Order
 from ds_dynatrain.data.seeded import in_epoch
 from ds_dynatrain.data.source import MapStyle, Source
+from ds_dynatrain.data.windows import MicroBatch, Windows
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
@@ -49,7 +50,7 @@ class TrainLoader:
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         """Makes the batch to train on, of a batch and the order's state when its global batch was drawn."""
         self.samples = 0
-        """Samples of its own in the micro-batch dealt last on this rank; 0 for one that repeats another's sample."""
+        """Samples of its own in the micro-batch that `next` dealt last; 0 for one that repeats another's sample."""
         self._host = host
         self._at = Cursor()
         self._micro = 0
@@ -139,6 +140,14 @@ class TrainLoader:
         self._live = weakref.ref(fresh) if has_batches else None
         return fresh
 
+    def windows(self) -> Windows:
+        """The same as an iterable of global batches, each a tuple of this rank's `MicroBatch`es.
+
+        For a loop that draws a whole global batch before its first pass. `with engine.micro_batch(one):` around
+        forward, backward and step says which one they are about.
+        """
+        return Windows(self)
+
     def state_dict(self) -> dict[str, Any]:
         """The position and the order that it counts in: plain integers and booleans, the same on every rank.
 
@@ -223,12 +232,52 @@ class Pass(Iterator[Any]):
     def _next(self) -> Any:
         self.reach_boundary()
         loader = self._loader
-        first, last = loader._micro == 0, loader._micro + 1 == len(self._window)
-        batch = self._take(first, last)
+        first, last, slot = loader._micro == 0, self._at_last, self._window[loader._micro]
+
+        def deal() -> None:
+            self._host.deal(slot, first, last)
+            loader.samples = slot.samples
+
+        batch = self._take(deal)
+        self._advance(last)
+        return batch
+
+    def next_window(self) -> tuple[MicroBatch, ...]:
+        """All micro-batches of this rank of the next global batch; `Host.deal` is for whoever trains them.
+
+        DataError where `next` has begun one.
+        """
+        loader, drawn = self._loader, list[MicroBatch]()
+        if loader.mid_window:
+            raise DataError(
+                f"loader {loader.name!r}: {loader._micro} micro-batches of global batch {loader._at.step} were dealt "
+                "one by one; go on so to its end, or draw whole global batches from the start"
+            )
+        with self._host.turn():
+            while not (drawn and drawn[-1].is_last):
+                self.reach_boundary()
+                if loader._micro == 0:  # it may have gone back to there
+                    drawn.clear()
+                drawn.append(self._draw())
+                self._advance(drawn[-1].is_last)
+        return tuple(drawn)
+
+    def _draw(self) -> MicroBatch:
+        """The next micro-batch, for later; with the first one of a global batch that is open."""
+        slot, first = self._window[self._loader._micro], self._loader._micro == 0
+        batch = self._take((lambda: self._host.open_batch(self._window)) if first else lambda: None)
+        return MicroBatch(batch, slot, self._at_last, self._key[0])
+
+    @property
+    def _at_last(self) -> bool:
+        return self._loader._micro + 1 == len(self._window)
+
+    def _advance(self, last: bool) -> None:
+        """A micro-batch was dealt. last: of its global batch."""
+        loader = self._loader
         self._stands = loader._resume = False
         loader._micro = 0 if last else loader._micro + 1
         loader._at = loader._at.advance() if last else loader._at
-        return batch
 
     def close(self) -> None:
         """Drop the torch loader; its worker processes end with its last reference."""
@@ -267,8 +316,8 @@ class Pass(Iterator[Any]):
         loader._at, loader._resume, loader._live = loader._at.next_epoch(), False, None
         raise StopIteration
 
-    def _take(self, first: bool, last: bool) -> Any:
-        """The next micro-batch, its slot announced; after an error the next call reads it again."""
+    def _take(self, announce: Callable[[], None]) -> Any:
+        """The next micro-batch, once `announce` has told the host; after an error the next call reads it again."""
         loader, host = self._loader, self._host
         if host.generation != self._key[0]:
             raise DataError(
@@ -281,9 +330,7 @@ class Pass(Iterator[Any]):
             batch = next(self._fetch)
             if loader.post_process is not None:
                 batch = loader.post_process(batch, loader.order.state(loader._at.epoch, loader._at.step))
-            slot = self._window[loader._micro]
-            host.deal(slot, first, last)
-            loader.samples = slot.samples
+            announce()
         except StopIteration as error:
             self.close()
             raise DataError(f"loader {loader.name!r}: the data set raised StopIteration") from error

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
 from ds_dynatrain.adapters.worlds import add_groups
-from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.attempts import OnSwitch
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.exact_steps import ExactSteps
 from ds_dynatrain.engine.groups import OwnGroup, RanksOf
+from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.report import Protection, SwitchEvent
 from ds_dynatrain.space import Layout
+from ds_dynatrain.support import usage
 
 if TYPE_CHECKING:
     from ds_dynatrain.balance.choose import Choice
@@ -111,7 +114,7 @@ class DynatrainEngine(OverridingEngine):
 
     @property
     def slot_is_borrowed(self) -> bool:
-        """Whether the micro-batch that was dealt last has no sample of its own: it counts nothing."""
+        """Whether the micro-batch that was dealt last, or is in work, has no sample of its own: it counts nothing."""
         return self._host.slot_is_borrowed
 
     @property
@@ -310,14 +313,18 @@ class DynatrainEngine(OverridingEngine):
         evaluation: bool = False,
         batch_size: int | None = None,
         name: str | None = None,
+        seed: int | None = None,
+        reshuffle: bool | None = None,
     ) -> TrainLoader | EvaluationLoader:
         """A loader that follows the world; make it on every process, idle ones too, in the same order.
 
         dataset: map-style, or a torch DataLoader over one, which is taken apart. A train loader has a position and is
         where a change takes effect; an evaluation loader (`evaluation=True`, not shuffled unless asked; `batch_size` is
-        its own) has neither.
+        its own) has neither. seed: of the order. reshuffle: another order each epoch, that of `seed` + epoch; by
+        default what the DataLoader or `dynatrain.data` says.
         """
-        return self._parts.loaders.make(dataset, collate_fn, num_workers, shuffle, evaluation, batch_size, name)
+        order = Shuffling(shuffle, seed, reshuffle)
+        return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
         """The one of `training_data`."""
@@ -352,6 +359,20 @@ class DynatrainEngine(OverridingEngine):
         while self._parts.job_epoch < count:
             yield self._parts.job_epoch
             self._parts.job_epoch += 1
+
+    def micro_batch(self, one: MicroBatch, *, is_divided: bool = False) -> AbstractContextManager[None]:
+        """A block whose forward and backward pass, and step, are about this micro-batch of `loader.windows()`.
+
+        is_divided: the loss is divided by what the whole global batch has of something (its tokens over all ranks,
+        times the ranks that DeepSpeed means over), not a mean over the micro-batch: it is taken as it is, and that of a
+        borrowed one as 0. Say so for every micro-batch of a global batch or for none.
+
+        DataError for a micro-batch of another world, and if `tokens` are given for a loss that is divided;
+        UnsupportedError for a pipeline, whose `train_batch` draws for itself, and for a divided loss in an exact job.
+        """
+        if self._parts.job.has_stages:
+            raise usage("engine.micro_batch of a pipeline").error("engine.micro_batch")
+        return self._parts.loaders.micro_batch(one, is_divided)
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
         """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the

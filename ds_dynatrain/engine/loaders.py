@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, Slot, Source, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, MicroBatch, Slot, Source, TrainLoader
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.core import EngineCore, OpenBatch
 from ds_dynatrain.engine.members.discarded import Window
@@ -19,6 +20,16 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.exact import MicroStep
+from ds_dynatrain.support import usage
+
+
+@dataclass(frozen=True)
+class Shuffling:
+    """What a caller says of a loader's order; None: nothing."""
+
+    shuffle: bool | None
+    seed: int | None = None
+    reshuffle: bool | None = None
 
 
 class Loaders:
@@ -73,15 +84,48 @@ class Loaders:
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Called by a train loader with the slot of the micro-batch that it is about to return."""
-        host, samples = self.engine.host, self.engine.open_batch.samples
-        host.slot_weight, host.slot_is_borrowed = slot.weight, slot.samples == 0
+        host = self.engine.host
+        host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
-            samples = slot.batch_samples
             host.micro_step = MicroStep(slot.micro_step, self.batch.data, slot.leaves)
             streams.begin_leaf(self.engine.stream_seed, self.engine.global_steps, slot.number)
-        elif slot.weight:
-            samples = round(slot.samples * self.batch.slots / slot.weight)
-        self.engine.open_batch = OpenBatch(True, samples, last)
+        self.engine.open_batch = OpenBatch(True, self._samples_with(slot), last)
+
+    def open_batch(self, slots: Sequence[Slot]) -> None:
+        """Called by a train loader with this rank's slots of a global batch, of which none is dealt yet."""
+        for slot in slots:
+            self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
+
+    def _samples_with(self, slot: Slot) -> int | None:
+        """Samples of the open global batch, of which this is a slot; None where none of them has said so yet."""
+        if isinstance(slot, Leaf):
+            return slot.batch_samples
+        if slot.is_borrowed:
+            return self.engine.open_batch.samples
+        return round(slot.samples * self.batch.slots / slot.weight)
+
+    @contextmanager
+    def micro_batch(self, one: MicroBatch, is_divided: bool) -> Iterator[None]:
+        """See `DynatrainEngine.micro_batch`."""
+        if not isinstance(one, MicroBatch):
+            raise DataError(
+                f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); "
+                "`for window in loader.windows(): for one in window: with engine.micro_batch(one):`"
+            )
+        if is_divided and self.engine.host.in_leaves:
+            raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
+        if not self.engine.is_discarded:
+            if one.generation != self.generation:
+                raise DataError(
+                    f"engine.micro_batch: the world of generation {one.generation} dealt it, and this is generation "
+                    f"{self.generation}: draw the next global batch"
+                )
+            self.deal(one.slot, False, one.is_last)
+            self.engine.host.loss_is_divided = is_divided
+        try:
+            yield
+        finally:
+            self.engine.host.loss_is_divided = False
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
@@ -90,7 +134,7 @@ class Loaders:
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int | None,
-        shuffle: bool | None,
+        order_of: Shuffling,
         evaluation: bool,
         batch_size: int | None,
         name: str | None,
@@ -105,8 +149,9 @@ class Loaders:
             dataset,
             collate_fn=collate_fn if collate_fn is not None else deepspeed.collate_fn,
             num_workers=num_workers,
-            shuffle=bool(shuffle) if evaluation else shuffle,
-            reshuffle=self.engine.settings.data.reshuffle or None,
+            shuffle=bool(order_of.shuffle) if evaluation else order_of.shuffle,
+            seed=order_of.seed,
+            reshuffle=self.engine.settings.data.reshuffle or None if order_of.reshuffle is None else order_of.reshuffle,
             drop_last=drop_last,
             pin_memory=getattr(dataset, "pin_memory", is_accelerated()),
             seeds_samples=self.engine.host.in_leaves and not evaluation,

@@ -186,6 +186,12 @@ EXACT = (
         "a_loop_of_ones_own",
     ),
     _start(
+        "a loss that is divided",
+        "the share of a leaf is what its mean loss is multiplied by, and nothing else",
+        "give the mean over the micro-batch and engine.backward(loss, tokens=n)",
+        "a_loop_of_ones_own",
+    ),
+    _start(
         "a gradient in several parts",
         "a parameter got a gradient twice in one backward pass, and the first part had been sent already",
         "use torch.utils.checkpoint with use_reentrant=False, or ZeRO stage 1",

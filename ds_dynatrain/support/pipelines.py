@@ -94,4 +94,11 @@ PIPELINES = (
         "yourself run as they were written",
         proof="tests/engine/test_pipeline_precision.py::test_compiled_layers",
     ),
+    Row(
+        "engine.micro_batch of a pipeline",
+        Verdict.AT_START,
+        "train_batch draws the micro-batches of a global batch itself",
+        "call engine.train_batch()",
+        proof="tests/engine/test_draw_ahead.py::test_a_pipeline_draws_for_itself",
+    ),
 )

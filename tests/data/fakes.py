@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ class Member:
         self.job = job
         self.member = member
         self.dealt: list[tuple[Slot, bool, bool]] = []
+        self.opened: list[tuple[Slot, ...]] = []
         self.boundaries = 0
         self.takes_part = True
         self.idle = member not in job.world
@@ -65,6 +66,9 @@ class Member:
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         self.dealt.append((slot, first, last))
+
+    def open_batch(self, slots: Sequence[Slot]) -> None:
+        self.opened.append(tuple(slots))
 
 
 @dataclass
