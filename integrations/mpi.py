@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import secrets
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -21,12 +20,20 @@ from typing import Any
 import numpy as np
 
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.environment import LOCAL_RANK, LOCAL_SIZE, TOKEN, WorkerPlace, hand_over, token_from
+from ds_dynatrain.elastic.announcement import read_endpoint
+from ds_dynatrain.elastic.environment import (
+    LOCAL_RANK,
+    LOCAL_SIZE,
+    TOKEN,
+    WorkerPlace,
+    hand_over,
+    new_node,
+    token_from,
+)
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 LOOPBACK = "127.0.0.1"
-LONGEST_HOST = 64
 
 
 def join(
@@ -39,9 +46,9 @@ def join(
     """Call it first, on every process that mpirun has started: `ds_dynatrain.initialize` finds its place then.
 
     communicator: of mpi4py, over all processes; COMM_WORLD by default, and then MPI is ended before it returns.
-    endpoint: HOST:PORT of a coordinator that runs (`ds-dynatrain coordinator`); without it process 0 hosts one, for
-    `min_nodes` to `max_nodes` nodes (by default as many as there are): then the job lives as long as process 0. A
-    second mpirun joins the job of an `endpoint`.
+    endpoint: HOST:PORT of a coordinator that runs (`ds-dynatrain coordinator`), or file:FILE where it has announced
+    itself; without it process 0 hosts one, for `min_nodes` to `max_nodes` nodes (by default as many as there are): then
+    the job lives as long as process 0. A second mpirun joins the job of an `endpoint`.
 
     Where nodes are several and there is no token, process 0 makes one for this start. ImportError without mpi4py;
     ConfigError, on all processes, for an endpoint or numbers that make no sense; ElasticError if process 0 cannot host.
@@ -50,7 +57,7 @@ def join(
 
     world = MPI.COMM_WORLD if communicator is None else communicator
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    node = _spread(local, _new_node())
+    node = _spread(local, new_node())
     nodes = np.zeros(1, np.int64)
     world.Allreduce(np.array([local.rank == 0], np.int64), nodes)
     told = {} if world.rank else _invitation(endpoint, int(nodes[0]), min_nodes, max_nodes, variables)
@@ -61,7 +68,7 @@ def join(
         MPI.Finalize()
     if place is None:
         raise (ConfigError if told["is_wrong"] else ElasticError)(told["error"])
-    found = WorkerPlace(*place, Address.parse(told["endpoint"]), told["job"])
+    found = WorkerPlace(*place, read_endpoint(told["endpoint"]), told["job"])
     hand_over(found, variables)
     variables[LOCAL_RANK], variables[LOCAL_SIZE] = str(found.local_rank), str(found.local_size)
     if told["token"] is not None:
@@ -86,7 +93,7 @@ def _invitation(
     """On process 0: what all need to know, or an error for all; hosts a coordinator if there is none."""
     try:
         if endpoint is not None:
-            return {"endpoint": str(Address.parse(endpoint)), "job": "", "token": None}
+            return {"endpoint": str(read_endpoint(endpoint)), "job": "", "token": None}
         return _hosted(nodes, least, most, token_from(variables))
     except (ConfigError, ElasticError, OSError) as error:
         return {"error": str(error), "is_wrong": isinstance(error, ConfigError)}
@@ -102,9 +109,3 @@ def _hosted(nodes: int, least: int, most: int | None, token: str | None) -> dict
     host.start()
     atexit.register(host.outlive)
     return {"endpoint": str(host.address), "job": job, "token": made}
-
-
-def _new_node() -> str:
-    """An id that no node has had: the host's name for people, the rest to tell starts apart."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:LONGEST_HOST]
-    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"

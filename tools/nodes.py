@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.announcement import Announced, Endpoint
 from ds_dynatrain.elastic.messages import Status
 from ds_dynatrain.elastic.query import ask_status
 
@@ -78,7 +79,8 @@ class Journal:
 class Job:
     """Nodes with one coordinator; everything lies in `folder`.
 
-    seconds: how long anything may take. address: the coordinator's; by default a free port of this machine.
+    seconds: how long anything may take. address: the coordinator's; by default a free port of this machine. announce: a
+    file instead, in which coordinators announce themselves, each at a port of its own.
     """
 
     folder: Path
@@ -90,6 +92,7 @@ class Job:
     script: Path = SCRIPT
     seconds: float = SECONDS
     address: Address = field(default_factory=lambda: Address("127.0.0.1", free_port()))
+    announce: Path | None = None
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +106,7 @@ class Job:
         """Start an agent, by `host` if given: a command that runs one on another host, whose address is `at`."""
         settings = {**(self.times if self.backend in ("dynatrain", "c10d") and self._is_ours else {}), **conf}
         command = ["torch.distributed.run", f"--nnodes={self.nodes}", f"--nproc-per-node={self.workers}"]
-        command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.address}", "--rdzv-id=job"]
+        command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=job"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}"] if settings else []
         command += [f"--local-addr={at}", *options, str(self.script)]
         self._start(name, command, host)
@@ -111,9 +114,13 @@ class Job:
     def coordinator(self, name: str, host: Sequence[str] = ()) -> None:
         """Start a coordinator of its own."""
         times = [f"--{key.replace('_', '-')}={self.times[key]}" for key in COORDINATOR_TIMES if key in self.times]
-        self._start(
-            name, ["ds_dynatrain.cli", "coordinator", str(self.address), f"--nnodes={self.nodes}", *times], host
-        )
+        where = [str(self.address)] if self.announce is None else ["127.0.0.1:0", f"--announce={self.announce}"]
+        self._start(name, ["ds_dynatrain.cli", "coordinator", *where, f"--nnodes={self.nodes}", *times], host)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where its coordinator is found."""
+        return self.address if self.announce is None else Announced(self.announce)
 
     @property
     def _is_ours(self) -> bool:
@@ -152,7 +159,7 @@ class Job:
     def status(self) -> Status | None:
         """The coordinator's, if there is one."""
         try:
-            return ask_status(self.address, self.variables.get("DYNATRAIN_TOKEN"), seconds=2.0)
+            return ask_status(self.endpoint, self.variables.get("DYNATRAIN_TOKEN"), seconds=2.0)
         except OSError:
             return None
 

@@ -76,12 +76,16 @@ def coordinator(
         float, typer.Option(help="After this long in which its main thread stands still a member is lost; 0: never.")
     ] = 300.0,
     recovery_seconds: Annotated[float, typer.Option(help="How long to wait for members of a running job first.")] = 3.0,
+    announce: Annotated[
+        Path | None, typer.Option(help="Write the address into this file, for --rdzv-endpoint=file:FILE.")
+    ] = None,
 ) -> None:
     """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
 
-    It may be killed and started again: members go on, come back, and tell it what it has to know.
+    It may be killed and started again: members go on, come back, and tell it what it has to know. With --announce it
+    may be started elsewhere, at any port; one that runs still ends then.
 
-    Exit code: 0 the job has finished, 2 it could not listen.
+    Exit code: 0 the job has finished, 2 it could not listen, or another one has taken its place.
     """
     from ds_dynatrain.cli import membership
     from ds_dynatrain.elastic.settings import Settings
@@ -90,12 +94,12 @@ def coordinator(
         least, most = membership.nodes(nnodes)
         times = {"silent_seconds": silent_seconds, "stuck_seconds": stuck_seconds, "recovery_seconds": recovery_seconds}
         settings = Settings(least, most, **times)
-        membership.run_coordinator(address, settings, job, token_file, store_port)
+        membership.run_coordinator(address, settings, job, token_file, store_port, announce)
 
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")],
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator, or file:FILE.")],
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -115,7 +119,7 @@ def status(
 
 @app.command()
 def leave(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")],
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator, or file:FILE.")],
     node: Annotated[str, typer.Argument(help="The node: what `ds-dynatrain status` shows before the slash.")],
     token_file: TokenFile = None,
 ) -> None:

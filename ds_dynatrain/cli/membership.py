@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.announcement import Endpoint, announced, read_endpoint
 from ds_dynatrain.elastic.environment import token_from
 from ds_dynatrain.elastic.messages import Status
 from ds_dynatrain.elastic.query import ask_status, ask_to_leave
@@ -31,8 +35,11 @@ def nodes(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def run_coordinator(address: str, settings: Settings, job: str, token_file: Path | None, store_port: int) -> None:
-    """Serve one job until it has finished. ConfigError or ElasticError if it cannot begin."""
+def run_coordinator(
+    address: str, settings: Settings, job: str, token_file: Path | None, store_port: int, announce: Path | None = None
+) -> None:
+    """Serve one job until it has finished. ConfigError or ElasticError if it cannot begin, or another coordinator has
+    taken its place in the file `announce`."""
     from ds_dynatrain.elastic.hosting import Host  # imports torch
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -42,7 +49,10 @@ def run_coordinator(address: str, settings: Settings, job: str, token_file: Path
         host = Host(where, settings, token, job, store_port)
     except OSError as error:
         raise ElasticError(f"cannot listen at {where}: {error}") from error
-    host.run()
+    # As by default, but also for process 1 of a container, which has no defaults. Nothing has to be saved.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    with nullcontext() if announce is None else announced(announce, host.reachable, job, host.end):
+        host.run()
 
 
 def status(address: str, token_file: Path | None) -> Status:
@@ -60,9 +70,9 @@ def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
         ) from error
 
 
-def _asked(address: str, token_file: Path | None, question: Callable[[Address, str | None], Answer]) -> Answer:
+def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, str | None], Answer]) -> Answer:
     token = token_from(file=None if token_file is None else str(token_file))
-    where = Address.parse(address)
+    where = read_endpoint(address)
     try:
         return question(where, token)
     except OSError as error:

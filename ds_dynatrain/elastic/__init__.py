@@ -13,7 +13,8 @@
 | `strangers` | peers that have not said who they are: how many there may be, what the log says |
 | `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |
 | `channel` | what proves each message of a connection |
-| `address` `token` `users` | where to listen, and to whom; the secret of a job; whose a connection is, without one |
+| `address` `announcement` | where to listen, and to whom; an address that stands in a shared file |
+| `token` `users` | the secret of a job; whose a connection is, without one |
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |
 | `environment` | every environment variable: what is read, what is handed to workers |

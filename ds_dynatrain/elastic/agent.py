@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.announcement import Endpoint
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE
 from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
@@ -25,10 +25,10 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 class AgentLine:
     """The agent's connection to the coordinator, for one start of its workers."""
 
-    def __init__(self, connection: Connection, node: str, address: Address, token: str | None, job: str) -> None:
+    def __init__(self, connection: Connection, node: str, endpoint: Endpoint, token: str | None, job: str) -> None:
         self._connection = connection
         self._node = node
-        self._address = address
+        self._endpoint = endpoint
         self._token = token
         self._job = job
         self._ended = threading.Event()
@@ -77,13 +77,13 @@ class AgentLine:
         """Whether there is a coordinator again."""
         while not self._ended.wait(RETRY_SECONDS):
             try:
-                self._connection = Connection.open(self._address, self._token, self._job)
+                self._connection = Connection.open(self._endpoint, self._token, self._job)
                 self._connection.send(Agent(node=self._node))
                 return True
             except (OSError, MessageError, CoordinatorUnproved):
                 continue
             except PeerRefused as error:
-                logger.warning("the coordinator at %s does not take this agent back: %s", self._address, error)
+                logger.warning("the coordinator at %s does not take this agent back: %s", self._endpoint, error)
                 return False
         return False
 

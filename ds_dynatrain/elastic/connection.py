@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ds_dynatrain.elastic.address import Address, tune
+from ds_dynatrain.elastic.announcement import Endpoint
 from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
@@ -41,11 +42,12 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Connection:
-    """Messages over one socket. `welcome` is what the coordinator said when it let us in."""
+    """Messages over one socket. `welcome` is what the coordinator said when it let us in, `address` where it was."""
 
     welcome: Welcome
 
     def __init__(self, address: Address, seconds: float) -> None:
+        self.address = address
         self._socket = socket.create_connection((address.host, address.port), timeout=seconds)
         tune(self._socket)
         self._socket.settimeout(SEND_SECONDS)
@@ -55,15 +57,15 @@ class Connection:
         self._frames: deque[tuple[bytes, bytes]] = deque()
 
     @classmethod
-    def open(cls, address: Address, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
+    def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
         """Connect and be let in, within `seconds` for each answer.
 
         OSError if nobody is there or answers, PeerRefused with the coordinator's reason, CoordinatorUnproved or
         MessageError if what answers is no coordinator of this version that knows the token.
         """
-        connection = cls(address, seconds)
+        connection = cls(endpoint.locate(is_guarded=token is not None), seconds)
         try:
-            connection.welcome = connection._greet(str(address), token, job, seconds)
+            connection.welcome = connection._greet(str(endpoint), token, job, seconds)
         except BaseException:
             connection.close()
             raise
@@ -181,18 +183,18 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
     return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
 
 
-def connect(address: Address, token: str | None, job: str, seconds: float) -> Connection:
+def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:
     """A connection as soon as there is a coordinator. TimeoutError after `seconds`, PeerRefused or MessageError at once
     if there is one that does not let us in."""
     end = time.monotonic() + seconds
     warned = False
     while True:
         try:
-            return Connection.open(address, token, job)
+            return Connection.open(endpoint, token, job)
         except OSError as error:
             if time.monotonic() > end:
-                raise TimeoutError(f"no coordinator answers at {address} within {seconds:g} s ({error})") from error
+                raise TimeoutError(f"no coordinator answers at {endpoint} within {seconds:g} s ({error})") from error
             if not warned:
-                logger.warning("waiting for the coordinator at %s (%s)", address, error)
+                logger.warning("waiting for the coordinator at %s (%s)", endpoint, error)
             warned = True
         time.sleep(RETRY_SECONDS)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.announcement import Endpoint, read_endpoint
 from ds_dynatrain.elastic.token import checked_token, read_token
 from ds_dynatrain.errors import ConfigError
 
@@ -23,6 +26,7 @@ AGENT = "DYNATRAIN_AGENT"
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """What torchrun hands to them: the first two are the node's own world, until a worker has joined."""
+LONGEST_HOST = 64
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class WorkerPlace:
     node: str
     local_rank: int
     local_size: int
-    coordinator: Address
+    coordinator: Endpoint
     job: str = ""
     agent: int | None = None
     """The process that has started it, if that is an agent of ours."""
@@ -72,6 +76,12 @@ def hand_over(
         variables[TOKEN_FILE] = os.path.abspath(token_file)  # a script may change its folder first
 
 
+def new_node(host: str = "") -> str:
+    """An id that no node has had: the host for people, this machine's if none is given; the rest tells starts apart."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
     """Where this process stands; None if it was not started for a job of ours. ConfigError for broken variables."""
     if COORDINATOR not in variables or NODE not in variables:
@@ -80,7 +90,7 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
         node=variables[NODE],
         local_rank=_number(variables, LOCAL_RANK, 0),
         local_size=_number(variables, LOCAL_SIZE, 1),
-        coordinator=Address.parse(variables[COORDINATOR]),
+        coordinator=read_endpoint(variables[COORDINATOR]),
         job=variables.get(JOB, ""),
         agent=_number(variables, AGENT, 0) or None,
         restarts=_number(variables, RESTARTS, 0),

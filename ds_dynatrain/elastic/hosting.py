@@ -7,8 +7,10 @@ that was started again. The store's socket listens meanwhile, so whoever connect
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import resource
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -49,11 +51,24 @@ class Host:
         self._thread = threading.Thread(target=self.run, name="dynatrain-coordinator", daemon=True)
         self._stop: Callable[[], object] = lambda: None
         self._is_up = threading.Event()
+        self._is_ended = threading.Event()
         self._coordinator: Coordinator | None = None
 
+    @property
+    def reachable(self) -> Address:
+        """What to tell others: a host of their own network, or a loopback address if nobody else is let in."""
+        place = ipaddress.ip_address(self._listener.getsockname()[0])
+        host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
+        return Address(host, self.address.port)
+
     def run(self) -> None:
-        """Serve until the job has finished; once."""
+        """Serve until the job has finished, or `end` is called; once."""
         asyncio.run(self._serve())
+
+    def end(self) -> None:
+        """Let `run` return soon; from any thread, also before it serves."""
+        self._is_ended.set()
+        self._stop()
 
     def start(self) -> None:
         """Serve in a thread. Imports torch first: two threads that import it at once break it."""
@@ -78,6 +93,8 @@ class Host:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         membership = Membership(self._settings, secrets.token_hex(4), time.monotonic())
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+        if self._is_ended.is_set():
+            stop.set()
         files = raise_descriptors()
         self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
         self._is_up.set()
@@ -87,6 +104,7 @@ class Host:
         serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
         self._store = await asyncio.to_thread(self._serve_store)
         await serving
+        self._stop = lambda: None
 
     def _serve_store(self) -> TCPStore:
         from ds_dynatrain.elastic.store import serve_store  # imports torch

@@ -223,7 +223,7 @@ class Member:
     def _store_address(self) -> tuple[str, int]:
         if self._connection is None:
             raise RuntimeError(f"{self.id} has not been started")
-        return self.place.coordinator.host, self._connection.welcome.store_port
+        return self._connection.address.host, self._connection.welcome.store_port
 
     def descriptors(self) -> frozenset[int]:
         """Of the member's own socket: to be spared when a world's sockets are shut down."""

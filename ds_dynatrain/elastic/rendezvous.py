@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import secrets
 import socket
 
 from torch._C._distributed_c10d import TCPStore
@@ -20,16 +18,16 @@ from torch.distributed.elastic.rendezvous import (
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine
+from ds_dynatrain.elastic.announcement import read_endpoint
 from ds_dynatrain.elastic.connection import connect, logger
-from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, new_node, token_from
 from ds_dynatrain.elastic.hosting import Host
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
-from ds_dynatrain.errors import ElasticError, JobFinished, MessageError, PeerRefused
+from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, MessageError, PeerRefused
 
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 600.0
-LONGEST_HOST = 64
 TIMES = ("debounce_seconds", "beat_seconds", "silent_seconds", "stuck_seconds", "recovery_seconds")
 FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
@@ -39,7 +37,7 @@ class NodeRendezvous(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
-        self._endpoint = Address.parse(parameters.endpoint)
+        self._endpoint = read_endpoint(parameters.endpoint)
         self._token_file = parameters.get("token_file")
         self._token = token_from(file=self._token_file)
         self._host = self._hosted()
@@ -53,6 +51,13 @@ class NodeRendezvous(RendezvousHandler):
         """The coordinator, if it is this agent's to host: its address is this machine's, and still free."""
         is_host = self._parameters.get_as_bool("is_host")
         if is_host is False:
+            return None
+        if not isinstance(self._endpoint, Address):
+            if is_host:
+                raise ConfigError(
+                    f"is_host=1: an agent hosts a coordinator at HOST:PORT, not at {self._endpoint}; leave it out, and "
+                    f"start ds-dynatrain coordinator --announce {self._endpoint.file}"
+                )
             return None
         store_port = self._parameters.get_as_int("store_port", 0) or 0
         job = self._parameters.run_id
@@ -134,10 +139,9 @@ class NodeRendezvous(RendezvousHandler):
             self._line = None
 
     def _new_node(self) -> str:
-        """An id that no node has had: the host's name for people, the rest to tell starts apart."""
-        host = re.sub(r"[^A-Za-z0-9._-]", "-", self._parameters.local_addr or socket.gethostname())[:LONGEST_HOST]
+        """A new id at each start of the workers."""
         self._starts += 1
-        return f"{host}-{os.getpid()}-{secrets.token_hex(2)}-{self._starts}"
+        return f"{new_node(self._parameters.local_addr or '')}-{self._starts}"
 
     def _compare(self, least: int, most: int) -> None:
         mine = (self._parameters.min_nodes, self._parameters.max_nodes)

@@ -107,5 +107,6 @@ def test_a_coordinator_of_its_own(in_time: Callable[[float, float], None]) -> No
         finally:
             begin = time.monotonic()
             process.terminate()
-            process.wait(SECONDS)
+            code = process.wait(SECONDS)
+        assert code == 143, "also as process 1 of a container, which has no handler by default"
         in_time(time.monotonic() - begin, 2)
