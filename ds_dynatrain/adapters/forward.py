@@ -33,6 +33,14 @@ class OptimizerForwarder(torch.optim.Optimizer):
         return self._host.basic_optimizer  # type: ignore[no-any-return]
 
     @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, for gradients beyond fp16; false where the present optimizer skips none.
+
+        It is there in every layout and on idle members: who asks once whether it is there goes by that for ever.
+        """
+        return bool(getattr(self.current, "overflow", False))
+
+    @property
     def _opt_called(self) -> bool:
         """What torch's schedulers ask before their first step: `engine.step` has taken one of the optimizer's."""
         return bool(self._host.engine.global_steps)

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine import jobs
+from tests.engine.models import decay_groups, small_gpt
 from tests.engine.pool import RankPool
 
 STEPS = 6
@@ -18,11 +19,19 @@ RATES = [2e-3 * (1 / (1 + step)) for step in range(STEPS + 1)]
 Seen = dict[str, Any]
 
 
-def scheduled(start: jobs.Sizes, schedule: jobs.Schedule) -> tuple[jobs.Record, Seen]:
-    """A run under a scheduler of the script's own, which the engine does not know; it is carried as any object is."""
-    record, seen = jobs.Record(), dict[str, Any]()
-    with jobs.job(jobs.config(start=start)) as made:
+def scheduled(start: jobs.Sizes, schedule: jobs.Schedule, own: bool = False) -> tuple[jobs.Record, Seen]:
+    """A run under a scheduler of the script's own, which the engine does not know; it is carried as any object is.
+
+    own: the optimizer is the script's, too.
+    """
+    record, seen, model = jobs.Record(), dict[str, Any](), small_gpt()
+    given = {"optimizer": torch.optim.AdamW(decay_groups(model), lr=2e-3)} if own else {}
+    with jobs.job(jobs.config(start=start), model=model, **given) as made:
         optimizer = made.optimizer
+        seen["begin"] = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        seen["begin"] += [optimizer.defaults, hasattr(optimizer, "overflow"), optimizer.overflow]
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         made.engine.register_for_checkpointing("schedule", scheduler)
         optimizer.tag = "mine"
@@ -38,7 +47,7 @@ def scheduled(start: jobs.Sizes, schedule: jobs.Schedule) -> tuple[jobs.Record, 
             assert rates == scheduler.get_last_lr() == [RATES[step]] * 2
 
         jobs.train(made, STEPS, schedule, record, each)
-        seen = {"tag": optimizer.tag, "is": isinstance(optimizer, torch.optim.Optimizer), "last": scheduler.last_epoch}
+        seen |= {"tag": optimizer.tag, "is": isinstance(optimizer, torch.optim.Optimizer), "last": scheduler.last_epoch}
     return record, seen
 
 
@@ -51,7 +60,18 @@ def test_a_scheduler_of_torchs_goes_on_through_switches(pool: RankPool) -> None:
     assert sorted(min(record.losses) for record, _ in worked) == [0, 2]
     for record, seen in worked:
         assert all(rates == [RATES[step]] * 2 for step, rates in record.rates.items())
-        assert seen == {"tag": "mine", "is": True, "last": STEPS}
+        assert seen == {"tag": "mine", "is": True, "last": STEPS, "begin": ranks[0][1]["begin"]}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_two_that_begin_idle_and_one_that_goes(pool: RankPool, own: bool) -> None:
+    """2 -> 4 -> 3: the scheduler is made over an optimizer without memory, whose groups are those of the others."""
+    ranks = pool.run(scheduled, start=(2, 1), schedule={2: (4, 1), 4: (3, 2)}, own=own)
+    assert [seen["begin"] for _, seen in ranks] == [ranks[0][1]["begin"]] * 4
+    assert sorted(min(record.losses) for record, _ in ranks) == [0, 0, 2, 2]
+    assert sorted(max(record.losses) for record, _ in ranks) == [3, 5, 5, 5]
+    for record, _ in ranks:
+        assert all(rates == [RATES[step]] * 2 for step, rates in record.rates.items())
 
 
 def used() -> list[str]:
