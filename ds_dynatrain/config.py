@@ -17,6 +17,9 @@ from ds_dynatrain.errors import ConfigError
 
 BLOCK = "dynatrain"
 
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+"""DeepSpeed's, that switches can be written to."""
+
 MINIMUM_BUDGET_BYTES = 64 * 1024
 """What the transfer needs at the least for staging."""
 
@@ -87,6 +90,8 @@ class ReportConfig(_Block):
 
     jsonl: str | None = None
     """A file that gets one line of JSON a switch."""
+    monitor: bool = False
+    """Whether switches are written to DeepSpeed's own monitors, too: `tensorboard`, `wandb`, `csv_monitor`."""
 
 
 class BuddiesConfig(_Block):
@@ -241,6 +246,7 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
         return own, None
     block = _validated(whole[BLOCK])
     _check_together(block)
+    _check_monitors(block, own)
     if block.layout is None or block.layout.zero_stage is not None:
         return own, block
     layout = block.layout.model_copy(update={"zero_stage": _deepspeed_stage(own)})
@@ -307,6 +313,16 @@ def _unknown_key(where: str, valid: list[str]) -> str:
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{where}: unknown key; {hint}valid here: {', '.join(valid)}"
+
+
+def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where switches are to go to monitors and DeepSpeed's part has none."""
+    blocks = [own.get(name) for name in MONITORS]
+    if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in blocks):
+        raise ConfigError(
+            f"{BLOCK}.report.monitor: switches go to DeepSpeed's monitors, and none is enabled: none of "
+            f"{', '.join(f'{name}.enabled' for name in MONITORS)} is true"
+        )
 
 
 def _check_together(block: DynatrainConfig) -> None:

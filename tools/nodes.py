@@ -111,11 +111,12 @@ class Job:
         command += [f"--local-addr={at}", *options, str(self.script)]
         self._start(name, command, host)
 
-    def coordinator(self, name: str, host: Sequence[str] = ()) -> None:
+    def coordinator(self, name: str, *options: str, host: Sequence[str] = ()) -> None:
         """Start a coordinator of its own."""
         times = [f"--{key.replace('_', '-')}={self.times[key]}" for key in COORDINATOR_TIMES if key in self.times]
         where = [str(self.address)] if self.announce is None else ["127.0.0.1:0", f"--announce={self.announce}"]
-        self._start(name, ["ds_dynatrain.cli", "coordinator", *where, f"--nnodes={self.nodes}", *times], host)
+        command = ["ds_dynatrain.cli", "coordinator", *where, f"--nnodes={self.nodes}", *times, *options]
+        self._start(name, command, host)
 
     @property
     def endpoint(self) -> Endpoint:

@@ -19,6 +19,7 @@ NAMES: Names = {
     "deepspeed.comm.comm": "cdb",
     "deepspeed.constants": "default_pg_timeout",
     "deepspeed.pipe": "LayerSpec PipelineModule TiedLayerSpec",
+    "deepspeed.monitor.monitor:MonitorMaster": "write_events",
     "deepspeed.moe.layer": "MoE",
     "deepspeed.moe.sharded_moe": "MOELayer TopKGate",
     "deepspeed.moe.utils": "configure_moe_param_groups is_moe_param",

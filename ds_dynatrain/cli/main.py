@@ -79,6 +79,12 @@ def coordinator(
     announce: Annotated[
         Path | None, typer.Option(help="Write the address into this file, for --rdzv-endpoint=file:FILE.")
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(help="HOST:PORT at which a browser and Prometheus see the job. Without it: nowhere.")
+    ] = None,
+    http_token_file: Annotated[
+        Path | None, typer.Option(help="A file with what they have to say; needed unless --http is on this machine.")
+    ] = None,
 ) -> None:
     """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
 
@@ -94,7 +100,8 @@ def coordinator(
         least, most = membership.nodes(nnodes)
         times = {"silent_seconds": silent_seconds, "stuck_seconds": stuck_seconds, "recovery_seconds": recovery_seconds}
         settings = Settings(least, most, **times)
-        membership.run_coordinator(address, settings, job, token_file, store_port, announce)
+        given = job, token_file, store_port, announce, http, http_token_file
+        membership.run_coordinator(address, settings, *given)
 
 
 @app.command()

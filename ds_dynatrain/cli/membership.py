@@ -19,6 +19,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.announcement import Endpoint, announced, read_endpoint
 from ds_dynatrain.elastic.environment import token_from
 from ds_dynatrain.elastic.messages import Status
+from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.query import ask_status, ask_to_leave
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -36,17 +37,25 @@ def nodes(text: str) -> tuple[int, int]:
 
 
 def run_coordinator(
-    address: str, settings: Settings, job: str, token_file: Path | None, store_port: int, announce: Path | None = None
+    address: str,
+    settings: Settings,
+    job: str,
+    token_file: Path | None,
+    store_port: int,
+    announce: Path | None = None,
+    http: str | None = None,
+    http_token_file: Path | None = None,
 ) -> None:
-    """Serve one job until it has finished. ConfigError or ElasticError if it cannot begin, or another coordinator has
-    taken its place in the file `announce`."""
+    """Serve one job until it has finished, and show it at `http`. ConfigError or ElasticError if it cannot begin, or
+    another coordinator has taken its place in the file `announce`."""
     from ds_dynatrain.elastic.hosting import Host  # imports torch
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token = token_from(file=None if token_file is None else str(token_file))
     where = Address.parse(address)
+    reading = Reading.of(http, http_token_file, token)
     try:
-        host = Host(where, settings, token, job, store_port)
+        host = Host(where, settings, token, job, store_port, reading)
     except OSError as error:
         raise ElasticError(f"cannot listen at {where}: {error}") from error
     # As by default, but also for process 1 of a container, which has no defaults. Nothing has to be saved.

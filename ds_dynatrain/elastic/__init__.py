@@ -9,6 +9,7 @@
 | `membership` `effects` | the coordinator's decisions, without sockets and without a clock, and what they ask for |
 | `recovery` | what a coordinator that was started anew learns from the members |
 | `snapshot` | the status of a job |
+| `monitoring/` | what people and Prometheus see of it; read-only, and decides nothing |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
 | `strangers` | peers that have not said who they are: how many there may be, what the log says |
 | `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |

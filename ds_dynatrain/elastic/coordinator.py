@@ -31,9 +31,12 @@ from ds_dynatrain.elastic.messages import (
     Leave,
     Query,
     Report,
+    Switched,
     Welcome,
     encode,
 )
+from ds_dynatrain.elastic.monitoring.history import History
+from ds_dynatrain.elastic.monitoring.view import View, view
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
@@ -57,6 +60,7 @@ class Coordinator:
 
     def __init__(self, membership: Membership, store_port: int, token: str | None = None, job: str = "") -> None:
         self.membership = membership
+        self.history = History()
         self._store_port = store_port
         self._token = token
         self._job = job
@@ -95,6 +99,10 @@ class Coordinator:
     def connected(self) -> int:
         """Number of workers and agents that are connected."""
         return len(self._workers) + len(self._agents)
+
+    def view(self) -> View:
+        """All that is shown of the job, at present; on the thread that serves."""
+        return view(self.membership, self.history, self._job, time.monotonic(), time.time())
 
     def _hear_of_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Without descriptors nobody can be let in; asyncio tells it with a traceback, many times a second."""
@@ -195,6 +203,7 @@ class Coordinator:
             logger.info(what, member, ORPHAN_SECONDS)
         peer.name = member
         self._workers[member] = peer
+        self.history.announced(time.monotonic())
         why = "its connection ended"
         try:
             while True:
@@ -202,9 +211,13 @@ class Coordinator:
                 if isinstance(message, Bye):
                     self.membership.bye(member, message, time.monotonic())
                     return
+                if isinstance(message, Switched):
+                    self.history.switched(message, time.monotonic())
+                    continue
                 if not isinstance(message, Report):
-                    raise MessageError(f"{message.kind}: a worker sends report or bye")
+                    raise MessageError(f"{message.kind}: a worker sends report, switched or bye")
                 self.membership.report(member, message, time.monotonic())
+                self.history.reported(member, message, self.membership.world, time.monotonic())
                 if self.membership.deadline < self._wakes_at:
                     self._stirred.set()
         except (PeerRefused, MessageError) as error:
@@ -214,6 +227,7 @@ class Coordinator:
             if self._workers.get(member) is peer:
                 del self._workers[member]
                 self.membership.lost(member, why, time.monotonic())
+            self.history.gone(member)
             self._stirred.set()
 
     async def _attend_agent(self, peer: Peer, node: str) -> None:
@@ -260,6 +274,7 @@ class Coordinator:
         match effect:
             case Publish(world, to):
                 logger.info("generation %d: %d members; %s", world.generation, len(world.members), world.reason)
+                self.history.published(world, self.membership.term, time.monotonic())
                 self._send_all(encode(Changed(world=world)), to)
             case GiveUp(member, pid, reason):
                 logger.warning("%s: given up: %s", member, reason)
@@ -269,6 +284,7 @@ class Coordinator:
                     peer.refuse(reason)
             case Finish(to):
                 logger.info("the job has finished")
+                self.history.finished(time.monotonic())
                 self._send_all(encode(Finished()), to)
 
     def _fence(self, node: str, fence: Fence) -> None:

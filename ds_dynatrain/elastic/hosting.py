@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
 from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.monitoring.access import Reading
+from ds_dynatrain.elastic.monitoring.feed import Feed
 from ds_dynatrain.elastic.settings import Settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+    from ds_dynatrain.elastic.monitoring.server import Monitor
 
 POLL_SECONDS = 0.05
 MOST_DESCRIPTORS = 1 << 20
@@ -31,15 +35,26 @@ MOST_DESCRIPTORS = 1 << 20
 
 class Host:
     """Holds the listening socket and the store of a coordinator. OSError if the address is taken or not ours,
-    ElasticError if it is open to other machines and there is no token."""
+    ElasticError if it is open to other machines and there is no token.
+
+    reading: where the job can be watched; nowhere by default. ConfigError if a library is missing for it, ElasticError
+    if it cannot be there.
+    """
 
     def __init__(
-        self, address: Address, settings: Settings, token: str | None = None, job: str = "", store_port: int = 0
+        self,
+        address: Address,
+        settings: Settings,
+        token: str | None = None,
+        job: str = "",
+        store_port: int = 0,
+        reading: Reading | None = None,
     ) -> None:
         self._listener = listen(address, is_guarded=token is not None)
         self.address = Address(address.host, self._listener.getsockname()[1])
         try:
             self._store_listener = listen(Address(address.host, store_port), is_guarded=token is not None)
+            self.monitor = None if reading is None else _monitor(reading)
         except BaseException:
             self._listener.close()
             raise
@@ -102,14 +117,26 @@ class Host:
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"
         logger.info("coordinator at %s, for %s; it may open %d files", self.address, nodes, files)
         serving = asyncio.create_task(self._coordinator.serve(self._listener, stop))
+        if self.monitor is not None:
+            self.monitor.start(Feed(self._coordinator.view, loop.call_soon_threadsafe))
         self._store = await asyncio.to_thread(self._serve_store)
-        await serving
+        try:
+            await serving
+        finally:
+            if self.monitor is not None:
+                await asyncio.to_thread(self.monitor.stop)
         self._stop = lambda: None
 
     def _serve_store(self) -> TCPStore:
         from ds_dynatrain.elastic.store import serve_store  # imports torch
 
         return serve_store(self.address.host, self._store_listener)
+
+
+def _monitor(reading: Reading) -> Monitor:
+    from ds_dynatrain.elastic.monitoring.server import Monitor  # imports prometheus_client
+
+    return Monitor(reading)
 
 
 def raise_descriptors() -> int:

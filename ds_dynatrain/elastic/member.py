@@ -11,6 +11,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -19,7 +20,19 @@ from torch._C._distributed_c10d import Store
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import WAITING, MainThread
-from ds_dynatrain.elastic.messages import Announce, Bye, Changed, Finished, Leave, Protected, Refused, Report, clipped
+from ds_dynatrain.elastic.messages import (
+    Announce,
+    Bye,
+    Changed,
+    Finished,
+    Leave,
+    Protected,
+    Refused,
+    Report,
+    Switched,
+    Tally,
+    clipped,
+)
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
@@ -29,6 +42,8 @@ from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, 
 
 JOIN_SECONDS = 600.0
 CONNECT_SECONDS = 2.0
+REMEMBERED_SWITCHES = 16
+"""That another coordinator is told of again."""
 
 
 class Ending(IntEnum):
@@ -75,6 +90,8 @@ class Member:
         self._connection: Connection | None = None
         self._termination = Termination()
         self._report = Report()
+        self._has_just_entered = False
+        self._switched: deque[Switched] = deque(maxlen=REMEMBERED_SWITCHES)
         self._reporting = threading.RLock()
         self._main_thread = MainThread(waits_in)
         self._is_stuck = False
@@ -128,7 +145,7 @@ class Member:
     def enter(self, world: World) -> None:
         """This member trains in that generation now: the switch to it is committed."""
         with self._reporting:
-            self._has_breach = False
+            self._has_breach, self._has_just_entered = False, True
             self._say(entered=world.generation)
 
     def broken(self, world: World) -> None:
@@ -152,14 +169,33 @@ class Member:
             if self._newest is not None:
                 self.broken(self._newest)
 
-    def progress(self, step: int, layout: str = "", pause_ms: float = 0.0, protected: Protected = "") -> None:
-        """For the status; told with the next heartbeat, the first step at once: from there on, state can be lost."""
+    def progress(
+        self,
+        step: int,
+        layout: str = "",
+        pause_ms: float = 0.0,
+        protected: Protected = "",
+        tally: Tally = Tally(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """For the status; told with the next heartbeat. At once: the first step, from which on state can be lost, and
+        the first time in a generation, when a change is over."""
         with self._reporting:
-            is_first = step > 0 == self._report.step
-            fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected}
+            is_first = step > 0 == self._report.step or self._has_just_entered
+            self._has_just_entered = False
+            fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected, "tally": tally}
             self._report = self._report.model_copy(update=fields)
             if is_first:
                 self._say()
+
+    def switched(self, said: Switched) -> None:
+        """For people who watch: a switch that this member is the one to report."""
+        with self._reporting:
+            self._switched.append(said)
+            try:
+                if self._connection is not None:
+                    self._connection.send(said)
+            except OSError:  # it is told again after the next connect
+                pass
 
     def waits_for(self, whom: str) -> None:
         """For the status; told with the next heartbeat. Empty: nobody."""
@@ -285,6 +321,8 @@ class Member:
                 )
                 self._connection.send(said)
                 self._connection.send(self._report)
+                for switched in self._switched:
+                    self._connection.send(switched)
 
     # -- the member's thread -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ A connection opens with `Challenge` from the coordinator and `Hello` from the pe
 from `Hello` on all is proved. After that a worker sends one `Announce`, then `Report` whenever something changed and as
 its heartbeat, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query` or
 `Dismiss`. The coordinator sends `Changed`, `Leave`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. Reports
-say all that a worker is, so a lost or a repeated one does no harm.
+say all that a worker is, so a lost or a repeated one does no harm. `Switched` is for people alone: the worker of rank 0
+sends one a switch, and its last ones again to another coordinator, which knows them by their numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""
@@ -34,6 +35,12 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PhaseName = Annotated[str, Field(pattern=r"^[a-z_ ]{1,24}$")]
+MOST_PHASES = 16
+"""Of a switch, with a duration each."""
+LONGEST_WORDS = 160
+Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
+"""So long that a switch fits into `LARGEST_GREETING` bytes, which is what a worker may send at once."""
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
@@ -96,6 +103,24 @@ Protected = Literal["", "no", "yes"]
 """Whether others keep what a member holds alone; nothing where they are not asked to."""
 
 
+class Tally(Record):
+    """What a worker has done since its script first came to a boundary, for people; of it only `samples` goes back.
+
+    Durations by its own clock; together they are the time up to its last boundary.
+    """
+
+    steps: Count = 0
+    """Optimizer steps that it has taken part in, those included that were made again after a death."""
+    samples: Count = 0
+    """Samples before the present step, over all ranks, counted from the start of the job."""
+    stepping_seconds: Seconds = 0.0
+    """From boundary to boundary, where a step was made."""
+    held_seconds: Seconds = 0.0
+    """At boundaries, and in global batches that were discarded."""
+    saving_seconds: Seconds = 0.0
+    """What of that was for checkpoints."""
+
+
 class Report(Record):
     """What a worker is now; also its heartbeat."""
 
@@ -123,6 +148,31 @@ class Report(Record):
     """The last generation in which it found no layout for so few members: with others there may be one."""
     waits_for: Text = ""
     """Whom its main thread has been waiting for, for a while already; for people."""
+    tally: Tally = Tally()
+
+
+class Switched(Record):
+    """How a switch of an engine went, as the worker of rank 0 has reported it."""
+
+    kind: Literal["switched"] = "switched"
+    engine: Count = 1
+    number: Count
+    """Of the switch: no two of an engine have the same."""
+    committed: bool
+    step: Count
+    source: Words
+    target: Words
+    """The layouts, in words."""
+    members: Count
+    """That train in the target."""
+    pause_ms: Seconds
+    certificate_ms: Seconds = 0.0
+    phases_ms: Annotated[dict[PhaseName, Seconds], Field(max_length=MOST_PHASES, default_factory=dict)]
+    bytes_sent: Count = 0
+    bytes_minimum: Count = 0
+    cause: Words = ""
+    reason: Words = ""
+    """Why it was rolled back."""
 
 
 class Bye(Record):
@@ -241,7 +291,7 @@ class Status(Record):
     changes: tuple[ChangeStatus, ...]
 
 
-FromPeer = Hello | Announce | Report | Bye | Agent | Beat | Query | Dismiss
+FromPeer = Hello | Announce | Report | Switched | Bye | Agent | Beat | Query | Dismiss
 FromCoordinator = Challenge | Welcome | Refused | Changed | Leave | Fence | Finished | Status | Dismissed
 Message = FromPeer | FromCoordinator
 

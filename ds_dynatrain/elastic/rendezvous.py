@@ -22,6 +22,7 @@ from ds_dynatrain.elastic.announcement import read_endpoint
 from ds_dynatrain.elastic.connection import connect, logger
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, new_node, token_from
 from ds_dynatrain.elastic.hosting import Host
+from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, MessageError, PeerRefused
@@ -61,8 +62,9 @@ class NodeRendezvous(RendezvousHandler):
             return None
         store_port = self._parameters.get_as_int("store_port", 0) or 0
         job = self._parameters.run_id
+        reading = Reading.of(self._parameters.get("http"), self._parameters.get("http_token_file"), self._token)
         try:
-            host = Host(self._endpoint, self._settings(), self._token, job, store_port)
+            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading)
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
             if is_host or not is_elsewhere:

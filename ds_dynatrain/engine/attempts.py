@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.memory import Untouched, provide
@@ -24,12 +23,13 @@ from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.summary import event_of
+from ds_dynatrain.engine.telling import Telling
 from ds_dynatrain.engine.transaction.connecting import connect_ahead
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_gain, log_recompile, logger
+from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 
@@ -76,7 +76,7 @@ class Attempts:
         note_window: Callable[[], None],
         discard_window: Callable[[], None],
     ) -> None:
-        self.engine, self._saver = engine, saver
+        self.engine, self._saver, self._telling = engine, saver, Telling(engine)
         self._note_window, self._discard_window = note_window, discard_window
         self._entered: _Entered | None = None
         self.listeners: list[OnSwitch] = []
@@ -253,10 +253,7 @@ class Attempts:
             self._compile_anew()
         self.tell_of_batch()
         self._answer(event)
-        if engine.rank == 0:
-            log_event(event)
-            if self._writer is not None:
-                self._writer.write(event)
+        self._telling.switched(event)
         if event.outcome == "committed":
             if event.bytes_sent and not preparation.proposal.late:
                 busiest = preparation.figures(outcome.kinds).busiest_bytes  # as `estimate` counts
@@ -281,8 +278,7 @@ class Attempts:
         event = event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0)
         self.engine.last_switch = event
         self._answer(event)
-        if self.engine.rank == 0:
-            log_event(event)
+        self._telling.given_up(event)
 
     def note_first_step(self) -> None:
         """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.
@@ -299,10 +295,7 @@ class Attempts:
         engine.last_switch = replace(event, recompile_ms=1e3 * engine.host.compilations.seconds)
         if self._answered is not None and self._answered.event is event:
             self._answered.event = engine.last_switch
-        if engine.rank == 0:
-            log_recompile(engine.last_switch)
-            if self._writer is not None:
-                self._writer.write_recompile(engine.last_switch)
+        self._telling.recompiled(engine.last_switch)
 
     def note_gain(self, event: SwitchEvent, gain: float) -> None:
         """A later window has measured what a switch was worth, as a share of a step; `last_switch`, if it is that one,
@@ -310,10 +303,7 @@ class Attempts:
         engine, known = self.engine, replace(event, measured_gain=gain)
         if engine.last_switch is not None and engine.last_switch.generation == event.generation:
             engine.last_switch = replace(engine.last_switch, measured_gain=gain)
-        if engine.rank == 0:
-            log_gain(known)
-            if self._writer is not None:
-                self._writer.write_gain(known)
+        self._telling.gained(known)
 
     def withdraw(self, reason: str) -> None:
         """Let go of a pending switch, on all working members at the same place; the idle ones read it on the board."""
@@ -321,8 +311,3 @@ class Attempts:
         if self.engine.rank == 0:
             preparation.board.decide(f"record/{preparation.proposal.generation}", {"commit": False, "reason": reason})
         self.give_up(reason)
-
-    @property
-    def _writer(self) -> EventWriter | None:
-        path = self.engine.settings.report.jsonl
-        return None if path is None else EventWriter(Path(path))

@@ -15,6 +15,9 @@ from ds_dynatrain.elastic.connection import Connection
 from ds_dynatrain.elastic.coordinator import Coordinator
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
+from ds_dynatrain.elastic.monitoring.access import Reading
+from ds_dynatrain.elastic.monitoring.feed import Feed
+from ds_dynatrain.elastic.monitoring.server import Monitor
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
@@ -32,6 +35,7 @@ class Served:
     token: str | None = None
     job: str = ""
     listener: socket.socket = field(default_factory=lambda: listen(ANY, is_guarded=False))
+    monitor: Monitor | None = None
 
     @property
     def address(self) -> Address:
@@ -52,8 +56,19 @@ class Served:
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         membership = Membership(self.settings, "abc", time.monotonic())
+        coordinator = Coordinator(membership, 1, self.token, self.job)
+        if self.monitor is not None:
+            self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe))
         self._is_up.set()
-        await Coordinator(membership, 1, self.token, self.job).serve(self.listener, self._stop)
+        await coordinator.serve(self.listener, self._stop)
+        if self.monitor is not None:
+            self.monitor.stop()
+
+    @property
+    def url(self) -> str:
+        """Where it can be watched."""
+        assert self.monitor is not None
+        return f"http://127.0.0.1:{self.monitor.port}"
 
     def connect(self, token: str | None = None, job: str = "") -> Connection:
         return Connection.open(self.address, token or self.token, job)
@@ -88,10 +103,13 @@ def serving(
     token: str | None = None,
     job: str = "",
     address: Address = ANY,
+    reading: Reading | None = None,
     **values: float,
 ) -> Iterator[Served]:
-    """A coordinator with short times."""
-    served = Served(Settings(least, most, **{**QUICK, **values}), token, job, listen(address, is_guarded=False))
+    """A coordinator with short times. reading: where it can be watched; nowhere by default."""
+    monitor = None if reading is None else Monitor(reading)
+    settings = Settings(least, most, **{**QUICK, **values})
+    served = Served(settings, token, job, listen(address, is_guarded=False), monitor)
     served.start()
     try:
         yield served

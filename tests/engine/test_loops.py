@@ -159,6 +159,24 @@ def test_csv_monitor_writes_one_run(pool: RankPool, tmp_path: Path) -> None:
     assert columns[0] == columns[1]
 
 
+def told_case(folder: str) -> list[tuple[int, int]]:
+    """A job whose switches go to its csv monitor: after which samples, and to how many ranks."""
+    found = list[tuple[int, int]]()
+    settings = jobs.config(csv_monitor={"enabled": True, "output_path": folder, "job_name": "run"})
+    settings["dynatrain"]["report"] = {"monitor": True}
+    with jobs.job(settings) as made:
+        made.engine.on_switch(lambda event: found.append((12 * event.step, len(event.target.members))))
+        jobs.train(made, STEPS, SCHEDULE, jobs.Record())
+    return found
+
+
+def test_switches_go_to_the_csv_monitor(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(told_case, folder=str(tmp_path))[0]
+    rows = list(csv.reader((tmp_path / "run" / "Dynatrain_world_size.csv").open()))
+    assert rows[0] == ["step", "world_size"] and [(int(at), int(float(size))) for at, size in rows[1:]] == found
+    assert [size for _, size in found] == [size for size, _ in SCHEDULE.values()]
+
+
 def torch_style_case(start: jobs.Sizes, style: str, schedule: jobs.Schedule) -> jobs.Record | None:
     """8 samples, so that slots weigh unequally over 3 ranks."""
     record = jobs.Record()

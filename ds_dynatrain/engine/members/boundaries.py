@@ -21,6 +21,7 @@ from ds_dynatrain.engine.members.executor import Executor
 from ds_dynatrain.engine.members.joint_switch import Rounds
 from ds_dynatrain.engine.members.losses import Losses
 from ds_dynatrain.engine.members.restoring import POLL_SECONDS
+from ds_dynatrain.engine.members.tally import Clock
 from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
@@ -41,6 +42,7 @@ class Boundaries:
         self.elastic = elastic
         self.executor = Executor(elastic, self._leave)
         self.losses = Losses(elastic)
+        self._clock = Clock()
         self._rounds = Rounds()
         self._place = ""
 
@@ -67,6 +69,7 @@ class Boundaries:
             self._at_boundary_of_another(engine, place)
             return
         self._place = place
+        self._clock.arrive(self.first.global_steps)
         self._rounds.begin()
         self.losses.close_worlds(False)
         self.see_failure()
@@ -80,14 +83,20 @@ class Boundaries:
             self._work()
         while self.first.idle:
             self._wait_for_work()
+            self._clock.skip()
             self.first.settle_state()
             self._form_anew_if_aborted()  # somebody died just when this member got its share
             if self._is_paused:
                 self._work()
-        last = self.first.last_switch
+        self._tell()
+
+    def _tell(self) -> None:
+        """For whoever watches: what this member goes on with."""
+        first, last = self.first, self.first.last_switch
+        self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
-        kept = "" if self.first.buddies is None else self.first.buddies.is_said_to_protect
-        self.elastic.member.progress(self.first.global_steps, str(self.first.layout), pause_ms, kept)
+        kept = "" if first.buddies is None else first.buddies.is_said_to_protect
+        self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """A boundary of another engine than the first: switches that the user asked of it take place here.
@@ -253,13 +262,15 @@ class Boundaries:
             if not engine.idle:  # discarded batches may still come, and where it stood before may count no more
                 with engine.turn():
                     engine.window.note()
+        self._clock.start_over(self.first.global_steps)
 
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, how: Callable[[], None]) -> None:
         """The fallback checkpoint; without a coordinator it is put off."""
         try:
-            how()
+            with self._clock.saving():
+                how()
         except WorldChanged as aborted:
             logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, aborted)
         except td.DistError as lost:

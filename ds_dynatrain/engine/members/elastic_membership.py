@@ -25,10 +25,12 @@ from ds_dynatrain.engine.members.discarded import guarded
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.membership import EndWatch
 from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.tally import told
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.support import usage
 
 T = TypeVar("T")
@@ -231,6 +233,10 @@ class ElasticMembership:
     def retrain(self, members: tuple[int, ...]) -> None:
         """Their deaths abort the world."""
         self.elastic.retrain(self.elastic.registry.ids_of(members))
+
+    def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
+        """The coordinator keeps it for them."""
+        self.elastic.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ds_dynatrain.engine.parts import EngineParts, parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.support import usage
 
 IDLE_POLL_SECONDS = 0.02
@@ -175,6 +176,9 @@ class FixedLaunch:
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Likewise."""
+
+    def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
+        """Nobody watches: there is the report file, and there are DeepSpeed's monitors."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.report import SwitchEvent
 
 T = TypeVar("T")
 
@@ -152,6 +153,9 @@ class Membership(Protocol):
 
     def retrain(self, members: tuple[int, ...]) -> None:
         """Others hold the state from here on, by a switch without this member."""
+
+    def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
+        """For whoever watches the job, on rank 0: how a switch of any kind went."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

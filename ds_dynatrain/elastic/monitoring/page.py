@@ -1,0 +1,47 @@
+"""The page for a browser: one document that has all it needs in it and asks nobody but this server.
+
+`static/` has its parts. uPlot is as npm has it (`npm pack uplot@1.6.32`), with its licence beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+PUBLISHED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""SHA-256 of what uPlot 1.6.32 has published."""
+STYLES, SCRIPTS = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _page() -> bytes:
+    """The whole document."""
+    styles = "".join(f"<style>{_text(name)}</style>" for name in STYLES)
+    scripts = "".join(f"<script>{_text(name)}</script>" for name in SCRIPTS)
+    body = _text("page.html").replace("<!-- styles -->", styles).replace("<!-- scripts -->", scripts)
+    return body.encode()
+
+
+def _policy() -> str:
+    """What a browser may do for the page: run these scripts, and ask this server."""
+
+    def hashes(names: tuple[str, ...]) -> str:
+        digests = (hashlib.sha256(_text(name).encode()).digest() for name in names)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes(SCRIPTS)}; style-src {hashes(STYLES)}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+PAGE = _page()
+POLICY = _policy()

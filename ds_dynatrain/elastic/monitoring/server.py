@@ -1,0 +1,223 @@
+"""The monitoring port: GET of three paths, from a thread of its own, of a value that the coordinator made.
+
+A reader has a few seconds and a few kilobytes, and there are few at a time: whoever is slow or hostile loses its own
+connection, and waits for nothing that the coordinator does.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from typing import Any
+
+from ds_dynatrain.elastic.monitoring.access import Access, Reading
+from ds_dynatrain.elastic.monitoring.feed import Feed
+from ds_dynatrain.elastic.monitoring.metrics import encoded
+from ds_dynatrain.elastic.monitoring.page import PAGE, POLICY
+from ds_dynatrain.elastic.monitoring.view import View
+
+LARGEST_REQUEST = 8 * 1024
+"""Bytes of a request, its headers included."""
+READ_SECONDS = 5.0
+WRITE_SECONDS = 10.0
+MOST_READERS = 8
+"""At once; whoever comes when so many are there is sent away."""
+LEAST_SPACING = 0.005
+"""Seconds from one connection to the next at the least, so that readers never have the whole interpreter."""
+POLL_SECONDS = 0.2
+END = b"\r\n\r\n"
+
+logger = logging.getLogger("ds_dynatrain.elastic")
+
+Answer = tuple[HTTPStatus, str, bytes]
+"""The status, the content type, the body."""
+
+
+class Monitor:
+    """Serves what a feed has, from `start` to `stop`. ElasticError: see `Reading.listen`."""
+
+    def __init__(self, reading: Reading) -> None:
+        listener = reading.listen()
+        self._server = _Server(listener, Access(reading.token, listener))
+        self._where = f"{reading.address.host}:{listener.getsockname()[1]}"
+        self.port = int(listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
+
+    def start(self, feed: Feed[View]) -> None:
+        """Answer from now on."""
+        self._server.feed = feed
+        self._thread.start()
+        logger.info("the job can be watched at http://%s/", self._where)
+
+    def stop(self) -> None:
+        """Answer nobody any more; whoever is reading is not waited for."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        self._server.serve_forever(POLL_SECONDS)
+
+
+class _Server(ThreadingHTTPServer):
+    """On a socket that listens already."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, access: Access) -> None:
+        super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.access = listener, access
+        self.feed: Feed[View] | None = None
+        self._places = threading.BoundedSemaphore(MOST_READERS)
+        self._rendering = threading.Lock()
+        self._rendered: dict[str, tuple[View, Answer]] = {}
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether to hear it at all; never faster than one after the other."""
+        time.sleep(LEAST_SPACING)
+        try:
+            return self.access.admits(client_address, request.getsockname())
+        except OSError:
+            return False
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, if there is room."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """To its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone; of anything else the log gets a line."""
+        logger.debug("monitoring: %s: the connection ended", client_address, exc_info=True)
+
+    def answer(self, path: str, accept: str) -> Answer:
+        """What a path has now; the same bytes for all who ask while the view is the same."""
+        if path == "/":
+            return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
+        if path not in PATHS:
+            return HTTPStatus.NOT_FOUND, TEXT, b"there are /, /metrics and /status.json\n"
+        view = None if self.feed is None else self.feed.read()
+        if view is None:
+            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"nothing is known yet\n"
+        key = path if path != "/metrics" else f"{path} {'openmetrics' in accept}"
+        with self._rendering:
+            known = self._rendered.get(key)
+            if known is None or known[0] is not view:
+                known = view, PATHS[path](view, accept)
+                self._rendered[key] = known
+            return known[1]
+
+
+TEXT = "text/plain; charset=utf-8"
+
+
+def _metrics(view: View, accept: str) -> Answer:
+    body, content_type = encoded(view, accept)
+    return HTTPStatus.OK, content_type, body
+
+
+def _status(view: View, accept: str) -> Answer:
+    return HTTPStatus.OK, "application/json", view.model_dump_json().encode()
+
+
+PATHS: dict[str, Callable[[View, str], Answer]] = {"/metrics": _metrics, "/status.json": _status}
+"""Those that a view is needed for."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    """One request on one connection."""
+
+    server: _Server
+    server_version, sys_version = "ds-dynatrain", ""
+
+    def setup(self) -> None:
+        """Take the whole request first, in bounded time, whatever the pace at which it comes."""
+        super().setup()
+        self.rfile.close()
+        self._said = _head(self.connection)
+        self.rfile = BytesIO(self._said)  # all that is asked of it is readline
+        self.connection.settimeout(WRITE_SECONDS)  # of sendall: for all of the bytes together
+
+    def handle(self) -> None:
+        """One request, if it is a whole one."""
+        if END in self._said:
+            self.handle_one_request()
+        elif self._said:
+            self.requestline = self.command = ""
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def parse_request(self) -> bool:
+        """GET alone, of whoever may."""
+        self.close_connection = True
+        if not super().parse_request():
+            return False
+        self.close_connection = True
+        if self.command != "GET":
+            self._say((HTTPStatus.METHOD_NOT_ALLOWED, TEXT, b"only GET\n"), Allow="GET")
+            return False
+        headers = self.headers
+        if not self.server.access.permits(headers.get("Authorization", ""), headers.get("Host", "")):
+            self._refuse()
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self._say(self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", "")))
+
+    def _refuse(self) -> None:
+        if self.server.access.needs_token:
+            ask = {"WWW-Authenticate": 'Basic realm="ds-dynatrain: any name, and the token", charset="UTF-8"'}
+            self._say((HTTPStatus.UNAUTHORIZED, TEXT, b"the token is missing or another one\n"), **ask)
+        else:
+            self._say((HTTPStatus.FORBIDDEN, TEXT, b"ask for localhost or 127.0.0.1\n"))
+
+    def _say(self, answer: Answer, **more: str) -> None:
+        status, content_type, body = answer
+        self.request_version = "HTTP/1.0"  # a request without a version would get no headers
+        self.send_response(status)
+        fixed = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Content-Security-Policy": POLICY}
+        headers = {"Content-Type": content_type, "Content-Length": str(len(body)), "Connection": "close"}
+        for name, value in {**headers, **fixed, "Referrer-Policy": "no-referrer", **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library finds wrong with a request, in a line that repeats nothing of it."""
+        self._say((HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n".encode()))
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: readers fill no log."""
+
+
+def _head(connection: socket.socket) -> bytes:
+    """A request up to the end of its headers, or as much of it as may be; TimeoutError if it does not come in time."""
+    end, said = time.monotonic() + READ_SECONDS, b""
+    while END not in said and len(said) < LARGEST_REQUEST:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("a request that does not end")
+        connection.settimeout(left)
+        part = connection.recv(LARGEST_REQUEST - len(said))
+        if not part:
+            break
+        said += part
+    return said

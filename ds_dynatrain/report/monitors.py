@@ -1,0 +1,21 @@
+"""A switch as rows of DeepSpeed's monitors: TensorBoard, W&B, csv."""
+
+from __future__ import annotations
+
+from ds_dynatrain.report.event import SwitchEvent
+
+Row = tuple[str, float, int]
+"""The name, the value, and the samples at which it lies, as in DeepSpeed's own rows."""
+
+
+def rows(event: SwitchEvent, samples: int) -> list[Row]:
+    """What is drawn of a switch. samples: that were trained before it. One that was rolled back changes no size."""
+    is_committed = event.outcome == "committed"
+    values: dict[str, float] = {"committed": float(is_committed), "pause_ms": event.pause_ms}
+    if is_committed:
+        values |= {
+            "world_size": len(event.target.members),
+            "zero_stage": event.target.layout["zero_stage"],
+            "sent_bytes": event.bytes_sent,
+        }
+    return [(f"Dynatrain/{name}", value, samples) for name, value in values.items()]

@@ -1,0 +1,247 @@
+"""The monitoring port on a real socket: what it tells, to whom, and that no reader disturbs the job."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.messages import Report, Tally
+from ds_dynatrain.elastic.monitoring import page, server
+from ds_dynatrain.elastic.monitoring.access import Reading
+from ds_dynatrain.elastic.monitoring.view import View
+from ds_dynatrain.errors import ConfigError, ElasticError
+from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
+from tests.elastic.watched import fetched, metrics, status, switched
+
+TOKEN = "what readers have to say"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[Served]:
+    """A coordinator with one member, for whoever asks and changes nothing."""
+    with serving(reading=Reading(ANY)) as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        yield served
+
+
+def said(served: Served, request: bytes) -> bytes:
+    """All that comes back of some bytes."""
+    address = "127.0.0.1", int(served.url.rpartition(":")[2])
+    with closing(socket.create_connection(address, timeout=SECONDS)) as link:
+        link.sendall(request)
+        answer = b""
+        try:
+            while part := link.recv(1 << 16):
+                answer += part
+        except ConnectionError:  # what was not read of the request may reset it
+            pass
+        return answer
+
+
+def test_nodes_join_step_switch_and_die() -> None:
+    with serving(reading=Reading(ANY), job="run-7") as served:
+        assert status(served.url)["state"] == "waiting"
+        a = served.join("a")
+        world = told(a)
+        enter(a, world.generation)
+        tally = Tally(steps=5, samples=60, stepping_seconds=0.5, held_seconds=0.1)
+        a.send(Report(ready=True, entered=1, step=5, layout="data=1", tally=tally))
+        b = served.join("b")
+        told(a), told(b)
+        a.send(switched(1, pause_ms=250.0, step=5))
+        for one in (a, b):
+            one.send(Report(ready=True, entered=2, step=5, tally=tally if one is a else Tally()))
+        tally = Tally(steps=8, samples=96, stepping_seconds=0.8, held_seconds=0.35)
+        a.send(Report(ready=True, entered=2, step=8, layout="data=2", tally=tally))
+        found = waited(served, lambda found: found["step"] == 8)
+        assert found["state"] == "running" and [one["size"] for one in found["changes"]] == [1, 2]
+        assert [one["kind"] for one in found["changes"]] == ["start", "join"]
+        assert found["changes"][1]["still_seconds"] == pytest.approx(0.25)
+        assert found["switches"][0]["phases_ms"] == {"drain": 20.0, "move": 230.0}
+        numbers = metrics(served.url)
+        assert numbers["dynatrain_world_size"] == 2 and numbers["dynatrain_members{phase=working}"] == 2
+        assert numbers["dynatrain_switches_total{outcome=committed}"] == 1
+        assert numbers["dynatrain_pause_seconds_bucket{le=0.2}"] == 0
+        assert numbers["dynatrain_pause_seconds_bucket{le=0.5}"] == numbers["dynatrain_pause_seconds_count"] == 1
+        assert numbers["dynatrain_steps_total"] == 8 and numbers["dynatrain_state{state=running}"] == 1
+        assert numbers["dynatrain_job{name=run-7,term=abc}"] == 1
+        b.close()
+        found = waited(served, lambda found: len(found["changes"]) == 3)
+        assert found["changes"][2]["kind"] == "failure" and "b/0 lost" in found["changes"][2]["reason"]
+        assert metrics(served.url)["dynatrain_disruptions_total"] == 1
+
+
+def waited(served: Served, holds: Callable[[dict[str, object]], bool]) -> dict[str, object]:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if holds(found := status(served.url)):
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(found)
+
+
+def test_the_status_is_a_view(quiet: Served) -> None:
+    code, headers, body = fetched(f"{quiet.url}/status.json")
+    assert code == 200 and headers["Content-Type"] == "application/json" and headers["Cache-Control"] == "no-store"
+    assert View.model_validate_json(body).status.generation == 1
+
+
+def test_both_formats_of_metrics(quiet: Served) -> None:
+    _, headers, body = fetched(f"{quiet.url}/metrics")
+    assert headers["Content-Type"].startswith("text/plain") and b"# TYPE dynatrain_steps_total counter" in body
+    _, headers, body = fetched(f"{quiet.url}/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert headers["Content-Type"].startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
+
+
+def test_the_page_asks_nobody_else(quiet: Served) -> None:
+    code, headers, body = fetched(f"{quiet.url}/")
+    text = body.decode()
+    assert code == 200 and "<!-- scripts -->" not in text and "uPlot" in text
+    assert not re.findall(r"(?:src|href|url\(|@import)\s*[=\"']*\s*(?:https?:)?//", text)
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    for tag in ("script", "style"):
+        for inside in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
+            assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+
+
+def test_uplot_is_as_it_was_published() -> None:
+    for name, digest in page.PUBLISHED.items():
+        assert hashlib.sha256((page.STATIC / name).read_bytes()).hexdigest() == digest
+    assert "Permission is hereby granted" in (page.STATIC / "uPlot.LICENSE").read_text()
+
+
+HOSTILE: list[tuple[str, bytes, bytes]] = [
+    ("a path", b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b" 404 "),
+    ("an encoded path", b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n\r\n", b" 404 "),
+    ("a file of the page", b"GET /static/page.js HTTP/1.1\r\n\r\n", b" 404 "),
+    ("another server", b"GET http://example.com/metrics HTTP/1.1\r\n\r\n", b" 404 "),
+    ("two slashes", b"GET //metrics HTTP/1.1\r\n\r\n", b" 200 "),
+    ("no path", b"GET\r\n\r\n", b" 400 "),
+    ("no version", b"GET / HTTP/x\r\n\r\n", b" 400 "),
+    ("version 2", b"GET / HTTP/2.0\r\n\r\n", b" 505 "),
+    ("a long path", b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", b" 431 "),
+    ("many headers", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b" 431 "),
+    ("no colon", b"GET / HTTP/1.1\r\n\x00\xff\xfe\r\n\r\n", b" 200 "),
+    ("our own protocol", b"\x00\x00\x00\x10" + b"{}" * 8 + b"\r\n\r\n", b" 400 "),
+    ("another site's page", b"GET /status.json HTTP/1.1\r\nHost: evil.example:80\r\n\r\n", b" 403 "),
+    *(
+        (method, f"{method} /metrics HTTP/1.1\r\n\r\n".encode(), b" 405 ")
+        for method in ("POST", "PUT", "DELETE", "HEAD")
+    ),
+    ("a method of its own", b"LEAVE a HTTP/1.1\r\n\r\n", b" 405 "),
+]
+
+
+@pytest.mark.parametrize(("request_", "code"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+def test_hostile_requests(quiet: Served, request_: bytes, code: bytes) -> None:
+    answer = said(quiet, request_)
+    assert code in answer.partition(b"\r\n")[0] or (not answer and len(request_) > server.LARGEST_REQUEST), answer[:300]
+    assert b"evil.example" not in answer and b"passwd" not in answer, "nothing of a request is repeated"
+    assert quiet.status().generation == 1
+
+
+def test_tokens() -> None:
+    with serving(reading=Reading(ANY, TOKEN)) as served:
+        for path in ("/", "/metrics", "/status.json", "/nothing"):
+            for token in ("", "another one", TOKEN[:-1], TOKEN + "x", "\u20ac"):
+                if token.isascii():
+                    code, headers, body = fetched(f"{served.url}{path}", token)
+                    assert (
+                        code == 401 and headers["WWW-Authenticate"].startswith("Basic") and TOKEN.encode() not in body
+                    )
+        assert fetched(f"{served.url}/status.json", TOKEN)[0] == 200
+        basic = base64.b64encode(f"anybody:{TOKEN}".encode()).decode()
+        assert b" 200 " in said(served, f"GET / HTTP/1.1\r\nAuthorization: Basic {basic}\r\n\r\n".encode())[:20]
+        for wrong in ("Basic !!!", f"Basic {basic[:-4]}", "Basic", f"Digest {TOKEN}", f"Bearer{TOKEN}"):
+            assert b" 401 " in said(served, f"GET / HTTP/1.1\r\nAuthorization: {wrong}\r\n\r\n".encode())[:20]
+        assert b" 401 " in said(served, b"GET / HTTP/1.1\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")[:20]
+
+
+def test_where_it_listens(tmp_path: Path) -> None:
+    with pytest.raises(ElasticError, match=r"can be reached from other machines.*--http-token-file FILE"):
+        Reading(Address("0.0.0.0", 0)).listen()
+    Reading(Address("0.0.0.0", 0), TOKEN).listen().close()
+    Reading(Address("localhost", 0)).listen().close()
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    assert Reading.of("127.0.0.1:9", file, "the job's own token") == Reading(Address("127.0.0.1", 9), TOKEN)
+    assert Reading.of(None, None, None) is None
+    with pytest.raises(ConfigError, match="it has the job's token"):
+        Reading.of("127.0.0.1:9", file, TOKEN)
+    with pytest.raises(ConfigError, match="no port without --http"):
+        Reading.of(None, file, None)
+
+
+def test_slow_readers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
+    """As many as there may be say a byte now and then, or read none of what they asked for; the job decides as ever."""
+    monkeypatch.setattr(server, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 1.0)
+    with serving(reading=Reading(ANY)) as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        address = "127.0.0.1", int(served.url.rpartition(":")[2])
+        links = [socket.create_connection(address) for _ in range(3 * server.MOST_READERS)]
+        for place, link in enumerate(links):
+            try:
+                link.sendall(b"GET / HTTP/1.1\r\n\r\n" if place % 2 else b"G")
+            except ConnectionError:  # it was sent away
+                pass
+        begin = time.monotonic()
+        b = served.join("b")
+        assert told(a).members == told(b).members == ("a/0", "b/0")
+        in_time(time.monotonic() - begin, 1)
+        time.sleep(1.2)
+        assert fetched(f"{served.url}/status.json")[0] == 200, "they have lost their places"
+        for link in links:
+            link.close()
+
+
+def test_many_readers_at_once_make_few_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(reading=Reading(ANY)) as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        made, stop, codes = list[float](), threading.Event(), list[int]()
+        real = View.model_dump_json
+        monkeypatch.setattr(View, "model_dump_json", lambda self: (made.append(time.monotonic()), real(self))[1])
+
+        def read() -> None:
+            while not stop.is_set():
+                try:
+                    codes.append(fetched(f"{served.url}/status.json")[0])
+                except OSError:  # sent away
+                    pass
+
+        threads = [threading.Thread(target=read) for _ in range(12)]
+        begin = time.monotonic()
+        for thread in threads:
+            thread.start()
+        b = served.join("b")
+        assert told(a).members == told(b).members
+        time.sleep(1.5)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert codes.count(200) > 10 and len(made) <= 2 + 2 * (time.monotonic() - begin)
+
+
+def test_without_the_library_it_says_what_to_install(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['prometheus_client'] = None; from ds_dynatrain.cli.main import main; main()"
+    command = [sys.executable, "-c", hidden, "coordinator", "127.0.0.1:0", "--nnodes=1:2", "--http=127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and "pip install 'ds-dynatrain[monitoring]'" in done.stderr

@@ -1,0 +1,192 @@
+"""What a coordinator remembers for those who watch: time is accounted for, steps are counted once, all is bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_dynatrain.elastic.messages import LARGEST_GREETING, LONGEST_WORDS, MOST_PHASES, MemberStatus, Status, encode
+from ds_dynatrain.elastic.monitoring.history import MOST_CHANGES, MOST_POINTS
+from ds_dynatrain.elastic.monitoring.standing import standing
+from tests.elastic.watched import BATCH, TERM, Told, switched
+
+
+def started(*members: str) -> Told:
+    """A job that has made ten steps of a second; 3 s of imports, 2 s to the first step."""
+    told = Told()
+    told.come(*members)
+    told.now += 3
+    told.publish(*members)
+    told.go_on(held=0.5, seconds=2.0)
+    told.steps(10, 1.0)
+    return told
+
+
+def lost(told: Told) -> dict[str, float]:
+    return {cause: round(seconds, 6) for cause, seconds in told.history.goodput.lost(told.now).items() if seconds}
+
+
+def test_a_start() -> None:
+    told = started("a/0", "b/0")
+    assert lost(told) == {"PROGRAM_STARTUP": 3.0, "TRAINING_PREP": 2.0}
+    assert told.history.goodput.productive == 10 and told.history.goodput.elapsed(told.now) == 15
+    assert told.history.goodput.ratio(told.now) == pytest.approx(10 / 15)
+    counts = told.history.counts
+    assert (counts.steps, counts.samples, told.history.step) == (10, 10 * BATCH, 10)
+
+
+def test_a_join_costs_its_pause() -> None:
+    """The members train on until the switch; what its rank 0 tells comes before they leave the boundary."""
+    told = started("a/0")
+    told.come("b/0")
+    old = told.publish("a/0", "b/0", survivors=1)
+    assert old.generation == 2
+    told.history.switched(switched(2, pause_ms=250.0), told.now)
+    told.go_on(held=0.25)
+    told.steps(4, 1.0)
+    assert lost(told)["ELASTIC_SCALE_UP"] == 0.25
+    change = told.history.changes[-1]
+    assert (change.kind, change.size, change.still) == ("join", 2, 0.25)
+
+
+def test_a_leaver_of_rank_0_costs_the_pause_that_it_tells() -> None:
+    """Whoever is rank 0 now has waited for nobody on its own clock."""
+    told = started("a/0")
+    told.come("b/0")
+    told.publish("b/0", survivors=1, leaving=("a/0",))
+    told.history.switched(switched(2, pause_ms=300.0), told.now)
+    told.now += 0.3
+    told.go_on(held=0.0)
+    told.steps(2, 1.0)
+    assert lost(told)["ELASTIC_SLICE_DOWN"] == pytest.approx(0.3)
+    assert sum(lost(told).values()) == pytest.approx(5.3)
+
+
+def test_a_death_costs_the_recovery_and_the_steps_that_are_made_again() -> None:
+    told = started("a/0", "b/0")
+    told.publish("a/0", change="failure", survivors=1, lost=("b/0",), reason="b/0 lost")
+    assert told.history.goodput.lost(told.now + 4)["INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"] == 4, (
+        "also while it lasts"
+    )
+    told.step = 7
+    told.go_on(held=1.5)
+    told.steps(5, 1.0)
+    assert lost(told)["INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"] == 1.5
+    assert lost(told)["WASTED_PROGRESS_FROM_DISRUPTION"] == 3.0
+    history = told.history
+    assert history.goodput.productive == 12 and history.step == 12
+    assert (history.counts.steps, history.counts.lost_steps, history.changes[-1].lost_steps) == (15, 3, 3)
+    assert history.counts.samples == 15 * BATCH
+    whole = history.goodput.productive + sum(lost(told).values())
+    assert whole == pytest.approx(history.goodput.elapsed(told.now))
+
+
+def test_below_min_it_waits_for_nodes() -> None:
+    told = started("a/0", "b/0")
+    told.publish("a/0", change="failure", survivors=1, lost=("b/0",), paused=True)
+    told.now += 60
+    assert lost(told)["ELASTIC_SLICE_DOWN"] == 60
+    told.come("c/0")
+    told.publish("a/0", "c/0", survivors=1)
+    told.go_on(held=61.0, seconds=1.0)
+    assert lost(told)["ELASTIC_SLICE_DOWN"] == 60 and lost(told)["ELASTIC_SCALE_UP"] == 1
+
+
+def test_checkpoints_and_the_scripts_own_switches() -> None:
+    told = started("a/0")
+    told.go_on(held=2.0, saving=1.5)
+    told.steps(1, 1.0)
+    told.history.switched(switched(1, pause_ms=400.0), told.now)
+    told.go_on(held=0.4)
+    assert lost(told)["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] == 1.5 and lost(told)["OTHER"] == 0.5
+    assert lost(told)["ELASTIC_REINITIALIZATION"] == 0.4
+
+
+def test_a_switch_counts_once_however_often_it_is_told() -> None:
+    told = started("a/0")
+    for number in (1, 2, 1, 2):
+        told.history.switched(switched(number, committed=number == 1, pause_ms=100.0 * number), told.now)
+    counts = told.history.counts
+    assert (counts.committed, counts.rolled_back, counts.sent_bytes) == (1, 1, 2000)
+    assert counts.pause_seconds == pytest.approx(0.3) and sum(counts.pauses) == 2
+    assert counts.phase_seconds == pytest.approx({"drain": 0.04, "move": 0.26})
+
+
+def test_another_coordinator_goes_on_where_it_finds_the_job() -> None:
+    told = Told(step=500)
+    told.come("a/0")
+    told.publish("a/0", term="fff", begun=True, survivors=1)
+    told.go_on()
+    told.steps(1, 1.0)
+    told.steps(5, 1.0)
+    assert told.history.changes[-1].kind == "taken over" and told.history.step == 506
+    assert told.history.counts.steps <= 6 and told.history.counts.samples <= 6 * BATCH
+    assert told.history.goodput.productive == 6
+
+
+def test_steps_are_those_of_one_member_at_a_time() -> None:
+    """Rank 0 dies after it has told of more steps than the next one had; nothing counts twice, and nothing backward."""
+    told = started("a/0", "b/0")
+    told.publish("b/0", change="failure", survivors=1, lost=("a/0",))
+    seen = [told.history.counts.steps]
+    told.go_on(held=0.5)
+    for _ in range(4):
+        told.steps(1, 1.0)
+        seen.append(told.history.counts.steps)
+    assert seen == sorted(seen) and seen[-1] == 14 and told.history.step == 14
+
+
+def test_all_is_bounded() -> None:
+    told = started("a/0")
+    for number in range(4 * MOST_POINTS):
+        told.steps(1, 1.0)
+        told.history.switched(switched(number + 1), told.now)
+        if number < 2 * MOST_CHANGES:
+            told.publish("a/0", survivors=1)
+    history = told.history
+    assert MOST_POINTS // 2 <= len(history.points) <= MOST_POINTS
+    assert sum(point.steps for point in history.points) >= 4 * MOST_POINTS - 16, "points are merged, not dropped"
+    assert len(history.changes) == len(history.switches) == MOST_CHANGES
+    assert history.counts.committed == 4 * MOST_POINTS and TERM
+
+
+def test_the_largest_switch_is_let_in() -> None:
+    words = "\u20ac" * LONGEST_WORDS
+    phases = {f"{'a' * 22}{chr(97 + place)}": 123456.789 for place in range(MOST_PHASES)}
+    said = switched(1 << 52, source=words, target=words, cause=words, reason=words, phases_ms=phases)
+    assert len(encode(said)) <= LARGEST_GREETING
+
+
+def member(name: str, rank: int | None, **given: object) -> MemberStatus:
+    fixed = {"phase": "working", "pid": 1, "entered": 2, "step": 7, "layout": "", "pause_ms": 0.0, "protected": ""}
+    return MemberStatus(**{"member": name, "rank": rank, **fixed, "heard_seconds": 0.1, "waits_for": "", **given})
+
+
+def of(*members: MemberStatus, **given: object) -> Status:
+    ranks = tuple(one.member for one in members if one.rank is not None)
+    fixed = {"job": "j", "term": TERM, "min_nodes": 2, "max_nodes": 4, "generation": 2, "changes": ()}
+    return Status(**{"paused": False, "finished": False, "ranks": ranks, "members": members, **fixed, **given})
+
+
+A, B = member("a/0", 0), member("b/0", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "quiet", "state", "words"),
+    [
+        (of(A, B), 0.5, "running", "step 7 on 2 members"),
+        (of(A, B, finished=True), 0.5, "finished", "ended"),
+        (of(A, paused=True), 0.5, "paused", "1 node of the 2 that training needs"),
+        (of(member("a/0", None, phase="warming"), generation=0), None, "waiting", "0 nodes of 2 ready; a still import"),
+        (of(A, member("b/0", 1, entered=1)), 0.5, "changing", "generation 2 is being entered; b/0 at work on it"),
+        (of(A, B), 60.0, "standing", "no step for 60 s; a/0, b/0 at work"),
+        (of(A, member("b/0", 1, waits_for="member 0")), 60.0, "standing", "b/0 waits for member 0"),
+        (of(A, B), None, "changing", "no step was made yet"),
+    ],
+)
+def test_whether_it_runs_and_why_not(status: Status, quiet: float | None, state: str, words: str) -> None:
+    assert standing(status, quiet, 1.0)[0] == state
+    assert words in standing(status, quiet, 1.0)[1]
+
+
+def test_long_steps_are_no_standstill() -> None:
+    assert standing(of(A, B), 60.0, 30.0)[0] == "running"
