@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ds_dynatrain.data.order import EpochOrder
 from ds_dynatrain.data.seeded import SeededSamples
-from ds_dynatrain.data.workers import WorkerStart
+from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.errors import DataError
 
 STOCK_WORKERS = 2
@@ -68,6 +68,7 @@ class Source:
     multiprocessing_context: Any = None
     seeds_samples: bool = False
     """Whether random generators are set before each sample is read, so that whoever reads it draws the same."""
+    end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
@@ -129,7 +130,9 @@ class Source:
         With `persistent` its workers live as long as it does, else as long as one iterator of it.
         """
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
-        direct = self.num_workers > 0 and context.get_start_method() != "forkserver"
+        method = context.get_start_method() if self.num_workers else None
+        parent = os.getpid() if method in ("fork", "spawn") else None
+        start = WorkerStart(self.worker_init_fn, parent, self.end if method == "fork" else None)
         return DataLoader(
             cast("Dataset[Any]", SeededSamples(self.dataset, self.seed) if self.seeds_samples else self.dataset),
             batch_sampler=indices,
@@ -137,7 +140,7 @@ class Source:
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,
             timeout=self.timeout if self.num_workers else 0.0,
-            worker_init_fn=WorkerStart(self.worker_init_fn, os.getpid() if direct else None),
+            worker_init_fn=start,
             multiprocessing_context=self.multiprocessing_context if self.num_workers else None,
             generator=generator,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,

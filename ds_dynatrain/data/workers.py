@@ -7,9 +7,11 @@ left alone.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import hashlib
+import mmap
 import os
 import signal
 import sys
@@ -23,6 +25,22 @@ PR_SET_PDEATHSIG = 1
 """The number of the request in <sys/prctl.h>: a signal for this process when the thread that started it ends."""
 
 
+class SharedEnd:
+    """Whether this process is at its end, as those that are forked from it see it, too.
+
+    Then multiprocessing sends SIGTERM to workers that are left, and waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._byte = mmap.mmap(-1, 1)
+        atexit.register(self._byte.__setitem__, 0, 1)  # earlier than what multiprocessing does, which came before
+
+    def heed(self, number: int, frame: object) -> None:
+        """What a worker does about SIGTERM."""
+        if self._byte[0]:
+            os._exit(0)
+
+
 @dataclass(frozen=True)
 class WorkerStart:
     """The `worker_init_fn` of every loader: ties the worker's life to its parent's, then runs the user's function.
@@ -31,13 +49,16 @@ class WorkerStart:
     its connections open and notice the death only seconds later. Linux only; elsewhere torch's own watchdog ends the
     worker.
 
-    It has a process group of its own: torchrun sends SIGTERM to the group of the parent, which may still need batches
-    before it goes.
+    SIGTERM is the parent's affair, which may still need batches before it goes. So a worker has a process group of its
+    own, as torchrun sends the signal to that of the parent; and it heeds none before its parent is at its end, as Slurm
+    sends it to every process that there is.
     """
 
     then: Callable[[int], None] | None = None
     parent: int | None = None
     """Process id of the parent; None where a worker is started by another process than its parent (forkserver)."""
+    end: SharedEnd | None = None
+    """Of the parent, for workers that are forked; others end when they get SIGTERM."""
 
     def __call__(self, worker: int) -> None:
         """Run in the worker process with its number, from 0."""
@@ -48,6 +69,8 @@ class WorkerStart:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if self.parent is not None and os.getppid() != self.parent:
                 os._exit(1)  # the parent died before the line above
+        if self.end is not None:
+            signal.signal(signal.SIGTERM, self.end.heed)
         if self.then is not None:
             self.then(worker)
 

@@ -127,6 +127,36 @@ def test_a_worker_dies_with_its_parent() -> None:
     assert not alive
 
 
+def test_sigterm_is_the_parents_affair() -> None:
+    """Slurm sends it to all processes; who is told to go may need a batch yet."""
+    loader = TrainLoader(Source.build(Noisy(range(80)), collate_fn=numbers), Member(Job([0], 4, 4), 0))
+    before = children()
+    turning = iter(loader)
+    seen = [next(turning) for _ in range(2)]  # one of each worker: both have started
+    for worker in children() - before:
+        os.kill(int(worker), signal.SIGTERM)
+    seen += turning
+    assert len(seen) == 20 and children() == before
+
+
+LEFT = """
+import sys
+sys.path.insert(0, {root!r})
+from ds_dynatrain.data import Source
+
+loader = Source.build(list(range(64)), num_workers=2).fetch([[number] for number in range(64)], None, {persistent})
+first = next(iterator := iter(loader))
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_left_end_with_the_script(persistent: bool) -> None:
+    """multiprocessing sends them SIGTERM at its end, and waits for them without a limit."""
+    script = LEFT.format(root=str(Path(__file__).parents[2]), persistent=persistent)
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 5
+
+
 STAYS = """
 import os, signal, sys
 sys.path.insert(0, {root!r})

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.utils.data import DataLoader, Dataset
 
-from ds_dynatrain.data import WorkerStart
+from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import token_from, worker_place
 from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
@@ -55,6 +55,7 @@ class Feed:
     """The batch of whichever step is wanted; loader processes start anew only if it is not the next one."""
 
     def __init__(self) -> None:
+        self._end = SharedEnd()
         self._step = -1
         self._batch = torch.zeros(0)
         self._stream: Iterator[torch.Tensor] = iter(())
@@ -63,7 +64,7 @@ class Feed:
         if step == self._step:
             return self._batch
         if step != self._step + 1 or self._step < 0:
-            start = WorkerStart(parent=os.getpid()) if LOADERS else None
+            start = WorkerStart(parent=os.getpid(), end=self._end) if LOADERS else None
             order = range(step, STEPS)
             self._stream = iter(
                 DataLoader(Batches(), sampler=order, batch_size=None, num_workers=LOADERS, worker_init_fn=start)
