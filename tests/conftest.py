@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +38,9 @@ SLOWEST = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Another device for what runs on ranks."""
+    """Another device for what runs on ranks; a Slurm that is not installed."""
     parser.addoption("--on-device", action="store_true", help="ranks compute on the device without hardware")
+    parser.addoption("--slurm", type=Path, help="folder with Slurm's packages, unpacked; without it: what is on PATH")
 
 
 def pytest_configure() -> None:

@@ -1,4 +1,5 @@
-"""Train a small GPT with DeepSpeed on nodes that come, go and die: the loop of ../train_gpt.py, and a fallback.
+"""Train a small GPT with DeepSpeed on nodes that come, go and die: the loop of ../train_gpt.py, a fallback, and a start
+from whatever there is of it.
 
 torchrun --nnodes=1:4 --nproc-per-node=1 --rdzv-backend=dynatrain --rdzv-endpoint=127.0.0.1:29400 \\
     examples/elastic/train.py
@@ -40,7 +41,10 @@ def main() -> None:
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": args.zero_stage},
-        "dynatrain": {"fallback": {"path": str(args.out / "fallback"), "every_steps": 20}},
+        "dynatrain": {
+            "fallback": {"path": str(args.out / "fallback"), "every_steps": 20, "on_sigterm": True},
+            "resume": {"path": str(args.out / "fallback")},
+        },
     }
     torch.manual_seed(0)
     engine, optimizer, loader, scheduler = ds_dynatrain.initialize(
