@@ -17,10 +17,12 @@ from ds_dynatrain.version import __version__
 
 if TYPE_CHECKING:
     from ds_dynatrain.adapters.optimizers import register_optimizer
+    from ds_dynatrain.engine.changes import Change
     from ds_dynatrain.engine.initialize import init_distributed, initialize
     from ds_dynatrain.report import SwitchEvent
 
 __all__ = [
+    "Change",
     "DynatrainError",
     "Layout",
     "SwitchEvent",
@@ -37,6 +39,7 @@ _HOMES = {
     "initialize": "engine.initialize",
     "init_distributed": "engine.initialize",
     "register_optimizer": "adapters.optimizers",
+    "Change": "engine.changes",
     "SwitchEvent": "report",
 }
 """Where the names are that need heavy imports."""

@@ -29,6 +29,7 @@ from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.report import Outcome as HowItEnded
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
@@ -270,15 +271,27 @@ class Attempts:
 
     def give_up(self, reason: str) -> None:
         """Let go of what is being prepared: it cannot come about any more, on no member."""
+        if self.engine.preparation is not None:
+            self._telling.given_up(self._drop(self.engine.preparation, reason, "rolled_back"))
+
+    def cancel(self) -> None:
+        """The job ends: what was asked for, and what no boundary has come for, is told of as any switch is."""
         preparation = self.engine.preparation
         if preparation is None:
             return
+        if self.engine.pending is None and preparation.board is not self.engine.control:
+            self.engine.close_preparation()  # a change of members, which nobody has asked for here
+            return
+        self._telling.cancelled(self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
+
+    def _drop(self, preparation: Preparation, reason: str, how: HowItEnded) -> SwitchEvent:
+        """Let go of what is being prepared; what is told of it, with no pause."""
         self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
-        event = event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0)
+        event = replace(event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0), outcome=how)
         self.engine.last_switch = event
         self._answer(event)
-        self._telling.given_up(event)
+        return event
 
     def note_first_step(self) -> None:
         """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.

@@ -33,6 +33,7 @@ def open_for_work(engine: EngineParts, space: VirtualParameterSpace) -> None:
                 engine.attempts.rehearse(layout, 0)
     PROCESS.membership.add(engine)
     PROCESS.add(engine)
+    engine.changes.begin()
 
 
 def close(engine: EngineParts) -> None:
@@ -53,9 +54,9 @@ def end_job(engine: EngineParts) -> bool:
     engine.is_open = False
     try:
         engine.attempts.give_up_late("its script has ended")
+        engine.attempts.cancel()
         engine.saver.settle()
         PROCESS.membership.say_end(engine)
-        engine.close_preparation()
         engine.close_loaders()
     except RuntimeError:  # the store is gone: there is nobody left to tell
         pass

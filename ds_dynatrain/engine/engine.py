@@ -14,6 +14,7 @@ from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.attempts import OnSwitch
+from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
 from ds_dynatrain.engine.exact_steps import ExactSteps
@@ -228,6 +229,16 @@ class DynatrainEngine(OverridingEngine):
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""
         self._parts.attempts.listeners.append(function)
+        return function
+
+    def on_change(self, function: OnChange) -> OnChange:
+        """Call `function(change)` on this member whenever its rank, the members or the layout have become others.
+
+        For whatever reason: a switch, one that is undone, members that come, leave or die. It is called at a boundary,
+        before the next batch is dealt; on an idle member while it waits, and before its first batch when it works. The
+        change has `before` and `after`, each with `layout`, `members`, `rank` and `generation`. Usable as a decorator.
+        """
+        self._parts.changes.listeners.append(function)
         return function
 
     @in_turn

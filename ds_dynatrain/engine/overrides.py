@@ -195,6 +195,7 @@ class OverridingEngine(HostEngine):
         """After the optimizer's step; samples: `global_samples` before it."""
         parts = self._parts
         parts.attempts.note_first_step()
+        parts.switcher.note_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples
         if parts.exact is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.buddies.buddies import Buddies
+from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
@@ -39,6 +40,7 @@ class EngineParts(EngineCore):
     window: Window = field(init=False)
     targets: Targets = field(init=False)
     attempts: Attempts = field(init=False)
+    changes: Changes = field(init=False)
     fallback: Fallback = field(init=False)
     switcher: Switcher = field(init=False)
     loaders: Loaders = field(init=False)
@@ -55,7 +57,8 @@ class EngineParts(EngineCore):
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
         self.attempts = Attempts(self, self.saver, self.window.note, self.discard_window)
         self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
-        self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback)
+        self.changes = Changes(self)
+        self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback, self.changes)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(self.settings)

@@ -1,4 +1,4 @@
-"""What `engine.switch` and `engine.plan` hand to a user."""
+"""What `engine.switch` and `engine.plan` hand to a user, and whether a boundary can see to it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,29 @@ class PendingSwitch:
     def done(self) -> bool:
         """Whether it is over, one way or the other."""
         return self.event is not None
+
+
+class Steps:
+    """Optimizer steps between boundaries: some loops make several, so as many as there were before are as usual."""
+
+    def __init__(self) -> None:
+        self._count, self._most = 0, 1
+        self._warned: PendingSwitch | None = None
+
+    def at_boundary(self) -> None:
+        """There is one."""
+        self._most, self._count = max(self._most, self._count), 0
+
+    def past_boundary(self, pending: PendingSwitch | None) -> int:
+        """A step was made: how many since a boundary, if they are more than ever and that is worth a word; or 0.
+
+        pending: what waits for a boundary; of each a word is said once.
+        """
+        self._count += 1
+        if pending is None or pending.done or pending is self._warned or self._count <= self._most:
+            return 0
+        self._warned = pending
+        return self._count
 
 
 @dataclass(frozen=True)

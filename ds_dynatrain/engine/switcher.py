@@ -18,14 +18,16 @@ from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.engine import agreement, feasible, registration
 from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.attempts import Attempts
+from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
+from ds_dynatrain.engine.pending import PendingSwitch, Steps, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, has_single_holders, memory_of_copies, plan_switch
+from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 if TYPE_CHECKING:
@@ -50,10 +52,17 @@ class Switcher:
     """Where an engine's switches come from and take place; see the module."""
 
     def __init__(
-        self, engine: EngineCore, targets: Targets, attempts: Attempts, saver: Saver, fallback: Fallback
+        self,
+        engine: EngineCore,
+        targets: Targets,
+        attempts: Attempts,
+        saver: Saver,
+        fallback: Fallback,
+        changes: Changes,
     ) -> None:
         self.engine, self._targets, self._attempts = engine, targets, attempts
-        self._saver, self._fallback = saver, fallback
+        self._saver, self._fallback, self._changes = saver, fallback, changes
+        self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
 
     # ---- asking --------------------------------------------------------------------------------------------------
@@ -205,8 +214,22 @@ class Switcher:
         self.engine.has_stood = True
         self.engine.control.raise_if_lost()
         self._saver.look()
+        self._steps.at_boundary()
         PROCESS.membership.at_boundary(self.engine, place)
         PROCESS.sync_points.note()
+        self._changes.look()
+
+    def note_step(self) -> None:
+        """After an optimizer step: warn of a switch that this loop comes to no boundary for."""
+        count = self._steps.past_boundary(self.engine.pending)
+        if count and self.engine.pending is not None and self.engine.rank == 0:
+            logger.warning(
+                "a switch to %s is pending, and there was no boundary in %d optimizer steps: it takes effect in "
+                "next(loader) of a loader from initialize or engine.loader, or in engine.boundary() at the top of a "
+                "loop of your own, and never in a loop that calls neither",
+                self.engine.pending.layout,
+                count,
+            )
 
     def connects_ahead(self) -> bool:
         """On a working member: whether it is to connect to the members of a switch to come now."""
@@ -245,6 +268,7 @@ class Switcher:
 
     def pass_time(self, seconds: float) -> None:
         """An idle member's turn: the user's `on_idle`, or a short sleep."""
+        self._changes.look()
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)

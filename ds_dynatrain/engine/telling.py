@@ -32,6 +32,13 @@ class Telling:
         if self._engine.rank == 0:
             log_event(event)
 
+    def cancelled(self, event: SwitchEvent) -> None:
+        """The job has ended before a switch that was asked for."""
+        if self._engine.rank == 0:
+            log_event(event)
+            if self._writer is not None:
+                self._writer.write(event)
+
     def recompiled(self, event: SwitchEvent) -> None:
         """What the first step after a switch has compiled again is known now."""
         if self._engine.rank == 0:

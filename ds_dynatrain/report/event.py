@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-Outcome = Literal["committed", "rolled_back"]
+Outcome = Literal["committed", "rolled_back", "cancelled"]
+"""How a switch ends; "cancelled": the job ended before a boundary came for it."""
 
 _KIND = "switch"
 
@@ -130,6 +131,8 @@ class SwitchEvent:
         phases = ", ".join(f"{name} {duration:.0f}" for name, duration in self.phases_ms.items())
         took = f"{self.pause_ms:.0f} ms" + (f" ({phases})" if phases else "")
         notes = "".join(f"; warning: {warning}" for warning in self.warnings)
+        if self.outcome == "cancelled":
+            return f"{head} cancelled: {self.reason}{notes}"
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
         more = f"{self._late()}{self._connections()}{self._gain()}{notes}"

@@ -1,11 +1,14 @@
-"""Models of which most is frozen: what a switch moves, and that nothing of it changes."""
+"""Models of which most is frozen: what a switch moves, that nothing of it changes, and checkpoints without it."""
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 from ds_dynatrain.space import Layout
@@ -100,3 +103,39 @@ def test_walk(pool: RankPool, dtype: str, listed: bool) -> None:
         losses = jobs.global_losses([each and each[0] for each in found])
         still = pool.run(lora_case, dtype=dtype, path=[(1, 0)] * len(path), listed=listed)
         assert jobs.furthest(losses, jobs.global_losses([still[0][0]])) <= 2e-6
+
+
+def excluding_case(folder: Path, path: list[jobs.Sizes]) -> None:
+    """In each layout of a path: `save_checkpoint` with frozen weights and without."""
+    model = adapted()
+    trained = [held for held in model.parameters() if held.requires_grad]
+    with jobs.job(jobs.config("bf16", path[0]), model=model, model_parameters=trained) as made:
+        engine = made.engine
+        assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+
+        def each(job: jobs.Job) -> None:
+            tag = f"z{engine.layout.zero_stage}"
+            engine.save_checkpoint(str(folder), tag=f"{tag} whole")
+            engine.save_checkpoint(str(folder), tag, {"seen": 1}, exclude_frozen_parameters=True)
+            assert engine.load_checkpoint(str(folder), tag, load_module_strict=False)[1]["seen"] == 1
+
+        jobs.train(made, len(path), {step: sizes for step, sizes in enumerate(path) if step}, each=each)
+
+
+def test_checkpoints_without_frozen_weights(pool: RankPool, tmp_path: Path) -> None:
+    """As transformers saves a model with adapters; DeepSpeed's own reader finds what is trained, and no more."""
+    pool.run(excluding_case, folder=tmp_path, path=[(2, 1), (4, 2), (3, 3)])
+    names = {name: held.requires_grad for name, held in adapted().named_parameters()}
+    trained = {name for name, flag in names.items() if flag}
+    for tag in ("z1", "z2", "z3"):
+        for sort, wanted in ((tag, trained), (f"{tag} whole", set(names))):
+            files = sorted((tmp_path / sort).glob("*model_states.pt"))
+            said = [torch.load(file, weights_only=False) for file in files]
+            if tag != "z3":
+                assert {name for each in said for name in each["module"]} >= wanted
+            for each in said if sort == tag else ():
+                assert not set(each["module"]) & (set(names) - trained) and not each["frozen_param_fragments"]
+            if sort == "z1 whole":
+                continue  # of frozen weights DeepSpeed's reader knows from stage 2 on
+            found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), sort, exclude_frozen_parameters=sort == tag)
+            assert {name for name in found if name in names} == wanted, sort

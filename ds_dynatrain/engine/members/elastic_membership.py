@@ -69,6 +69,12 @@ class ElasticMembership:
         """Whether a member is dead, or a collective has failed."""
         return self.elastic.is_aborted
 
+    @property
+    def formed(self) -> tuple[int, str]:
+        """As the coordinator has published it."""
+        world = self._boundaries.executor.trains_in
+        return (0, "") if world is None else (world.generation, world.reason)
+
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as td
 
 from ds_dynatrain.data.workers import without_collection
+from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement, registration
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.members.actions import (
@@ -106,6 +107,11 @@ class Executor:
             logger.warning("the board is gone (%s); training goes on", error)
             self._carry_out(self.machine.board_is_lost(f"the board is gone: {error}"))
             return None
+
+    @property
+    def trains_in(self) -> World | None:
+        """The generation that this process is in; in the window of a late change that which is to come."""
+        return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class FixedLaunch:
     """See `membership.Membership`."""
 
     is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
+    formed = 0, ""
 
     @property
     def node(self) -> str:
@@ -132,7 +133,7 @@ class FixedLaunch:
             switcher.meet_idle(place)
             if engine.idle:
                 if watch.look(engine.members):
-                    engine.close_preparation()
+                    engine.attempts.cancel()
                     engine.control.post(f"left/{engine.control.member}", True)
                     raise SystemExit(0)
                 switcher.pass_time(IDLE_POLL_SECONDS)

@@ -60,6 +60,10 @@ class Membership(Protocol):
         """Whether the world that trains cannot be used any more."""
 
     @property
+    def formed(self) -> tuple[int, str]:
+        """The generation of members that this process is in, and in words why there is one; (0, "") where they stay."""
+
+    @property
     def takes_sigterm(self) -> bool:
         """Whether SIGTERM asks this member to leave the job."""
 
