@@ -234,6 +234,7 @@ class Coordinator:
         if self.membership.is_finished:
             raise JobFinished
         peer.name = f"agent of {node}"
+        self.history.announced(time.monotonic())
         if node in self._agents:
             logger.warning("%s has connected again, before its former connection ended", peer.name)
         self._agents[node] = peer

@@ -182,6 +182,7 @@ class Member:
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
+            tally = tally.model_copy(update={"generation": self._report.entered})
             fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected, "tally": tally}
             self._report = self._report.model_copy(update=fields)
             if is_first:

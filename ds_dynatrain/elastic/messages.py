@@ -119,6 +119,8 @@ class Tally(Record):
     """At boundaries, and in global batches that were discarded."""
     saving_seconds: Seconds = 0.0
     """What of that was for checkpoints."""
+    generation: Count = 0
+    """That it was in when it left that boundary."""
 
 
 class Report(Record):

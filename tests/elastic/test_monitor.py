@@ -58,14 +58,14 @@ def test_nodes_join_step_switch_and_die() -> None:
         a = served.join("a")
         world = told(a)
         enter(a, world.generation)
-        tally = Tally(steps=5, samples=60, stepping_seconds=0.5, held_seconds=0.1)
+        tally = Tally(steps=5, samples=60, stepping_seconds=0.5, held_seconds=0.1, generation=1)
         a.send(Report(ready=True, entered=1, step=5, layout="data=1", tally=tally))
         b = served.join("b")
         told(a), told(b)
         a.send(switched(1, pause_ms=250.0, step=5))
         for one in (a, b):
             one.send(Report(ready=True, entered=2, step=5, tally=tally if one is a else Tally()))
-        tally = Tally(steps=8, samples=96, stepping_seconds=0.8, held_seconds=0.35)
+        tally = Tally(steps=8, samples=96, stepping_seconds=0.8, held_seconds=0.35, generation=2)
         a.send(Report(ready=True, entered=2, step=8, layout="data=2", tally=tally))
         found = waited(served, lambda found: found["step"] == 8)
         assert found["state"] == "running" and [one["size"] for one in found["changes"]] == [1, 2]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ds_dynatrain.elastic.messages import LARGEST_GREETING, LONGEST_WORDS, MOST_PHASES, MemberStatus, Status, encode
+from ds_dynatrain.elastic.messages import (
+    LARGEST_GREETING,
+    LONGEST_WORDS,
+    MOST_PHASES,
+    MemberStatus,
+    Report,
+    Status,
+    encode,
+)
 from ds_dynatrain.elastic.monitoring.history import MOST_CHANGES, MOST_POINTS
 from ds_dynatrain.elastic.monitoring.standing import standing
 from tests.elastic.watched import BATCH, TERM, Told, switched
@@ -59,6 +67,34 @@ def test_a_leaver_of_rank_0_costs_the_pause_that_it_tells() -> None:
     told.steps(2, 1.0)
     assert lost(told)["ELASTIC_SLICE_DOWN"] == pytest.approx(0.3)
     assert sum(lost(told).values()) == pytest.approx(5.3)
+
+
+def test_what_was_done_before_a_change_and_is_told_with_it_does_not_end_it() -> None:
+    """A member says at once that it has entered a generation, with steps that no heartbeat has told yet."""
+    told = started("a/0")
+    told.come("b/0")
+    world, before = told.publish("a/0", "b/0", survivors=1), told.tallies["a/0"]
+    late = before.model_copy(update={"steps": 11, "stepping_seconds": before.stepping_seconds + 1})
+    told.history.reported("a/0", Report(ready=True, entered=world.generation, step=11, tally=late), world, told.now)
+    assert told.history.changes[-1].still is None
+    told.history.switched(switched(2, pause_ms=250.0), told.now)
+    told.tallies["a/0"], told.step = late, 11
+    told.go_on(held=0.25)
+    assert told.history.changes[-1].still == 0.25 and lost(told)["ELASTIC_SCALE_UP"] == 0.25
+
+
+def test_a_late_switch_is_told_of_after_its_pause() -> None:
+    """Which has been told by then, too; it costs that once."""
+    told = started("a/0")
+    told.come("b/0")
+    world = told.publish("a/0", "b/0", survivors=1)
+    old = told.world
+    told.world = world.model_copy(update={"generation": world.generation - 1})
+    told.go_on(held=0.2)
+    told.world = old
+    told.history.switched(switched(2, pause_ms=200.0), told.now)
+    told.steps(1, 1.0)
+    assert lost(told)["ELASTIC_SCALE_UP"] == pytest.approx(0.2)
 
 
 def test_a_death_costs_the_recovery_and_the_steps_that_are_made_again() -> None:

@@ -24,7 +24,7 @@ def watch(tmp_path: Path, train: Callable[..., Job]) -> Callable[..., tuple[Job,
     def make(**given: Any) -> tuple[Job, str, Path]:
         report, port = tmp_path / "report.jsonl", free_port()
         block = {"report": {"jsonl": str(report)}, "fallback": {"path": str(tmp_path / "fallback"), "every_steps": 3}}
-        job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.3"}, **given)
+        job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.2"}, **given)
         job.coordinator("coordinator", f"--http=127.0.0.1:{port}")
         return job, f"http://127.0.0.1:{port}", report
 
@@ -38,7 +38,7 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     job.node("b", is_host=0)
     job.node("c", is_host=0)
     joined = job.settled(3, first.generation)
-    steps_on(job, 5)
+    steps_on(job)
     job.kill(node_of(job, joined, 1))
     left = job.settled(2, joined.generation)
     steps_on(job)
@@ -52,6 +52,10 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     compare(numbers, events)
     assert [one["kind"] for one in seen["changes"] if one["kind"] != "join"] == ["start", "failure", "leave"]
     assert seen["state"] == "running" and len(seen["switches"]) == len(events)
+    for one in seen["changes"]:
+        if one["kind"] in ("join", "leave"):  # no switch of theirs is taken for one of the script's own
+            assert one["still_seconds"] >= min(event.pause_ms for event in events) / 1000
+    assert seen["goodput"]["badput_time"]["ELASTIC_REINITIALIZATION"] == 0
     failure = next(one for one in seen["changes"] if one["kind"] == "failure")
     rows = [row["step"] for row in job.rows("step") if row["pid"] == processes(left)[0]]
     again = len(rows) - len(set(rows))

@@ -70,7 +70,8 @@ class Told:
         for member in self.world.members:
             old = self.tallies[member].model_dump()
             new = {name: old[name] + more.get(name, 0) for name in old}
-            self.tallies[member] = Tally(**{**new, "samples": self.step * BATCH})
+            new |= {"samples": self.step * BATCH, "generation": self.world.generation}
+            self.tallies[member] = Tally(**new)
             said = Report(ready=True, entered=self.world.generation, step=self.step, tally=self.tallies[member])
             self.history.reported(member, said, self.world, self.now)
 

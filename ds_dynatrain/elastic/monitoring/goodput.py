@@ -25,7 +25,7 @@ Cause = Literal[
     "OTHER",
 ]
 MEANING: dict[Cause, str] = {
-    "PROGRAM_STARTUP": "from the first worker to the first world: imports, waiting for MIN nodes",
+    "PROGRAM_STARTUP": "from the first node to the first world: imports, waiting for MIN nodes",
     "TRAINING_PREP": "from the first world to the first step: engines are made, the first batch is loaded",
     "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME": "steps waited for fallback checkpoints",
     "WASTED_PROGRESS_FROM_DISRUPTION": "steps that were made, lost by a death, and made again",
@@ -78,7 +78,7 @@ class Goodput:
         """Seconds of steps that count."""
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
-        self._pause = 0.0
+        self._pause = self._spread_so_far = 0.0
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
@@ -104,6 +104,7 @@ class Goodput:
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
             return
         self._blames.append(Blame(cause, now, stands))
+        self._pause = self._spread_so_far = 0.0
 
     def paused(self, seconds: float) -> None:
         """A switch has held training up for so long."""
@@ -118,7 +119,8 @@ class Goodput:
             self._step_seconds = made.stepping / made.steps
         saving = min(made.saving, made.held)
         stood = sum(seconds for _, seconds in self._standstills(now))
-        still = max(made.held - saving, stood - made.stepping if stood else self._pause)
+        pause = max(0.0, self._pause - self._spread_so_far)
+        still = max(made.held - saving, stood - made.stepping if stood else pause)
         self._lost["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] += saving
         self._spread(still, now)
         wasted = min(made.lost_steps * self._step_seconds, self.productive + made.stepping)
@@ -129,7 +131,7 @@ class Goodput:
     def over(self) -> None:
         """Training goes on: what was to blame is past."""
         self._blames.clear()
-        self._pause = 0.0
+        self._pause = self._spread_so_far = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
         """Seconds by cause, also those of the standstill that there may be now."""
@@ -163,4 +165,4 @@ class Goodput:
         last = self._blames[-1].cause if self._blames else "OTHER"
         self._lost[last] += seconds
         self._blames = [Blame(each.cause, now, each.stands) for each in self._blames[-1:]]
-        self._pause = 0.0
+        self._spread_so_far += seconds if self._blames else 0.0

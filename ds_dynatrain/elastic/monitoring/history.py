@@ -116,7 +116,7 @@ class History:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def announced(self, now: float) -> None:
-        """A worker is there."""
+        """A node's agent is there, or a worker."""
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
@@ -142,7 +142,7 @@ class History:
     def reported(self, member: str, said: Report, world: World | None, now: float) -> None:
         """A worker says what it is; world: the newest."""
         before, self._marks[member] = self._marks.get(member), _Mark(said.step, said.tally)
-        if world is not None and world.rank(member) == 0 and said.entered >= world.generation:
+        if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
             self._leader = member
         if member != self._leader or world is None or before is None:
             return
@@ -184,7 +184,7 @@ class History:
         self.samples = said.tally.samples
         self.stepped_at = now if has_stepped else self.stepped_at
         self._note(Point(now, said.step, len(world.members), made.steps, samples, made.stepping, made.stepping + still))
-        if said.entered >= world.generation:
+        if said.tally.generation >= world.generation:
             self.goodput.over()
             last = self.changes[-1] if self.changes else None
             if last is not None and last.still is None:

@@ -123,7 +123,7 @@ def _goodput(view: View) -> Iterator[Metric]:
     for cause, seconds in found.badput_time.items():
         bad.add_metric([cause], seconds)
     yield bad
-    yield _gauge("dynatrain_total_elapsed_time_seconds", "Since the first worker was there.", found.total_elapsed_time)
+    yield _gauge("dynatrain_total_elapsed_time_seconds", "Since the first node was there.", found.total_elapsed_time)
     yield _counter("dynatrain_disruptions", "Failures of a world.", found.disruption_count)
     yield _gauge("dynatrain_max_productive_step", "The last step that counts.", found.max_productive_step)
 

@@ -4,6 +4,9 @@
 const EVERY = 2000, LIMIT = 5000;
 const KINDS = { start: "#667078", join: "#2a9d5c", leave: "#c98a00", failure: "#d0342c", restore: "#a02090",
   "taken over": "#4a72d8", switch: "#0b8fb0" };
+const LOST = { PROGRAM_STARTUP: "#9aa5ad", TRAINING_PREP: "#6d7a83", UNPRODUCTIVE_CHECKPOINT_SAVE_TIME: "#e08a1e",
+  WASTED_PROGRESS_FROM_DISRUPTION: "#d0342c", INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION: "#8e1b3a", ELASTIC_SLICE_DOWN: "#d4b106",
+  ELASTIC_SCALE_UP: "#3b7dd8", ELASTIC_REINITIALIZATION: "#0b8fb0", OTHER: "#b9a3d0" };
 const COLORS = ["#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#8a9199"];
 const GOOD = "#2a9d5c";
 const $ = (id) => document.getElementById(id);
@@ -14,6 +17,13 @@ const charts = {};
 
 const two = (number) => String(number).padStart(2, "0");
 const clock = (at) => { const d = new Date(1000 * at); return [d.getHours(), d.getMinutes(), d.getSeconds()].map(two).join(":"); };
+const day = (at) => { const d = new Date(1000 * at); return `${two(d.getMonth() + 1)}-${two(d.getDate())}`; };
+
+// A time on an axis, as finely as the range asks for.
+function tick(at, range) {
+  if (range > 172800) return `${day(at)} ${clock(at).slice(0, 5)}`;
+  return range > 1200 ? clock(at).slice(0, 5) : clock(at);
+}
 
 function seconds(count) {
   if (count === null || count === undefined) return "";
@@ -24,7 +34,7 @@ function seconds(count) {
 }
 
 const number = (value) => value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
-const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
+const weight = (bytes) => bytes < 1e5 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
 const share = (part) => `${(100 * part).toFixed(1)} %`;
 
 function make(tag, text, name) {
@@ -49,7 +59,8 @@ function row(cells, tag = "td", name = "") {
 }
 
 function fill(id, head, rows, none) {
-  const whole = rows.length ? rows : [row([none])];
+  const whole = rows.length ? rows : [row([[none, "soft"]])];
+  if (!rows.length) whole[0].firstElementChild.colSpan = head.length;
   $(id).replaceChildren(row(head, "th"), ...whole);
 }
 
@@ -91,30 +102,40 @@ function marks(plot) {
   pen.restore();
 }
 
-function chart(id, label, value, least, stepped) {
+// What is under the cursor, and the change that is there.
+function point(plot, id, value) {
+  const at = plot.cursor.idx, left = plot.cursor.left;
+  if (at === null || at === undefined || left < 0) { $(`${id}-at`).textContent = ""; return; }
+  const near = (plot.marks || []).filter(([when]) => Math.abs(plot.valToPos(when, "x") - left) < 8).map(([, kind, why]) => `${kind}: ${why}`);
+  const held = plot.data[1][at];
+  $(`${id}-at`).textContent = [`${clock(plot.data[0][at])}  ${held === null ? "" : value(held)}`, ...near].join("   ");
+}
+
+function chart(id, value, least, stepped) {
   const axis = { stroke: () => style("--soft"), grid: { stroke: () => style("--line"), width: 1 }, ticks: { show: false } };
-  const line = { label, stroke: () => style("--series"), width: 1.5, value: (_, v) => v === null ? "" : value(v),
+  const line = { stroke: () => style("--series"), width: 1.5,
     fill: stepped ? () => `${style("--series")}22` : undefined, points: { show: false },
     paths: stepped ? uPlot.paths.stepped({ align: 1 }) : undefined };
   return new uPlot({
-    width: $(id).clientWidth, height: 150, title: "", cursor: { sync: { key: "time" }, y: false },
+    width: $(id).clientWidth, height: 140, legend: { show: false }, cursor: { sync: { key: "time" }, y: false },
     scales: { x: { time: true }, y: { range: (_, __, most) => [0, Math.max(least, 1.15 * (most || 0))] } },
-    axes: [{ ...axis }, { ...axis, size: 70, values: (_, all) => all.map((v) => value(v)), incrs: stepped ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined }],
-    series: [{ value: (_, v) => v === null ? "" : clock(v) }, line],
-    hooks: { draw: [marks] },
+    axes: [{ ...axis, size: 30, space: 90, values: (plot, all) => all.map((at) => tick(at, plot.scales.x.max - plot.scales.x.min)) }, { ...axis, size: 70, space: 22, values: (_, all) => all.map((v) => value(v)), incrs: stepped ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined }],
+    series: [{}, line],
+    hooks: { draw: [marks], setCursor: [(plot) => point(plot, id, value)] },
   }, [[], []], $(id));
 }
 
 function draw(view) {
   if (!charts.size) {
-    charts.size = chart("size", "members", (v) => String(v), 1, true);
-    charts.step = chart("step", "step time", seconds, 0.001, false);
-    charts.rate = chart("rate", "samples/s", number, 0.001, false);
+    charts.size = chart("size", (v) => String(v), 1, true);
+    charts.step = chart("step", seconds, 0.01, false);
+    charts.rate = chart("rate", number, 1, false);
   }
   const { points, changes, switches } = view;
-  const range = Number($("range").value), first = Math.min(view.at - 1, ...changes.slice(0, 1).map((c) => c.at), ...points.slice(0, 1).map((p) => p.at));
+  const range = Number($("range").value), first = Math.min(view.at - 10, ...changes.slice(0, 1).map((c) => c.at), ...points.slice(0, 1).map((p) => p.at));
   const from = range ? Math.max(first, view.at - range) : first;
-  const lines = [...changes.map((c) => [c.at, c.kind]), ...switches.filter((s) => asked(s, changes)).map((s) => [s.at, "switch"])];
+  const lines = [...changes.map((c) => [c.at, c.kind, c.reason]),
+    ...switches.filter((s) => asked(s, changes)).map((s) => [s.at, "switch", `${s.source} → ${s.target}`])];
   const sizes = [...changes.map((c) => [c.at, c.size]), [view.at, view.status.ranks.length]];
   const data = { size: sizes, step: points.map((p) => [p.at, p.step_seconds]), rate: points.map((p) => [p.at, p.samples_per_second]) };
   for (const [id, rows] of Object.entries(data)) {
@@ -145,9 +166,9 @@ function head(view) {
     [number(view.step), "steps"],
     [last ? seconds(last.step_seconds) : "–", "a step"],
     [last ? number(last.samples_per_second) : "–", "samples/s"],
-    [`${status.ranks.length} on ${nodes.size}`, `members on nodes (${status.min_nodes} to ${status.max_nodes})`],
+    [String(status.ranks.length), `members on ${nodes.size} of ${status.min_nodes} to ${status.max_nodes} nodes`],
     [share(goodput.ratio), `of ${seconds(goodput.total_elapsed_time)} became training (ETTR)`],
-    [String(goodput.disruption_count), `failures, ${view.counts.lost_steps} steps lost`],
+    [String(goodput.disruption_count), `failures; ${view.counts.lost_steps} steps lost`],
   ];
   $("figures").replaceChildren(...figures.map(([value, what]) => {
     const made = make("li");
@@ -158,7 +179,7 @@ function head(view) {
 
 function account(view) {
   const { goodput, meaning } = view, causes = Object.entries(goodput.badput_time);
-  const parts = [["productive", goodput.goodput_time, GOOD], ...causes.map(([name, s], place) => [name, s, COLORS[place % COLORS.length]])];
+  const parts = [["productive", goodput.goodput_time, GOOD], ...causes.map(([name, s]) => [name, s, LOST[name] || "#888"])];
   const whole = parts.reduce((sum, part) => sum + part[1], 0) || 1;
   $("goodput-bar").replaceChildren(...bar(parts.map(([n, s, c]) => [`${n}: ${seconds(s)}`, s, c]), whole).children);
   fill("goodput", ["cause", ["time", "number"], ["share", "number"], "what it is"], parts.filter((part, place) => !place || part[1] > 0).map(([name, s, color]) => {
@@ -206,7 +227,7 @@ function pauses(view) {
     [clock(one.at), "short"], [number(one.step), "number"], [`${one.source} → ${one.target}`, ""],
     [seconds(one.pause_ms / 1000), "number"],
     bar(Object.entries(one.phases_ms).map(([name, ms]) => [`${name}: ${Math.round(ms)} ms`, ms, color(name)]), longest),
-    [`${megabytes(one.bytes_sent)} (${megabytes(one.bytes_minimum)})`, "number"],
+    [`${weight(one.bytes_sent)} (${weight(one.bytes_minimum)})`, "number"],
     one.committed ? `committed${one.cause ? `, for ${one.cause}` : ""}` : `rolled back: ${one.reason}`,
   ]));
   fill("switches", ["time", ["step", "number"], "layouts", ["pause", "number"], "phases", ["sent (least)", "number"], "outcome"], rows, "no switch yet");
@@ -240,5 +261,5 @@ async function look() {
 
 legend("kinds", Object.entries(KINDS));
 $("range").addEventListener("change", () => seen && draw(seen));
-addEventListener("resize", () => Object.entries(charts).forEach(([id, plot]) => plot.setSize({ width: $(id).clientWidth, height: 150 })));
+addEventListener("resize", () => Object.entries(charts).forEach(([id, plot]) => plot.setSize({ width: $(id).clientWidth, height: 140 })));
 look();
