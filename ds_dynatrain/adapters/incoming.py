@@ -24,9 +24,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ds_dynatrain.adapters.device import HOST, compute_device
-from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta, swap_in
+from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta_buffers, refuse_undrawable, swap_in
 from ds_dynatrain.adapters.no_alloc import stand_in
-from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.process_groups import is_known, is_ours
 from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters, restore_linear
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.worlds import LaunchWorld
@@ -64,14 +64,18 @@ class Incoming:
         launch: LaunchWorld,
         param_init_fn: ParamInit | None = None,
         owners: Mapping[int, int] | None = None,
+        joins: bool = False,
     ) -> Incoming:
         """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in.
 
-        owners: by a parameter's id the process that has its value, where that is not process 0.
+        owners: by a parameter's id the process that has its value, where that is not process 0. joins: whether all
+        values come from a job that runs.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
-        refuse_meta(model, param_init_fn)
+        refuse_meta_buffers(model)
+        if not joins:
+            refuse_undrawable(model, param_init_fn)
         shapes, forms, types, place = {}, {}, {}, 0
         each: Any
         for name, each in model.named_parameters():
@@ -211,18 +215,24 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
     return whole.view(-1)
 
 
-def refuse_cut(model: nn.Module) -> None:
-    """UnsupportedError, naming the parameter, for a model that is cut over a world before the job's own is there."""
+def refuse_cut(model: nn.Module, beside: bool) -> None:
+    """UnsupportedError, naming the parameter, for a model that is cut over others than those that start a job together.
+
+    beside: whether this process has an engine already; the group that all started in is gone then.
+    """
+    each: Any
     for name, each in model.named_parameters():
-        if hasattr(each, "ds_id") and _is_left(each):
+        if not hasattr(each, "ds_id") or not _is_left(each):
+            continue
+        if is_ours(each.ds_process_group):
             raise UnsupportedError(
                 f"{name!r} is cut: an engine has trained it at ZeRO stage 3, and has ended. In a job whose members "
                 "come and go switch to stage 0, 1 or 2 before engine.destroy(), or build the model anew"
             )
-        if hasattr(each, "ds_id"):
+        if not beside:
             raise UnsupportedError(
                 f"{name!r} was built under deepspeed.zero.Init, over the world of this node alone: in a job whose "
-                "members come and go build the model on the meta device (param_init_fn), or whole"
+                "members come and go call ds_dynatrain.init_distributed() first, then deepspeed.zero.Init by this name"
             )
 
 

@@ -36,14 +36,18 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
     return found
 
 
-def refuse_meta(model: nn.Module, param_init_fn: ParamInit | None) -> None:
-    """UnsupportedError, naming it, for what on the meta device cannot be drawn."""
+def refuse_meta_buffers(model: nn.Module) -> None:
+    """UnsupportedError, naming it, for a buffer on the meta device."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UnsupportedError(
                 f"buffer {name!r} is on the meta device: make it real before initialize (a rotary table, running "
                 "statistics)"
             )
+
+
+def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
+    """UnsupportedError, naming it, for a parameter on the meta device that cannot be drawn."""
     meta = {id(held) for held in model.parameters() if held.is_meta}
     for name, module, own in drawing_modules(model, meta):
         mine = dict(module.named_parameters(recurse=False))

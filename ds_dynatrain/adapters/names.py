@@ -78,6 +78,7 @@ NAMES: Names = {
     "deepspeed.runtime.zero.partition_parameters:GatheredParameters": "__enter__",
     "deepspeed.runtime.zero.partition_parameters:Init": """
         param_id num_persisted_parameters num_persisted_elements apply_param_persistence _partition_param
+        _convert_to_zero_parameters _post_init_method
     """,
     "deepspeed.runtime.zero.partition_parameters": """
         InsertPostInitMethodToModuleSubClasses top_level_context shutdown_init_context restore_init_context

@@ -25,6 +25,7 @@ from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compi
 from ds_dynatrain.adapters.support import refuse_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
+from ds_dynatrain.adapters.zero_init import install
 from ds_dynatrain.config import DynatrainConfig, split_config
 from ds_dynatrain.config_file import Config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
@@ -33,7 +34,7 @@ from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job
+from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job, refuse_without_values, rows_of
 from ds_dynatrain.engine.job import Job, OnIdle
 from ds_dynatrain.engine.members.description import described
 from ds_dynatrain.engine.members.early import Early, begin
@@ -115,12 +116,14 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
     A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
     RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
-    are training, and take part in nothing. Returns whether this process joins.
+    are training, and take part in nothing. Returns whether this process joins. Models may be built under
+    `deepspeed.zero.Init` from here on.
 
     SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
     """
     place = worker_place()
     joins = False
+    join_at_zero_init()
     if place is not None and not (td.is_initialized() and is_ours_installed()):
         refuse_elastic_launch()
         early: Early | None = PROCESS.found_early()
@@ -130,6 +133,21 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     with telling_of_locks():
         deepspeed.init_distributed(*arguments, **named)
     return joins
+
+
+def join_at_zero_init() -> None:
+    """Let the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, in case nobody has before.
+
+    For frameworks that build a model under `zero.Init` by themselves; elsewhere than in such a launch it does nothing.
+    """
+    if worker_place() is not None:
+        install(_join_before_engines)
+
+
+def _join_before_engines() -> bool:
+    if PROCESS.engines:
+        raise usage("zero.Init beside an engine where members come and go").error()
+    return init_distributed()
 
 
 @dataclass(frozen=True)
@@ -229,11 +247,13 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             own = exact_config(own)
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
-        incoming = Incoming.look(model, entry.launch, given.param_init_fn, {**owners, **shaper.owners})
-        mine = machine(is_low(own)) if settings.exact else {}
-        records = introduce(entry, incoming, mine)
+        values = {**owners, **shaper.owners}
+        incoming = Incoming.look(model, entry.launch, given.param_init_fn, values, entry.joins)
+        refuse_without_values(entry, incoming, early is not None and early.joins)
+        mine, rows = machine(is_low(own)) if settings.exact else {}, rows_of(entry, incoming)
+        records = introduce(entry, rows, mine)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, incoming.rows(), said, mine, given.on_idle)
+        parts = (settings, own, sizes, seed, features, rows, said, mine, given.on_idle)
         job = Job(*parts, entry.number)
         around = entry.context(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()

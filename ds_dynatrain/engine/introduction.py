@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.incoming import Incoming, Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.engine.members.description import differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.members.entry import Entry
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.space import Layout
 
 
@@ -37,13 +37,29 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
     return [group["params"] for group in groups if isinstance(group["params"], list)] if groups else [given]
 
 
-def introduce(entry: Entry, incoming: Incoming, machine: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """Tell the others about this member, and see that all have the same model. machine: what must be equal besides.
-
-    ConfigError, on all of them, names the first parameter that differs, or what of the machines; in a process that
-    joins a running job on that one alone.
-    """
+def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
+    """What must be equal on all processes; of one that joins a job all values come from there, in whatever form."""
     rows = incoming.rows()
+    if entry.record is None:
+        return rows
+    forms = {name: form for name, _, _, form, _ in entry.record["rows"]}
+    return [(name, shape, dtype, forms.get(name, form), trained) for name, shape, dtype, form, trained in rows]
+
+
+def refuse_without_values(entry: Entry, incoming: Incoming, came_to_join: bool) -> None:
+    """ElasticError for a model that was built for a job which runs, in a process that starts one now."""
+    if came_to_join and incoming.draws and not entry.joins:
+        raise ElasticError(
+            "the job that this process came to join has ended, and its model was built without values: start it again"
+        )
+
+
+def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """Tell the others about this member, and see that all have the same model.
+
+    rows: `rows_of`; machine: what must be equal besides. ConfigError, on all of them, names the first parameter that
+    differs, or what of the machines; in a process that joins a running job on that one alone.
+    """
     if entry.record is not None:
         differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(
             entry.record["rows"], rows, "in the running job"

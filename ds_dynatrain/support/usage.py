@@ -106,8 +106,15 @@ USAGE = (
     Row(
         "zero.Init",
         Verdict.NOTE,
-        "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own",
+        "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own; "
+        "where members come and go it needs ds_dynatrain.init_distributed() as first line",
         proof="tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
+    ),
+    _start(
+        "zero.Init beside an engine where members come and go",
+        "the processes that it would cut parameters over may be others soon",
+        "build all models before the first initialize, or this one whole",
+        "tests/elastic/test_zero_init.py::test_no_model_is_cut_beside_an_engine",
     ),
     Row(
         "meta device",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.process_groups import make_group
 from ds_dynatrain.adapters.watched import GroupStatus, watched
@@ -26,7 +26,8 @@ LOOK_SECONDS = 0.5
 class Early:
     """A member without an engine; `PROCESS` has it until `initialize` comes.
 
-    launch: the group that it stands in. entry: where the process starts a job; None where it joins one.
+    launch: the group that it stands in. entry: where the process starts a job; None where it joins one. joins: whether
+    a job ran already when it came.
     """
 
     membership: ElasticMembership
@@ -34,11 +35,10 @@ class Early:
     launch: LaunchWorld
     entry: Entry | None
     is_taken: bool = False
+    joins: bool = field(init=False)
 
-    @property
-    def joins(self) -> bool:
-        """Whether a job runs already."""
-        return self.entry is None
+    def __post_init__(self) -> None:
+        self.joins = self.entry is None
 
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""

@@ -79,7 +79,7 @@ class ElasticMembership:
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
         """UnsupportedError for a model that is cut already, and for lean switches."""
-        refuse_cut(model)
+        refuse_cut(model, beside=bool(self._jobs))
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
 

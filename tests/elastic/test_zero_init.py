@@ -1,0 +1,99 @@
+"""Models of `deepspeed.zero.Init` where members come and go: cut over those that start, without memory on who joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import ROOT, Job, Row, processes
+from tests.elastic.cut_models import MEGABYTE, digests, layers, save_pretrained
+from tests.elastic.runs import finish
+
+SCRIPT = ROOT / "tests" / "elastic" / "cutting.py"
+BF16 = {"bf16": {"enabled": True}}
+SLACK = 6 * MEGABYTE
+"""For whatever else is done meanwhile."""
+
+
+def cut(job: Job) -> tuple[list[Row], list[Row]]:
+    """What those said that started the job, and those that joined it."""
+    rows = job.rows("cut")
+    return [row for row in rows if not row["joins"]], [row for row in rows if row["joins"]]
+
+
+def check_joined(rows: list[Row], buffers: Any) -> None:
+    """They had no memory for parameters, and have the buffers of the others."""
+    for row in rows:
+        assert row["meta"] and row["peak"] < SLACK and row["buffers"] == buffers, row
+
+
+def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) -> Job:
+    """A node, or two of one worker each, start a job; another one joins it in the middle."""
+    first = ("a", "b") if workers == 1 else ("a",)
+    job = train(nodes=f"{len(first)}:4", workers=workers, stage=3, own=own, script=SCRIPT, variables={"HOW": how})
+    job.coordinator("coordinator")
+    for node in first:
+        job.node(node, is_host=0)
+    began = job.settled(len(first) * workers)
+    job.node("later", is_host=0)
+    joined = job.settled((len(first) + 1) * workers, began.generation)
+    assert processes(joined)[: len(first) * workers] == processes(began)
+    finish(job, *first, "later", "coordinator")
+    return job
+
+
+def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
+    """Transformers' own call at stage 3: the values of the files, to the bit."""
+    weights = save_pretrained(tmp_path / "pretrained")
+    size = sum(held.nbytes for held in weights.values())
+    started, joined = cut(run(train, "pretrained", 1, BF16))
+    assert len(started) == 2 and len(joined) == 1
+    for row in started:
+        assert row["weight"] == digests(weights)
+        assert row["master"] == digests({name: held.float() for name, held in weights.items()})
+        assert row["peak"] < size / 2 + SLACK, "its part, and one module"
+    check_joined(joined, started[0]["buffers"])
+    assert joined[0]["files"] < size / 10, "it has read none of them"
+
+
+def test_under_init(train: Callable[..., Job]) -> None:
+    """A script's own `with deepspeed.zero.Init(...)`: the values of the same lines without it."""
+    started, joined = cut(run(train, "init", 3, {}))
+    assert len(started) == len(joined) == 3
+    weights = dict(layers().named_parameters())
+    size = sum(held.nbytes for held in weights.values())
+    assert size > 70 * MEGABYTE
+    for row in started:
+        assert row["weight"] == row["master"] == digests(weights)
+        assert row["peak"] < size / 3 + SLACK
+    check_joined(joined, started[0]["buffers"])
+
+
+@pytest.mark.full
+def test_from_config(train: Callable[..., Job]) -> None:
+    """Transformers draws what is in no file."""
+    started, joined = cut(run(train, "config", 1, BF16))
+    assert len(started) == 2 and started[0]["weight"] == started[1]["weight"] != {}
+    check_joined(joined, started[0]["buffers"])
+
+
+def refused(train: Callable[..., Job], how: str) -> str:
+    """What a job says that does not start."""
+    job = train(nodes="1:2", stage=3, script=SCRIPT, variables={"HOW": how})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    assert job.code("a") != 0
+    return job.logs()
+
+
+def test_it_needs_the_world_of_the_job(train: Callable[..., Job]) -> None:
+    said = refused(train, "late")
+    assert "was built under deepspeed.zero.Init, over the world of this node alone" in said
+    assert "call ds_dynatrain.init_distributed() first" in said
+
+
+def test_no_model_is_cut_beside_an_engine(train: Callable[..., Job]) -> None:
+    assert "build all models before the first initialize, or this one whole" in refused(train, "twice")
