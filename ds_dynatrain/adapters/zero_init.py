@@ -30,7 +30,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 """Which DeepSpeed checks against the number of processes, though `zero.Init` has no use for them."""
 
 
-class ElasticInit(Init):
+class ElasticInit(Init):  # type: ignore[misc]
     """`deepspeed.zero.Init`, with the same arguments. `install` makes the class that is used, which has `join`."""
 
     join: Callable[[], bool]

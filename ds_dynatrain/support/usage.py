@@ -114,7 +114,7 @@ USAGE = (
         "zero.Init beside an engine where members come and go",
         "the processes that it would cut parameters over may be others soon",
         "build all models before the first initialize, or this one whole",
-        "tests/elastic/test_zero_init.py::test_no_model_is_cut_beside_an_engine",
+        "tests/elastic/test_zero_init.py::test_under_init",
     ),
     Row(
         "meta device",

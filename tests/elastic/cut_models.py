@@ -18,9 +18,9 @@ SEED = 11
 MEGABYTE = 1 << 20
 LLAMA: dict[str, Any] = {
     "vocab_size": WORDS,
-    "hidden_size": 512,
-    "intermediate_size": 1400,
-    "num_hidden_layers": 10,
+    "hidden_size": 256,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -29,17 +29,17 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-"""56 MB in bfloat16."""
+"""20 MB in bfloat16."""
 
 
-def save_pretrained(folder: Path) -> dict[str, torch.Tensor]:
+def save_pretrained(folder: Path, **sizes: int) -> dict[str, torch.Tensor]:
     """A Llama in bfloat16, its output tied to its embedding, in several files; its weights by name."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).bfloat16()
-    model.save_pretrained(folder, max_shard_size="9MB")
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA | sizes)).bfloat16()
+    model.save_pretrained(folder, max_shard_size="3MB")
     return {name: held.detach() for name, held in model.named_parameters()}
 
 
@@ -49,7 +49,7 @@ class Layers(nn.Module):
     It has a parameter of its own, tied ones and a buffer, and draws its layers once more when it has them all.
     """
 
-    def __init__(self, width: int = 512, depth: int = 72) -> None:
+    def __init__(self, width: int = 1024, depth: int = 18) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, width)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])

@@ -14,8 +14,8 @@ from tests.elastic.runs import finish
 
 SCRIPT = ROOT / "tests" / "elastic" / "cutting.py"
 BF16 = {"bf16": {"enabled": True}}
-SLACK = 6 * MEGABYTE
-"""For whatever else is done meanwhile."""
+LARGEST, SLACK = 4 * MEGABYTE, 3 * MEGABYTE
+"""Of a parameter, and for whatever else is done meanwhile."""
 
 
 def cut(job: Job) -> tuple[list[Row], list[Row]]:
@@ -47,6 +47,7 @@ def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) 
 
 def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     """Transformers' own call at stage 3: the values of the files, to the bit."""
+    save_pretrained(tmp_path / "small", num_hidden_layers=0)
     weights = save_pretrained(tmp_path / "pretrained")
     size = sum(held.nbytes for held in weights.values())
     started, joined = cut(run(train, "pretrained", 1, BF16))
@@ -54,7 +55,7 @@ def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     for row in started:
         assert row["weight"] == digests(weights)
         assert row["master"] == digests({name: held.float() for name, held in weights.items()})
-        assert row["peak"] < size / 2 + SLACK, "its part, and one module"
+        assert row["peak"] < size / 2 + LARGEST + SLACK, "its part, and what is gathered"
     check_joined(joined, started[0]["buffers"])
     assert joined[0]["files"] < size / 10, "it has read none of them"
 
@@ -68,7 +69,8 @@ def test_under_init(train: Callable[..., Job]) -> None:
     assert size > 70 * MEGABYTE
     for row in started:
         assert row["weight"] == row["master"] == digests(weights)
-        assert row["peak"] < size / 3 + SLACK
+        assert row["peak"] < size / 3 + 2 * LARGEST + SLACK
+        assert "build all models before the first initialize" in row["refused"]
     check_joined(joined, started[0]["buffers"])
 
 
@@ -80,20 +82,11 @@ def test_from_config(train: Callable[..., Job]) -> None:
     check_joined(joined, started[0]["buffers"])
 
 
-def refused(train: Callable[..., Job], how: str) -> str:
-    """What a job says that does not start."""
-    job = train(nodes="1:2", stage=3, script=SCRIPT, variables={"HOW": how})
+def test_it_needs_the_world_of_the_job(train: Callable[..., Job]) -> None:
+    job = train(nodes="1:2", stage=3, script=SCRIPT, variables={"HOW": "late"})
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     assert job.code("a") != 0
-    return job.logs()
-
-
-def test_it_needs_the_world_of_the_job(train: Callable[..., Job]) -> None:
-    said = refused(train, "late")
+    said = job.logs()
     assert "was built under deepspeed.zero.Init, over the world of this node alone" in said
     assert "call ds_dynatrain.init_distributed() first" in said
-
-
-def test_no_model_is_cut_beside_an_engine(train: Callable[..., Job]) -> None:
-    assert "build all models before the first initialize, or this one whole" in refused(train, "twice")
