@@ -23,7 +23,6 @@ from torch import nn
 
 from ds_dynatrain.adapters.meta import swap_in
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.config_file import read_config
 
 ONE_SAMPLE = {"train_micro_batch_size_per_gpu": 1}
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -31,16 +30,17 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """`deepspeed.zero.Init`, with the same arguments. `install` makes the class that is used, which has `join`."""
+    """`deepspeed.zero.Init`, with the same arguments. `install` makes the class in use, with `join` and `read`."""
 
     join: Callable[[], bool]
+    read: Callable[[Any], dict[str, Any]]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.is_newcomer = type(self).join()
         given = signature(Init.__init__).bind(self, *arguments, **named)
         for name in ("config_dict_or_path", "config"):
             if given.arguments.get(name) is not None:
-                own = read_config(given.arguments[name])
+                own = type(self).read(given.arguments[name])
                 kept = {key: value for key, value in own.items() if key not in SIZES}
                 given.arguments[name] = kept | ONE_SAMPLE
         self._leaves_undrawn = ExitStack()
@@ -70,12 +70,13 @@ class ElasticInit(Init):  # type: ignore[misc]
             super()._convert_to_zero_parameters(param_list)
 
 
-def install(join: Callable[[], bool]) -> None:
+def install(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
     """Put it in the place of `deepspeed.zero.Init`; DeepSpeed's engines have their own.
 
-    join: called before each use, brings this process into the job, and says whether it joins one that runs.
+    join: called before each use, brings this process into the job, and says whether it joins one that runs. read: a
+    configuration as a dictionary.
     """
-    zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join)})
+    zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
 
 

@@ -27,7 +27,7 @@ from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.adapters.zero_init import install
 from ds_dynatrain.config import DynatrainConfig, split_config
-from ds_dynatrain.config_file import Config
+from ds_dynatrain.config_file import Config, read_config
 from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
 from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.construction import Construction
@@ -141,7 +141,7 @@ def join_at_zero_init() -> None:
     For frameworks that build a model under `zero.Init` by themselves; elsewhere than in such a launch it does nothing.
     """
     if worker_place() is not None:
-        install(_join_before_engines)
+        install(_join_before_engines, read_config)
 
 
 def _join_before_engines() -> bool:
