@@ -81,8 +81,8 @@ class WatchedWork(ForwardedWork):
             try:
                 return self._work.wait(LOOK)
             except RuntimeError:
-                if self._work.is_completed():
-                    raise
+                if self._work.is_completed():  # it has failed, or has ended since that look was over
+                    return self._work.wait(LOOK)
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None
 

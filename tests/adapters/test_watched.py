@@ -207,6 +207,30 @@ def test_nobody_waits_for_a_collective_that_has_not_heard_that_its_world_is_lost
     assert isinstance(status.failure, td.DistError) and traffic.has_failed
 
 
+class Late(td.Work):
+    """A collective that ends between a look that was in vain and the question whether it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def wait(self, *_: object) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_right_after_a_look_has_not_failed() -> None:
+    status, traffic = GroupStatus(), Traffic(0)
+    traffic.begin("allreduce", ())
+    assert WatchedWork(Late(), status, traffic, looks=True).wait()
+    assert status.failure is None and not traffic.has_failed
+
+
 def test_a_message_is_waited_for_in_one_piece() -> None:
     """A look that ends in vain would end its connection, too."""
     traffic = Traffic(0)
