@@ -91,7 +91,7 @@ class TestSlurm:
         """The environment of a batch script, in which programs note what they are called with. `$CODE` is torchrun's
         exit code; with `$TOLD` it gets SIGTERM, as all processes of a step do."""
         programs = {
-            "srun": 'exec "$@"',
+            "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
             "scontrol": 'echo "$@" >> "$OUT/said"',
             "ds-dynatrain": 'printf "%s\\n" "$@" > "$OUT/words"',
             "torchrun": 'printf "%s\\n" "$@" > "$OUT/words"; [[ $TOLD ]] && kill -TERM $PPID; exit $CODE',
@@ -229,7 +229,16 @@ def known_options() -> set[str]:
     from torch.distributed.run import get_args_parser
 
     ours = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
-    others = {"--continuous", "--cpus-per-task", "--exclusive", "--nodes", "--open-mode", "--replicas", "--signal"}
+    others = {
+        "--continuous",
+        "--ntasks-per-node",
+        "--cpus-per-task",
+        "--exclusive",
+        "--nodes",
+        "--open-mode",
+        "--replicas",
+        "--signal",
+    }
     return {
         *get_args_parser()._option_string_actions,
         *(option for command in ours for given in command.params for option in given.opts),

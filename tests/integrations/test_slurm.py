@@ -129,6 +129,7 @@ def test_a_coordinator_that_is_started_elsewhere(cluster: Cluster, job: Job, var
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("shared_memory")
 def test_a_fixed_job_goes_on_where_it_was(cluster: Cluster, tmp_path: Path, variables: dict[str, str]) -> None:
     """On two nodes until one of them is wanted elsewhere, then on the one that is left."""
 
