@@ -36,6 +36,7 @@ class Served:
     job: str = ""
     listener: socket.socket = field(default_factory=lambda: listen(ANY, is_guarded=False))
     monitor: Monitor | None = None
+    term: str = "abc"
 
     @property
     def address(self) -> Address:
@@ -55,7 +56,7 @@ class Served:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        membership = Membership(self.settings, "abc", time.monotonic())
+        membership = Membership(self.settings, self.term, time.monotonic())
         coordinator = Coordinator(membership, 1, self.token, self.job)
         if self.monitor is not None:
             self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe))
@@ -104,12 +105,13 @@ def serving(
     job: str = "",
     address: Address = ANY,
     reading: Reading | None = None,
+    term: str = "abc",
     **values: float,
 ) -> Iterator[Served]:
     """A coordinator with short times. reading: where it can be watched; nowhere by default."""
     monitor = None if reading is None else Monitor(reading)
     settings = Settings(least, most, **{**QUICK, **values})
-    served = Served(settings, token, job, listen(address, is_guarded=False), monitor)
+    served = Served(settings, token, job, listen(address, is_guarded=False), monitor, term)
     served.start()
     try:
         yield served

@@ -16,10 +16,13 @@ from ds_dynatrain.elastic import member as member_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, Member
+from ds_dynatrain.elastic.messages import Tally
+from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.query import ask_to_leave
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished
-from tests.elastic.served import SECONDS, Served, enter, serving, told
+from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
+from tests.elastic.watched import status, switched
 
 
 @dataclass
@@ -205,6 +208,25 @@ def test_children_do_not_speak_for_it(script: Script) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         time.sleep(0.2)
         assert not a.is_leaving and told(b).generation == 1
+
+
+def test_another_coordinator_is_told_of_switches_again(script: Script) -> None:
+    """Once each, with what this member has counted; that one knows nothing of before."""
+    with serving(reading=Reading(ANY)) as served:
+        a = script.member(served.address, "a")
+        joined(a)
+        a.switched(switched(1))
+        a.progress(5, "data=1", tally=Tally(steps=5))
+        assert wait_until(lambda: len(status(served.url)["switches"]) == 1)
+        address = served.address
+    a.switched(switched(2))
+    with serving(address=address, reading=Reading(ANY), term="def") as served:
+        assert wait_until(lambda: len(status(served.url)["switches"]) == 2)
+        seen = status(served.url)
+        assert [one["step"] for one in seen["switches"]] == [1, 2] and seen["counts"]["committed"] == 2
+        assert seen["changes"][0]["kind"] == "taken over" and seen["counts"]["steps"] == 0
+        a.progress(8, "data=1", tally=Tally(steps=8))
+        assert wait_until(lambda: status(served.url)["counts"]["steps"] == 3)
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.messages import Report, Tally
-from ds_dynatrain.elastic.monitoring import page, server
+from ds_dynatrain.elastic.monitoring import feed, page, server
 from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.monitoring.view import View
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -245,3 +245,27 @@ def test_without_the_library_it_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", hidden, "coordinator", "127.0.0.1:0", "--nnodes=1:2", "--http=127.0.0.1:0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and "pip install 'ds-dynatrain[monitoring]'" in done.stderr
+
+
+def test_a_view_that_takes_long_is_made_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "FRESH_SECONDS", 0.0)
+    made: list[float] = []
+
+    def make() -> int:
+        made.append(time.monotonic())
+        time.sleep(0.03)
+        return len(made)
+
+    given, end = feed.Feed[int](make, lambda call: call()), time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert given.read() == len(made)
+    assert 1 <= len(made) <= 2, "in a twentieth of the time at the most"
+
+
+def test_a_loop_that_has_ended_holds_no_reader_up(in_time: Callable[[float, float], None]) -> None:
+    def ended(call: Callable[[], None]) -> None:
+        raise RuntimeError("the loop is closed")
+
+    begin = time.monotonic()
+    assert feed.Feed[int](lambda: 7, ended).read() is None
+    in_time(time.monotonic() - begin, 1)

@@ -13,6 +13,7 @@ import pytest
 from ds_dynatrain.report import read_events
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import finish, node_of, steps_on
+from tests.elastic.warm import WarmJob
 from tests.elastic.watched import metrics, status
 from tools.nodes import free_port
 
@@ -63,6 +64,19 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     assert numbers["dynatrain_disruptions_total"] == 1 and 0 < failure["still_seconds"] < 60
     account(seen, numbers)
     finish(job)
+
+
+def test_an_agent_that_hosts_the_coordinator_shows_it_too(tmp_path: Path) -> None:
+    """The script is no engine's; it tells of its steps alone."""
+    port, job = free_port(), WarmJob(tmp_path)
+    try:
+        job.node("a", is_host=1, http=f"127.0.0.1:{port}")
+        job.settled(1)
+        found = job.wait(lambda: (seen := status(f"http://127.0.0.1:{port}"))["state"] == "running" and seen, "steps")
+        assert found["step"] > 0 and found["status"]["job"] == "job"
+        finish(job)
+    finally:
+        job.clean_up()
 
 
 def compare(numbers: dict[str, float], events: list[Any]) -> None:

@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 FRESH_SECONDS = 0.5
-"""However many ask, a value is made no more often than that."""
+"""However many ask, a value is made no more often than that,"""
+REST = 20.0
+"""and, where it takes long, no sooner than so many times what the last one took."""
 PATIENCE_SECONDS = 2.0
 """So long a reader waits for the first value; later ones get what there is."""
 
@@ -22,14 +24,14 @@ class Feed(Generic[Value]):
         self._make, self._call_soon = make, call_soon
         self._changed = threading.Condition()
         self._value: Value | None = None
-        self._asked_at = -FRESH_SECONDS
+        self._fresh_until = 0.0
         self._is_asked = False
 
     def read(self) -> Value | None:
         """In any thread: a value that is fresh, or the last one if none comes in time; None if there never was one."""
         with self._changed:
-            if time.monotonic() - self._asked_at >= FRESH_SECONDS and not self._is_asked:
-                self._asked_at, self._is_asked = time.monotonic(), True
+            if time.monotonic() >= self._fresh_until and not self._is_asked:
+                self._is_asked = True
                 try:
                     self._call_soon(self._refresh)
                 except RuntimeError:  # the loop has ended: what there is, is the end
@@ -38,11 +40,13 @@ class Feed(Generic[Value]):
             return self._value
 
     def _refresh(self) -> None:
-        value = None
+        value, begin = None, time.monotonic()
         try:
             value = self._make()
         finally:
+            end = time.monotonic()
             with self._changed:
+                self._fresh_until = end + max(FRESH_SECONDS, REST * (end - begin))
                 self._value = self._value if value is None else value
                 self._is_asked = False
                 self._changed.notify_all()
