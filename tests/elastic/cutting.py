@@ -96,6 +96,7 @@ class Cutting(Script):
         from transformers import AutoModelForCausalLM, LlamaConfig
         from transformers.integrations import HfDeepSpeedConfig
 
+        AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA | {"num_hidden_layers": 0}))  # imports
         self.told = HfDeepSpeedConfig(SETTINGS)
         with Peak() as peak:
             model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
