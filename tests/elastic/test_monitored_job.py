@@ -13,7 +13,6 @@ import pytest
 from ds_dynatrain.report import read_events
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import finish, node_of, steps_on
-from tests.elastic.warm import WarmJob
 from tests.elastic.watched import metrics, status
 from tools.nodes import free_port
 
@@ -66,9 +65,10 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     finish(job)
 
 
+@pytest.mark.full
 def test_an_agent_that_hosts_the_coordinator_shows_it_too(tmp_path: Path) -> None:
-    """The script is no engine's; it tells of its steps alone."""
-    port, job = free_port(), WarmJob(tmp_path)
+    """The script is no engine's; it tells of its steps alone. All processes are new ones: threads do not fork well."""
+    port, job = free_port(), Job(tmp_path)
     try:
         job.node("a", is_host=1, http=f"127.0.0.1:{port}")
         job.settled(1)
