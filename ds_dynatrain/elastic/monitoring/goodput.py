@@ -78,7 +78,8 @@ class Goodput:
         """Seconds of steps that count."""
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
-        self._pause = self._spread_so_far = 0.0
+        self._pause, self._attributed = 0.0, 0.0
+        """What switches have told of the present cause, and what was attributed to it by the member's own clock."""
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
@@ -104,7 +105,7 @@ class Goodput:
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
             return
         self._blames.append(Blame(cause, now, stands))
-        self._pause = self._spread_so_far = 0.0
+        self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
         """A switch has held training up for so long."""
@@ -119,7 +120,7 @@ class Goodput:
             self._step_seconds = made.stepping / made.steps
         saving = min(made.saving, made.held)
         stood = sum(seconds for _, seconds in self._standstills(now))
-        pause = max(0.0, self._pause - self._spread_so_far)
+        pause = max(0.0, self._pause - self._attributed)
         still = max(made.held - saving, stood - made.stepping if stood else pause)
         self._lost["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] += saving
         self._spread(still, now)
@@ -131,7 +132,7 @@ class Goodput:
     def over(self) -> None:
         """Training goes on: what was to blame is past."""
         self._blames.clear()
-        self._pause = self._spread_so_far = 0.0
+        self._pause = self._attributed = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
         """Seconds by cause, also those of the standstill that there may be now."""
@@ -165,4 +166,4 @@ class Goodput:
         last = self._blames[-1].cause if self._blames else "OTHER"
         self._lost[last] += seconds
         self._blames = [Blame(each.cause, now, each.stands) for each in self._blames[-1:]]
-        self._spread_so_far += seconds if self._blames else 0.0
+        self._attributed += seconds if self._blames else 0.0

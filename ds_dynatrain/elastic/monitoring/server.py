@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
 
+from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.monitoring.access import Access, Reading
 from ds_dynatrain.elastic.monitoring.feed import Feed
 from ds_dynatrain.elastic.monitoring.metrics import encoded
@@ -45,8 +46,8 @@ class Monitor:
     def __init__(self, reading: Reading) -> None:
         listener = reading.listen()
         self._server = _Server(listener, Access(reading.token, listener))
-        self._where = f"{reading.address.host}:{listener.getsockname()[1]}"
         self.port = int(listener.getsockname()[1])
+        self._where = Address(reading.address.host, self.port)
         self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
