@@ -64,6 +64,11 @@ class DynatrainEngine(OverridingEngine):
         return self._parts.control.member
 
     @property
+    def is_newcomer(self) -> bool:
+        """Whether this process joined a running job: it has the job's state, and loads none of its own."""
+        return PROCESS.membership.is_newcomer
+
+    @property
     def idle(self) -> bool:
         """Whether this member holds no state now and waits for work."""
         return self._parts.idle

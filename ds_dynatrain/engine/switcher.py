@@ -198,12 +198,15 @@ class Switcher:
         """See `DynatrainEngine.update_param_groups`."""
         return registration.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
-    def in_the_way(self) -> str:
-        """Why what wants the state to itself cannot be now, in words; nothing if it can."""
+    def in_the_way(self, of_reading: bool = False) -> str:
+        """Why what wants the state to itself cannot be now, in words; nothing if it can.
+
+        of_reading: of what leaves the state as it is, and may so come before a switch that is pending.
+        """
         pending = self.engine.pending
         if self.engine.awaits_late:
             return f"masters and moments of the switch to {self.engine.layout} are on their way until engine.step()"
-        if pending is not None and not pending.done:
+        if pending is not None and not pending.done and not of_reading:
             return f"a switch to {pending.layout} is pending"
         return "an accumulation window is open" if self.engine.has_open_window else ""
 

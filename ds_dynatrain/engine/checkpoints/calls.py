@@ -39,7 +39,8 @@ class Checkpoints:
             return given_up if background else given_up.wait()
         folder, name = agreed
         how = self._saver.start if background else self._saver.save
-        return how(folder, name, f"save/{self._switcher.place_in_training()}", self._switcher.in_the_way(), None)
+        in_the_way = self._switcher.in_the_way(of_reading=True)
+        return how(folder, name, f"save/{self._switcher.place_in_training()}", in_the_way, None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool) -> Restored:
         """See `DynatrainEngine.load`; it uses a generation up, as a switch does."""

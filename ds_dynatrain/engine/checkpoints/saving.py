@@ -155,7 +155,7 @@ class _Saving:
 
         What fails after that is kept for `carry_out`, where all learn of it.
         """
-        in_the_way = is_open and f"{is_open}: save after engine.step(), with no switch pending"
+        in_the_way = is_open and f"{is_open}: save after engine.step()"
         asked = {"folder": str(self.path), "tag": self.tag, "step": self.engine.global_steps}
         request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
         ask(self.session, request)

@@ -1,0 +1,38 @@
+"""`python -m ds_dynatrain.run SCRIPT ARGUMENTS`: a script of Hugging Face's as it is, whose trainers follow the world.
+
+Under torchrun: `torchrun --nnodes=2:8 --rdzv-backend=dynatrain ... -m ds_dynatrain.run train.py ARGUMENTS`, or
+`-m ds_dynatrain.run -m package.module ARGUMENTS`. Trainers whose DeepSpeed configuration has no `dynatrain` block are
+as always.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from ds_dynatrain.errors import ConfigError
+
+USAGE = "python -m ds_dynatrain.run SCRIPT [ARGUMENTS], or python -m ds_dynatrain.run -m MODULE [ARGUMENTS]"
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script or module as `__main__`. ConfigError if none is named."""
+    is_module = arguments[:1] == ["-m"]
+    rest = arguments[1:] if is_module else arguments
+    if not rest or rest[0].startswith("-"):
+        raise ConfigError(f"nothing to run: {USAGE}")
+    from ds_dynatrain.integrations.transformers import make_trainers_elastic
+
+    make_trainers_elastic()
+    sys.argv = rest
+    if is_module:
+        sys.path.insert(0, "")
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(rest[0]).resolve().parent))
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""The loader that a Trainer iterates over: an item is this rank's part of a whole global batch.
+
+So accumulation is 1 for the Trainer, and its length, its steps and epochs are the same in every world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch.utils.data import DataLoader
+
+from ds_dynatrain.data import Cursor, MicroBatch, TrainLoader, Windows
+from ds_dynatrain.errors import ConfigError
+
+Window = tuple[MicroBatch, ...]
+"""This rank's micro-batches of one global batch."""
+
+
+class GlobalBatches:
+    """What `get_train_dataloader` returns; it reads from the engine once there is one, see `bind`.
+
+    loader: of torch, over the data set; its samplers and collate function count. global_batch: samples of a step.
+    seed: epoch k has the permutation of `seed` + k, as Accelerate's seedable sampler.
+    """
+
+    def __init__(self, loader: DataLoader[Any], global_batch: int, seed: int) -> None:
+        self._torch, self.batch_size, self._seed = loader, global_batch, seed
+        self._ours: TrainLoader | None = None
+        self._drawn: Callable[[], None] = lambda: None
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self._torch.dataset
+
+    @property
+    def loader(self) -> TrainLoader:
+        """The engine's; ConfigError before there is one."""
+        if self._ours is None:
+            raise ConfigError("the training loader has no engine yet: it is iterated over in trainer.train() alone")
+        return self._ours
+
+    def bind(self, engine: Any, drawn: Callable[[], None]) -> None:
+        """Read from `engine`. drawn: called when a global batch was drawn, in the world that will train it."""
+        shuffled = engine.loader(self._torch, seed=self._seed, name="trainer")
+        self._ours, self._drawn = cast("TrainLoader", shuffled), drawn
+
+    def go_to(self, steps: int) -> None:
+        """Stand behind so many optimizer steps of the job."""
+        epoch, step = divmod(steps, len(self))
+        state = self.loader.state_dict()
+        self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
+
+    def __len__(self) -> int:
+        rest = 0 if self._torch.drop_last else self.batch_size - 1
+        return (len(self.dataset) + rest) // self.batch_size
+
+    def __iter__(self) -> Iterator[Window]:
+        for window in Windows(self.loader):
+            self._drawn()
+            yield window

@@ -1,0 +1,135 @@
+"""Folders `checkpoint-N`: which are whole, what is in them, and how one is read and written.
+
+One of ours is a checkpoint of `engine.save`, whose tag is the folder's name, with Trainer's files added. A stock
+Trainer's has DeepSpeed's folder in it. Both are read in any world and layout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME as STATE
+
+from ds_dynatrain.checkpoint import Saved, record
+from ds_dynatrain.checkpoint.files import read_small
+from ds_dynatrain.checkpoint.folder import LATEST
+from ds_dynatrain.engine.encoding import decode
+from ds_dynatrain.errors import CheckpointError, ConfigError
+from ds_dynatrain.integrations.huggingface.carried import PROGRESS
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+__all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "resume", "save"]
+
+
+def is_ours(folder: str | Path) -> bool:
+    """Whether it is a checkpoint of `engine.save`, which is there as a whole or not at all."""
+    return (Path(folder) / record.RECORD).is_file()
+
+
+def _is_stock(folder: Path) -> bool:
+    """Whether a stock Trainer has written it to its end: the state of the Trainer comes last."""
+    return (folder / STATE).is_file() and any(folder.glob("global_step*"))
+
+
+def newest(output_dir: str, fallback: Path | None) -> str:
+    """The folder of the newest whole checkpoint, of those in `output_dir` and those that SIGTERM has left.
+
+    ValueError, as Trainer's own, if there is none.
+    """
+    found: dict[Path, int] = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        name = _NAME.fullmatch(folder.name)
+        if name is not None and (is_ours(folder) or _is_stock(folder)):
+            found[folder] = int(name[1])
+    if fallback is not None and fallback.is_dir():
+        found.update({folder: _step(folder) for folder in fallback.iterdir() if is_ours(folder)})
+    if not found:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+    return str(max(found, key=lambda folder: found[folder]))
+
+
+def check(folder: str) -> None:
+    """CheckpointError for a folder that is no whole checkpoint."""
+    path = Path(folder)
+    if is_ours(path) or _is_stock(path):
+        return
+    holds = ", ".join(sorted(each.name for each in path.iterdir())[:8]) if path.is_dir() else "nothing: it is not there"
+    raise CheckpointError(
+        f"resume_from_checkpoint={folder!r}: neither a checkpoint of ds_dynatrain nor a stock Trainer's with its "
+        f"DeepSpeed folder and {STATE} in it (it holds {holds}); save_only_model leaves no state to go on from"
+    )
+
+
+def complete(folder: str, is_first: bool) -> None:
+    """Write Trainer's state beside a checkpoint that was saved without it, as by SIGTERM. is_first: by this process."""
+    path = Path(folder) / STATE
+    if is_first and is_ours(folder) and not path.is_file():
+        state = TrainerState(**_carried(Path(folder))["state"])
+        beside = path.with_name(f".{STATE}.{os.getpid()}")
+        state.save_to_json(str(beside))
+        os.replace(beside, path)
+
+
+def _carried(folder: Path) -> dict[str, Any]:
+    """What `TrainerProgress` has said; CheckpointError for a job that was no Trainer's."""
+    said = Saved.open(folder).of_rank(0).get("rest", {}).get("objects", {}).get(PROGRESS)
+    if said is None:
+        raise CheckpointError(f"{folder} is not of a Trainer's job: it has no steps and no log; load its weights alone")
+    found: dict[str, Any] = decode(said, [])
+    return found
+
+
+def _step(folder: Path) -> int:
+    return int(record.from_bytes(read_small(folder / record.RECORD)).step)
+
+
+def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
+    """Make what SIGTERM has saved of this step a `checkpoint-N`, unless there is one; by rank 0 alone."""
+    target = Path(output_dir) / f"checkpoint-{step}"
+    if fallback is None or not fallback.is_dir() or target.exists():
+        return
+    for folder in (each for each in fallback.iterdir() if is_ours(each)):
+        if _step(folder) == step:
+            os.rename(folder, target)
+            (fallback / LATEST).unlink(missing_ok=True)
+            complete(str(target), is_first=True)
+            return
+
+
+def save(engine: Any, output_dir: str, step: int) -> None:
+    """All state, as `checkpoint-<step>`; a collective. One that is left there by an earlier run gives way."""
+    tag = f"checkpoint-{step}"
+    try:
+        engine.save(output_dir, tag)
+    except CheckpointError as error:
+        if f"there is a {tag!r}" not in str(error):
+            raise
+        if engine.rank == 0:
+            shutil.rmtree(Path(output_dir) / tag)
+        engine.save(output_dir, tag)
+
+
+def resume(trainer: Any, engine: Any, folder: str) -> None:
+    """Go on from a checkpoint; a newcomer has the job's state already, and loads nothing.
+
+    ConfigError for one that was saved with another global batch: steps would not mean the same samples.
+    """
+    path = Path(folder)
+    ours = is_ours(path)
+    _, client = engine.load_checkpoint(str(path.parent), path.name) if ours else engine.load_checkpoint(str(path))
+    if ours or engine.is_newcomer:
+        return
+    batch, held = trainer._settings.global_batch, (client or {}).get("ds_config", {}).get("train_batch_size")
+    if isinstance(held, int) and held != batch:
+        raise ConfigError(
+            f"resume_from_checkpoint={folder!r} was saved with a global batch of {held} samples, and this job's is "
+            f"{batch}: set train_batch_size in the DeepSpeed configuration to {held} (the number of ranks does not "
+            "matter), or start from its weights alone"
+        )
+    trainer._load_optimizer_and_scheduler(folder)
+    trainer.global_batches.go_to(trainer.state.global_step)

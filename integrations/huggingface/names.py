@@ -1,0 +1,52 @@
+"""Names of transformers and Accelerate that are not promised, and that this integration relies on."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ds_dynatrain.errors import ConfigError
+
+TRAINER = {
+    "transformers.trainer": "Trainer",
+    "transformers.trainer.Trainer": (
+        "_get_dataloader _init_training_state _prepare_for_training get_batch_samples _get_num_items_in_batch "
+        "training_step _maybe_log_save_evaluate _save_checkpoint _save_optimizer_and_scheduler _save_rng_state "
+        "_load_rng_state _load_optimizer_and_scheduler floating_point_ops _track_num_input_tokens "
+        "get_total_train_batch_size create_scheduler save_model"
+    ),
+    "transformers.trainer_callback": "ProgressCallback TrainerCallback TrainerState",
+    "transformers.integrations.deepspeed": "HfTrainerDeepSpeedConfig deepspeed_load_checkpoint",
+}
+ACCELERATE = {
+    "accelerate.state.PartialState": "_shared_state",
+    "accelerate.state.AcceleratorState": "_shared_state",
+    "accelerate.state.GradientState": "_set_sync_gradients",
+    "accelerate.accelerator.Accelerator": "_prepare_deepspeed backward free_memory",
+    "accelerate.utils.deepspeed": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
+}
+
+
+def check(wanted: Mapping[str, str], library: str) -> None:
+    """ConfigError naming what is missing, and the versions that have it."""
+    missing = [f"{place}.{name}" for place, names in wanted.items() for name in names.split() if not _has(place, name)]
+    if missing:
+        version = getattr(importlib.import_module(library), "__version__", "?")
+        raise ConfigError(
+            f"{library} {version} has no {', '.join(missing)}: install a version that ds_dynatrain was tested with, "
+            "pip install 'ds-dynatrain[transformers]'"
+        )
+
+
+def _has(place: str, name: str) -> bool:
+    found: Any = None
+    module, _, inner = place.rpartition(".")
+    try:
+        found = importlib.import_module(place)
+    except ImportError:
+        try:
+            found = getattr(importlib.import_module(module), inner, None)
+        except ImportError:
+            return False
+    return hasattr(found, name)

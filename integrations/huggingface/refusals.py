@@ -1,0 +1,121 @@
+"""What a Trainer does that cannot follow a world, each by name and with a way out; before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.integrations.huggingface.calls import BLOCK
+
+_AXES = ("pipe", "tensor", "expert", "sequence")
+
+
+class Refusal(NamedTuple):
+    """is_wanted: whether the arguments ask for it."""
+
+    name: str
+    is_wanted: Callable[[TrainingArguments], bool]
+    why: str
+    instead: str
+
+
+def _is_on(name: str) -> Callable[[TrainingArguments], bool]:
+    return lambda args: bool(getattr(args, name, False))
+
+
+def _accelerator(name: str) -> Callable[[TrainingArguments], bool]:
+    return lambda args: bool(getattr(args.accelerator_config, name, None))
+
+
+def _has_axes(args: TrainingArguments) -> bool:
+    layout = args.hf_deepspeed_config.config[BLOCK].get("layout") or {}
+    return any((layout.get(axis) or 1) > 1 for axis in _AXES)
+
+
+def _has_autotp(args: TrainingArguments) -> bool:
+    return int(args.hf_deepspeed_config.config.get("tensor_parallel", {}).get("autotp_size", 1)) > 1
+
+
+ARGUMENTS = (
+    Refusal(
+        "train_sampling_strategy='group_by_length' or 'batch_rebalance'",
+        lambda args: getattr(args, "train_sampling_strategy", "random") in ("group_by_length", "batch_rebalance"),
+        "its order of samples is cut by the number of ranks at the start",
+        "sort or pack the data set ahead, and take 'sequential' or 'random'",
+    ),
+    Refusal(
+        "auto_find_batch_size",
+        _is_on("auto_find_batch_size"),
+        "it starts the training anew in each process by itself, when its own memory is full",
+        "give per_device_train_batch_size: the most samples that a micro-batch ever holds",
+    ),
+    Refusal(
+        "enable_jit_checkpoint",
+        _is_on("enable_jit_checkpoint"),
+        "it takes SIGTERM for itself, and processes do not agree on the step",
+        'take "dynatrain": {"fallback": {"on_sigterm": true}}',
+    ),
+    Refusal(
+        "dispatch_batches and split_batches",
+        lambda args: _accelerator("dispatch_batches")(args) or _accelerator("split_batches")(args),
+        "batches are cut for the number of ranks at the start",
+        "leave them out of accelerator_config: each rank reads its own samples",
+    ),
+    Refusal(
+        "ParallelismConfig",
+        lambda args: getattr(args, "parallelism_config", None) is not None,
+        "its meshes are made once, for the world of the start",
+        "leave it out",
+    ),
+    Refusal(
+        "tensor_parallel.autotp_size (tp_model_init)",
+        _has_autotp,
+        "it cuts the model for the world of the start",
+        "take dynatrain.layout.tensor in a loop of your own",
+    ),
+    Refusal(
+        "a layout with pipe, tensor, expert or sequence",
+        _has_axes,
+        "Trainer gives each rank samples of its own, and counts tokens over all ranks",
+        "take data and zero_stage here, or the other axes in a loop of your own",
+    ),
+    Refusal(
+        "ignore_data_skip",
+        _is_on("ignore_data_skip"),
+        "samples would be trained twice",
+        "leave it out: resuming goes to the next sample at once, nothing is read on the way",
+    ),
+)
+
+TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "OnlineDPOTrainer", "GKDTrainer", "PPOTrainer")
+"""Of TRL: prompts are dealt to the ranks of the start, and answers gathered over them."""
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """UnsupportedError for the first that is asked for."""
+    for refusal in ARGUMENTS:
+        if refusal.is_wanted(args):
+            raise UnsupportedError(f"{refusal.name}: {refusal.why}; {refusal.instead}")
+
+
+def refuse_trainer(kind: type[Any]) -> None:
+    """UnsupportedError for one that deals samples by itself."""
+    named = [each.__name__ for each in kind.__mro__ if each.__name__ in TRAINERS]
+    if named:
+        raise UnsupportedError(
+            f"{named[0]}: it deals prompts to the ranks of the start and gathers answers over them; train on pairs or "
+            "texts (SFTTrainer, DPOTrainer), or write the loop with ds_dynatrain.initialize"
+        )
+
+
+def refuse_data(dataset: object) -> None:
+    """UnsupportedError for samples that have no index, such as those of a stream."""
+    if isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__getitem__")):
+        raise UnsupportedError(
+            f"train_dataset is a {type(dataset).__name__}, whose samples have no index by which they could be dealt "
+            "again; load the data set without streaming=True, or write it to disk first"
+        )

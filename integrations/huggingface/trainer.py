@@ -1,0 +1,218 @@
+"""The methods of a Trainer that know about the world, over those of whichever class it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.integrations.huggingface import checkpoints, names, numbers, refusals, settings
+from ds_dynatrain.integrations.huggingface.batches import GlobalBatches, Window
+from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
+from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress, restore_schedule, schedule_of
+from ds_dynatrain.report import logger
+
+names.check(names.TRAINER, "transformers")
+names.check(names.ACCELERATE, "accelerate")
+
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = object
+"""Whatever trainer the mixin is over."""
+
+
+class ElasticMixin(Below):
+    """Over a class of `transformers.Trainer`: `class Mine(ElasticMixin, Trainer)`, which is what `elastic` makes."""
+
+    global_batches: GlobalBatches
+    progress: TrainerProgress
+    _settings: settings.Settings
+    _is_by_tokens = False
+    """Whether the window's losses are divided by the tokens of all ranks."""
+    _schedule: dict[str, Any] | None = None
+    """That before the window."""
+    _generation = 0
+    """Of the world whose numbers are in place."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.begin((*arguments, *named.values()))
+        super().__init__(*arguments, **named)
+        self.finish()
+
+    def begin(self, given: Sequence[Any]) -> None:
+        """Before Trainer's constructor. given: its arguments."""
+        args = settings.arguments_in(given)
+        refusals.refuse_trainer(type(self))
+        refusals.refuse_arguments(args)
+        self._settings = settings.settle(args)
+
+    def finish(self) -> None:
+        """After it."""
+        refusals.refuse_data(self.train_dataset)
+        self.callback_handler.callbacks.insert(0, Following(self))
+
+    @property
+    def engine(self) -> Any:
+        """That of ds_dynatrain, while it trains and after it; None before."""
+        return self.deepspeed
+
+    # ---- the batches -------------------------------------------------------------------------------------------------
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples of an optimizer step, in every world."""
+        return self._settings.global_batch
+
+    def _get_dataloader(self, *arguments: Any, **named: Any) -> Any:
+        """Trainer's for evaluation. That for training is taken before Accelerate cuts it for the present world."""
+        if not named.get("is_training"):
+            return super()._get_dataloader(*arguments, **named)
+        prepare, self.accelerator.prepare = self.accelerator.prepare, lambda loader: loader
+        try:
+            loader: DataLoader[Any] = super()._get_dataloader(*arguments, **named)
+        finally:
+            self.accelerator.prepare = prepare
+        seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
+        self.global_batches = GlobalBatches(loader, self._settings.global_batch, seed)
+        return self.global_batches
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Window], num_batches: int, device: torch.device
+    ) -> tuple[list[Window], torch.Tensor | int | None]:
+        """One global batch, as one item, and its tokens over all ranks if this trainer counts them."""
+        try:
+            window = next(epoch_iterator, None)
+        except SystemExit:
+            if self.state.is_world_process_zero:
+                checkpoints.keep_fallback(self._settings.fallback, self._get_output_dir(None), self.state.global_step)
+            raise
+        if window is None:
+            return [], None
+        counted = [_without_labels(one.data) if one.is_borrowed else one.data for one in window]
+        try:
+            count = self._get_num_items_in_batch(counted, device)
+        except WorldChanged:  # this global batch will be dealt again
+            count = torch.tensor(1, device=device)
+        self._is_by_tokens = count is not None
+        return [window], count
+
+    def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Trainer's for each micro-batch of a global batch; the loss of this rank's part."""
+        total = torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = len(inputs)
+        for one in inputs:
+            self.accelerator.gradient_state._set_sync_gradients(one.is_last)
+            with model.micro_batch(one, is_divided=self._is_by_tokens):
+                loss = super().training_step(model, one.data, num_items_in_batch)
+            if not one.is_borrowed:
+                total += loss if self._is_by_tokens or one.weight == 1 else loss * one.weight
+        return torch.zeros_like(total) if model.is_discarded else total
+
+    def floating_point_ops(self, inputs: Window) -> int:
+        """Of all micro-batches."""
+        return sum(super(ElasticMixin, self).floating_point_ops(one.data) for one in inputs)
+
+    def _track_num_input_tokens(self, inputs: Window) -> None:
+        for one in inputs:
+            super()._track_num_input_tokens(one.data)
+
+    # ---- the world ---------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Trainer's, which makes the engine; then what a newcomer has to know, or a checkpoint."""
+        engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
+        loader.bind(engine, self._see_window)
+        self.progress = TrainerProgress(self)
+        engine.register_for_checkpointing(PROGRESS, self.progress)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SwitchCallback):
+                callback.engine = engine
+        if resume_from_checkpoint is not None and not engine.idle:
+            checkpoints.resume(self, engine, resume_from_checkpoint)
+        if not engine.idle:
+            numbers.refresh_trainer(self)
+        return engine, loader
+
+    def _see_window(self) -> None:
+        """A global batch was drawn: the world that trains it may be another one."""
+        engine = self.engine
+        if engine.generation != self._generation:
+            self._generation = engine.generation
+            numbers.refresh_trainer(self)
+        self._schedule = schedule_of(self)
+
+    def end_window(self) -> None:
+        """After its step: one that was discarded was none for the schedule either."""
+        if self.engine.is_discarded and self._schedule is not None:
+            restore_schedule(self, self._schedule)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        """Trainer's, but for a global batch that was discarded, and given up if the world ends in it."""
+        if self.engine.is_discarded:
+            return
+        try:
+            super()._maybe_log_save_evaluate(*arguments, **named)
+        except WorldChanged as error:
+            logger.warning(
+                "step %d: what was to be logged, evaluated or saved is left out, for the world has changed in it (%s)",
+                self.state.global_step,
+                error,
+            )
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Trainer's; that of `eval_on_start` is for those that start the job."""
+        is_at_start = skip_scheduler
+        if is_at_start and (self.engine.idle or self.engine.is_newcomer):
+            return {}
+        found: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        return found
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
+        """Trainer's. True: from the newest whole checkpoint of `output_dir`, one that SIGTERM has left among them."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoints.newest(self._get_output_dir(None), self._settings.fallback)
+        elif isinstance(resume_from_checkpoint, str):
+            checkpoints.check(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str):
+            checkpoints.complete(resume_from_checkpoint, is_first=self.args.should_save)
+        return super().train(resume_from_checkpoint, *arguments, **named)
+
+    def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """Trainer's; the loader goes to its place by itself, and reads nothing on the way."""
+        epochs, _ = super()._init_training_state(*arguments, **named)
+        return epochs, 0
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """All state in one format for every world, and then Trainer's files beside it."""
+        if not self.args.save_only_model:
+            checkpoints.save(self.engine, self._get_output_dir(trial), self.state.global_step)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """They are in it already; a schedule of transformers' own also where stock Trainer looks for it."""
+        schedule = schedule_of(self)
+        if self.args.should_save and schedule is not None:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Random streams are in it already."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Those of a stock Trainer, where there is a file for this rank; ours came with the state."""
+        if checkpoint is not None and not checkpoints.is_ours(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+def _without_labels(batch: Any) -> Any:
+    """A batch that counts no token."""
+    labels = batch.get("labels") if hasattr(batch, "get") else None
+    return batch if labels is None else {**batch, "labels": torch.full_like(labels, -100)}

@@ -1,0 +1,56 @@
+"""Trainers of Hugging Face over a world that changes: `elastic(SFTTrainer)(model=model, args=args, ...)`.
+
+Import it before `TrainingArguments` are made: where nodes come and go they would look for a world of a fixed size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import transformers
+
+from ds_dynatrain.integrations.huggingface.callbacks import SwitchCallback
+from ds_dynatrain.integrations.huggingface.calls import install
+from ds_dynatrain.integrations.huggingface.settings import has_block
+from ds_dynatrain.integrations.huggingface.trainer import ElasticMixin
+
+__all__ = ["SwitchCallback", "elastic", "make_trainers_elastic"]
+
+install()
+
+T = TypeVar("T", bound=transformers.Trainer)
+
+
+def elastic(kind: type[T]) -> type[T]:
+    """A class like `kind` whose trainers follow the world; the DeepSpeed configuration needs a `dynatrain` block.
+
+    kind: `transformers.Trainer`, or one of its subclasses. UnsupportedError, from the constructor, for what cannot
+    follow a world, by name.
+    """
+    if issubclass(kind, ElasticMixin):
+        return kind
+    made: Any = type(kind.__name__, (ElasticMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    found: type[T] = made
+    return found
+
+
+def make_trainers_elastic() -> None:
+    """From now on each Trainer whose configuration has a `dynatrain` block is elastic, whatever its class.
+
+    For scripts that are not to be changed; see `python -m ds_dynatrain.run`.
+    """
+    stock = transformers.Trainer.__init__
+
+    @functools.wraps(stock)
+    def begin(trainer: Any, *arguments: Any, **named: Any) -> None:
+        given = (*arguments, *named.values())
+        if isinstance(trainer, ElasticMixin) or not any(has_block(each) for each in given):
+            stock(trainer, *arguments, **named)
+            return
+        trainer.__class__ = elastic(type(trainer))
+        trainer.begin(given)
+        stock(trainer, *arguments, **named)
+        trainer.finish()
+
+    setattr(transformers.Trainer, "__init__", begin)  # noqa: B010

@@ -1,0 +1,194 @@
+"""Trainer on ranks whose world changes, against stock Trainer with the same global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.pool import RankPool
+from tests.integrations import trainers
+
+BATCH = 12
+SCHEDULE = {3: {"data": 4, "zero_stage": 3}, 6: {"data": 3, "zero_stage": 2}}
+EACH = {"eval_strategy": "steps", "eval_steps": 3, "ragged": True}
+Log = Sequence[Mapping[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """One rank."""
+    ranks = RankPool(1, tmp_path_factory.mktemp("alone"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four, in which `deepspeed.initialize` is ours."""
+    ranks = RankPool(4, tmp_path_factory.mktemp("four"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def stock(alone: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Log:
+    """Of stock Trainer on one rank, in micro-batches of 3: 8 steps are an epoch, and 4 more."""
+    folder = tmp_path_factory.mktemp("stock")
+    found = alone.run(trainers.train, folder=folder, block=None, **OF_ONE, **EACH)
+    log: Log = found[0]["log"]
+    return log
+
+
+OF_ONE: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 12}
+OF_TWO: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 12}
+
+
+def of_rank_0(answers: Sequence[Any]) -> Any:
+    """What the process at rank 0 saw."""
+    return next(answer for answer in answers if answer["rank"] == 0 and "let go" not in answer)
+
+
+def furthest(log: Log, other: Log) -> tuple[tuple[int, str], float]:
+    """Where two logs, which must have the same rows, are furthest apart, and by how much of the value."""
+    assert [sorted(row) for row in log] == [sorted(row) for row in other]
+    far = {
+        (row["step"], name): abs(row[name] - same[name]) / max(abs(same[name]), 1e-9)
+        for row, same in zip(log, other, strict=True)
+        for name in row
+    }
+    place = max(far, key=lambda place: far[place])
+    return place, far[place]
+
+
+def steps_of(log: Log) -> Log:
+    """Without the mean over all steps, which says how long a process was there."""
+    return [row for row in log if "train_loss" not in row]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path, ragged: bool) -> None:
+    job = {"folder": tmp_path, "ragged": ragged, "gradient_accumulation_steps": 2, "max_steps": 6}
+    logs = [alone.run(trainers.train, block=block, **job)[0]["log"] for block in (None, {})]
+    assert logs[0] == logs[1] and len(logs[0]) == 7
+
+
+def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> None:
+    """2 -> 4 -> 3 ranks and ZeRO 1 -> 3 -> 2, within an epoch, with evaluation and saves at each change."""
+    block = {"layout": {"data": 2}}
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    answers = four.run(
+        trainers.train, folder=tmp_path, block=block, schedule=SCHEDULE, **OF_TWO, **EACH, **saves, seconds=120
+    )
+    found = of_rank_0(answers)
+    assert furthest(found["log"], stock)[1] < 2e-5, furthest(found["log"], stock)
+    assert (found["world"], found["layout"]) == (3, "data=3 zero_stage=2")
+    assert [answer.get("let go", False) for answer in answers].count(True) == 1
+    names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-12", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    for step in (3, 6, 9, 12):  # also right after a switch to stage 3, where each rank has a part
+        shapes = {
+            name: held.shape for name, held in load_file(tmp_path / f"checkpoint-{step}/model.safetensors").items()
+        }
+        assert shapes == {name: held.shape for name, held in trainers.model().state_dict().items() if name in shapes}
+        assert "transformer.wte.weight" in shapes
+
+
+@pytest.mark.parametrize("data", [2, 3])
+def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, tmp_path: Path, data: int) -> None:
+    """Saved by stock Trainer on 4 ranks in the middle of an epoch."""
+    job = {"folder": tmp_path, "max_steps": 8, **EACH}
+    saves = {"save_strategy": "steps", "save_steps": 5}
+    whole = of_rank_0(four.run(trainers.train, block=None, **job, **saves, seconds=120))["log"]
+    assert (tmp_path / "checkpoint-5").is_dir()
+    answers = four.run(
+        trainers.train,
+        block={"layout": {"data": data}},
+        resume=str(tmp_path / "checkpoint-5"),
+        config={"train_batch_size": BATCH},
+        **job,
+        seconds=120,
+    )
+    resumed = of_rank_0(answers)["log"]
+    assert furthest(steps_of(resumed), steps_of(whole))[1] < 2e-5
+
+
+def test_ours_goes_on_in_another_world(four: RankPool, stock: Log, tmp_path: Path) -> None:
+    """`True` finds the newest that is whole; the log goes on where it was."""
+    saves = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
+    begin = {**OF_TWO, "max_steps": 10, "num_train_epochs": 2}
+    four.run(
+        trainers.train, folder=tmp_path, block={"layout": {"data": 2}}, **{**begin, "max_steps": 12}, **EACH, **saves
+    )
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-12"]
+    (tmp_path / "checkpoint-12").rename(tmp_path / "whole")
+    (tmp_path / "checkpoint-99").mkdir()  # of a save that was cut off
+    four.run(
+        trainers.train, folder=tmp_path, block={"layout": {"data": 2}}, schedule={}, **OF_TWO, **EACH,
+        save_strategy="steps", save_steps=7, callbacks=(StopAt(7),),
+    )  # fmt: skip
+    answers = four.run(
+        trainers.train, folder=tmp_path, block={"layout": {"data": 3}}, stage=3, resume=True,
+        config={"train_batch_size": BATCH}, **OF_TWO, **EACH,
+    )  # fmt: skip
+    found = of_rank_0(answers)["log"]
+    assert furthest(steps_of(found), steps_of(stock))[1] < 2e-5
+    assert math.isfinite(found[-1]["train_loss"])
+
+
+class StopAt(trainers.TrainerCallback):
+    """Ends the training after a step, as a time limit would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self.step
+
+
+def test_another_global_batch_is_refused(alone: RankPool, tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    for block, folder in ((None, tmp_path / "stock"), ({}, tmp_path / "ours")):
+        alone.run(trainers.train, folder=folder, block=block, **saves)
+        message = alone.run(refused_case, folder=folder, resume=str(folder / "checkpoint-2"))[0]
+        assert "3" in message and "6" in message and "train_batch_size" in message
+
+
+def refused_case(folder: Path, resume: str) -> str:
+    """The message of an error."""
+    with pytest.raises(Exception, match="train_batch_size") as caught:
+        trainers.train(folder, {}, resume=resume, config={"train_batch_size": 6}, max_steps=4)
+    return str(caught.value)
+
+
+def test_weights_after_a_change_of_stage(four: RankPool, tmp_path: Path) -> None:
+    """`save_model` gives the whole model, whatever the stage is now."""
+    (found,) = {str(answer) for answer in four.run(saved_case, folder=tmp_path) if answer is not None}
+    assert found == "True"
+
+
+def saved_case(folder: Path) -> bool | None:
+    """Stage 1, then 3; what is saved then is what the masters are."""
+    trainers.allow_cpu_ranks()
+    trainers.forget_ranks()
+    args = trainers.arguments(folder, {"layout": {"data": 2}}, max_steps=4, gradient_accumulation_steps=2)
+    callbacks = [trainers.SwitchCallback({2: {"data": 3, "zero_stage": 3}})]
+    made: Any = trainers.elastic(trainers.Trainer)
+    trainer = made(model=trainers.model(), args=args, train_dataset=trainers.Texts(48), callbacks=callbacks)
+    try:
+        trainer.train()
+        trainer.save_model(str(folder / "model"))
+        torch.distributed.barrier()
+        weights = {name: held.detach().clone() for name, held in trainer.engine.module_state_dict().items()}
+        saved = load_file(folder / "model" / "model.safetensors")
+        trainer.engine.switch(data=3, zero_stage=1, at=trainer.engine.global_steps)
+        trainer.engine.boundary()
+        weights = dict(trainer.engine.module.named_parameters())
+        return all(torch.equal(held, weights[name]) for name, held in saved.items()) and len(saved) >= 27
+    finally:
+        trainer.engine.destroy()

@@ -1,0 +1,122 @@
+"""Trainers of a tiny GPT-2 on CPU ranks: what a job logged, stock or elastic."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from ds_dynatrain.integrations.transformers import SwitchCallback, elastic
+
+WORDS, LENGTH = 64, 16
+CONFIG: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 10**9,
+    "zero_optimization": {"stage": 1, "stage3_gather_16bit_weights_on_model_save": True},
+}
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch")
+
+
+def allow_cpu_ranks() -> None:
+    """Accelerate has DeepSpeed on accelerators alone: on a CPU each process would be alone."""
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+
+
+def forget_ranks() -> None:
+    """A process of Accelerate's has one job; here it has one after the other."""
+    for state in (AcceleratorState, PartialState):
+        state._shared_state.clear()
+    GradientState._shared_state.clear()
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Token sequences; ragged: with labels for a part of each, of another length for each."""
+
+    def __init__(self, length: int = 96, ragged: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randint(1, WORDS, (length, LENGTH), generator=generator)
+        self.labels = self.inputs.clone()
+        for row in self.labels if ragged else []:
+            row[: int(torch.randint(0, LENGTH - 2, (1,), generator=generator))] = -100
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.inputs[index], "labels": self.labels[index]}
+
+
+def model() -> GPT2LMHeadModel:
+    """Two layers without dropout."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def arguments(folder: Path, block: Mapping[str, Any] | None, stage: int = 1, **more: Any) -> TrainingArguments:
+    """Of a job that logs each step; block: `dynatrain`, None for a stock one. `config`: merged over DeepSpeed's."""
+    config = copy.deepcopy(CONFIG)
+    config["zero_optimization"]["stage"] = stage
+    config.update(more.pop("config", {}))
+    if block is not None:
+        config["dynatrain"] = dict(block)
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 3, "max_steps": 8, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "per_device_eval_batch_size": 4,
+        "dataloader_num_workers": 0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), deepspeed=config, **{**given, **more})
+
+
+def train(
+    folder: Path,
+    block: Mapping[str, Any] | None,
+    schedule: Mapping[int, Mapping[str, Any]] | None = None,
+    ragged: bool = False,
+    samples: int = 96,
+    resume: str | bool | None = None,
+    kind: type[Trainer] = Trainer,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """A whole job; its log, and where this process was at its end. Idle processes that are let go have none."""
+    os.environ.setdefault("ACCELERATE_USE_CPU", "false")
+    allow_cpu_ranks()
+    forget_ranks()
+    args = arguments(folder, block, **more)
+    made = kind if block is None else elastic(kind)
+    listening = [*callbacks, *([] if schedule is None else [SwitchCallback(schedule)])]
+    trainer: Any = made(
+        model=model(), args=args, train_dataset=Texts(samples, ragged), eval_dataset=Texts(48), callbacks=listening
+    )
+    found: dict[str, Any] = {"log": []}
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        found["world"] = args.world_size
+        found["layout"] = None if block is None else str(trainer.engine.layout)
+    except SystemExit as end:
+        if end.code:
+            raise
+        found["let go"] = True
+    finally:
+        found["log"] = [
+            {name: row[name] for name in ("step", *LOGGED) if name in row} for row in trainer.state.log_history
+        ]
+        found["rank"] = args.process_index
+        with suppress(AttributeError):
+            trainer.deepspeed.destroy()
+    return found
