@@ -33,6 +33,8 @@ BELOW: dict[str, set[str]] = {
     "": {"engine"},
     "comparison": {""},
     "cli": {"balance", "comparison"},
+    "integrations": {""},
+    "run": {"integrations"},
 }
 """Package -> those right below it: it may import these, and what is below them. "" is the package itself."""
 

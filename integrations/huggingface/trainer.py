@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, numbers, refusals, settings
 from ds_dynatrain.integrations.huggingface.batches import GlobalBatches, Window
@@ -38,8 +39,6 @@ class ElasticMixin(Below):
     """Whether the window's losses are divided by the tokens of all ranks."""
     _schedule: dict[str, Any] | None = None
     """That before the window."""
-    _generation = 0
-    """Of the world whose numbers are in place."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.begin((*arguments, *named.values()))
@@ -128,7 +127,8 @@ class ElasticMixin(Below):
         """Trainer's, which makes the engine; then what a newcomer has to know, or a checkpoint."""
         engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
-        loader.bind(engine, self._see_window)
+        loader.bind(engine, self._begin_window)
+        engine.on_change(self._see_change)
         self.progress = TrainerProgress(self)
         engine.register_for_checkpointing(PROGRESS, self.progress)
         for callback in self.callback_handler.callbacks:
@@ -140,12 +140,13 @@ class ElasticMixin(Below):
             numbers.refresh_trainer(self)
         return engine, loader
 
-    def _see_window(self) -> None:
-        """A global batch was drawn: the world that trains it may be another one."""
-        engine = self.engine
-        if engine.generation != self._generation:
-            self._generation = engine.generation
+    def _see_change(self, change: Change) -> None:
+        """Before a batch is drawn in another world, or one with another stage."""
+        if not change.after.idle:
             numbers.refresh_trainer(self)
+
+    def _begin_window(self) -> None:
+        """A global batch was drawn."""
         self._schedule = schedule_of(self)
 
     def end_window(self) -> None:

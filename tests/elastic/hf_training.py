@@ -1,0 +1,85 @@
+"""A user's script with a Trainer of Hugging Face, run by torchrun; what `training.py` says of its environment holds.
+
+A line for each row that rank 0 logs, with what this process believes of the world, and one for each step. It ends
+after the step whose number stands in `$OUT/stop`. `$HOW`: "slow evaluation" takes seconds for one at each tenth step,
+so that something can happen in it; "resume" goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from ds_dynatrain.integrations.transformers import elastic
+from tests.integrations import trainers
+
+OUT = Path(os.environ["OUT"])
+HOW = os.environ.get("HOW", "")
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.02"))
+SAMPLES = 48
+
+
+class Telling(TrainerCallback):
+    """What is seen at each step."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        engine = self.trainer.engine
+        if not engine.is_discarded:
+            self.say("step", state, members=list(engine.members))
+        stop = OUT / "stop"
+        if stop.exists() and state.global_step >= int(stop.read_text() or 0):
+            control.should_training_stop = True
+        time.sleep(STEP_SECONDS)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+        if state.is_world_process_zero and "train_loss" not in logs:
+            self.say("log", state, **{name: logs[name] for name in trainers.LOGGED if name in logs})
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if HOW == "slow evaluation":
+            self.say("evaluating", state)
+            time.sleep(0.5)
+
+    def say(self, event: str, state: Any, **more: Any) -> None:
+        """One line."""
+        args, generation = self.trainer.args, self.trainer.engine.generation
+        place = {"rank": args.process_index, "ranks": args.world_size, "generation": generation}
+        row = {"event": event, "step": state.global_step, **place, **more}
+        with (OUT / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+trainers.allow_cpu_ranks()
+told = json.loads(os.environ["SETTINGS"])
+args = trainers.arguments(
+    OUT / "trainer",
+    told["dynatrain"],
+    stage=told["zero_optimization"]["stage"],
+    config={"train_batch_size": 12, "gradient_accumulation_steps": 1},
+    max_steps=int(os.environ.get("STEPS", "100000")),
+    eval_strategy="steps",
+    eval_steps=10,
+    save_strategy="steps",
+    save_steps=10,
+    save_total_limit=2,
+    lr_scheduler_type="constant",
+    learning_rate=1e-3,
+)
+telling = Telling()
+trainer: Any = elastic(Trainer)(
+    model=trainers.model(),
+    args=args,
+    train_dataset=trainers.Texts(SAMPLES, ragged=True),
+    eval_dataset=trainers.Texts(24),
+    callbacks=[telling],
+)
+telling.trainer = trainer
+trainer.train(resume_from_checkpoint=True if HOW == "resume" else None)
+telling.say("end", trainer.state)

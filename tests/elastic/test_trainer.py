@@ -1,0 +1,83 @@
+"""Trainer of Hugging Face where nodes join, leave and die; stock torchrun agents."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.elastic.agents import ROOT, Job
+
+SCRIPT = ROOT / "tests" / "elastic" / "hf_training.py"
+BUDDIES = {"buddies": {"mode": "copy"}}
+QUICK = {"STEP_SECONDS": "0.2"}
+
+
+def logged(job: Job) -> dict[int, dict[str, Any]]:
+    """Rank 0's rows with a loss, by step: none is there twice, none is left out."""
+    rows = [row for row in job.rows("log") if "loss" in row]
+    steps = [row["step"] for row in rows]
+    assert sorted(steps) == list(range(1, len(steps) + 1)), steps
+    return {row["step"]: row for row in rows}
+
+
+def check_steps(job: Job) -> None:
+    """All that made a step believed the same of the world, and had its numbers."""
+    rows: dict[tuple[int, int], list[Any]] = {}
+    for row in job.rows("step"):
+        rows.setdefault((row["generation"], row["step"]), []).append(row)
+    for (_, step), made in rows.items():
+        assert {row["ranks"] for row in made} == {len(made[0]["members"])}, (step, made)
+        assert sorted({row["rank"] for row in made}) == sorted(row["rank"] for row in made), (step, made)
+
+
+def wait_for_steps(job: Job, count: int) -> None:
+    """So many more of the present world."""
+    world = job.settled(len(job.rows("step")[-1]["members"])) if job.rows("step") else job.settled(1)
+    begin = job.steps(world.generation)
+    job.wait(lambda: job.steps(world.generation) >= begin + count, f"{count} steps")
+
+
+def test_a_node_joins_and_the_first_one_leaves(train: Callable[..., Job]) -> None:
+    """By SIGTERM; the newcomer logs on from there, with the job's state."""
+    job = train(nodes="1:4", stage=1, block=BUDDIES, script=SCRIPT, variables=QUICK)
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    job.wait(lambda: job.steps(first.generation) > 4, "steps of one")
+    job.node("b", is_host=0)
+    both = job.settled(2, first.generation)
+    job.wait(lambda: job.steps(both.generation) > 8, "steps of both")
+    job.kill("a", signal.SIGTERM)
+    last = job.settled(1, both.generation)
+    job.wait(lambda: job.steps(last.generation) > 4, "steps of the other one")
+    job.end(ahead=4)
+    assert job.code("b") == 0, job.logs()
+    logged(job)
+    check_steps(job)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["", "slow evaluation"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_dies(train: Callable[..., Job], how: str, stage: int) -> None:
+    """By SIGKILL in a step, or in an evaluation: nothing is lost, and what is logged has no hole."""
+    job = train(nodes="2:4", stage=stage, block=BUDDIES, script=SCRIPT, variables={**QUICK, "HOW": how})
+    job.coordinator("coordinator")
+    for node in ("a", "b", "c"):
+        job.node(node, is_host=0)
+    three = job.settled(3)
+    job.wait(lambda: job.steps(three.generation) > 12, "steps of three")
+    if how:
+        seen = len(job.rows("evaluating"))
+        job.wait(lambda: len(job.rows("evaluating")) > seen, "an evaluation")
+    job.kill("b")
+    two = job.settled(2, three.generation)
+    job.wait(lambda: job.steps(two.generation) > 12, "steps of two")
+    job.end(ahead=6)
+    codes = {node: job.code(node) for node in ("a", "c")}
+    assert codes == {"a": 0, "c": 0}, job.logs()
+    logged(job)
+    check_steps(job)
