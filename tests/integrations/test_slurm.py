@@ -5,15 +5,16 @@ Skipped where there is no Slurm; `tests/integrations/slurm.py` says how to get o
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.agents import ROOT, check_history
 from tests.integrations.slurm import Cluster, Programs
+from tools.history import sums_of_samples
 from tools.nodes import SCRIPT, Job
 
 EXAMPLES = ROOT / "examples" / "slurm"
@@ -128,27 +129,23 @@ def test_a_coordinator_that_is_started_elsewhere(cluster: Cluster, job: Job, var
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("shared_memory")
-def test_a_fixed_job_goes_on_where_it_was(cluster: Cluster, tmp_path: Path, variables: dict[str, str]) -> None:
-    """On two nodes until one of them is wanted elsewhere, then on the one that is left."""
-
-    def rows() -> list[dict[str, int]]:
-        file = tmp_path / "steps.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    cluster.grace(120)
-    fixed = cluster.submit(EXAMPLES / "fixed.sbatch", "--nodes=1-2", here(tmp_path, "fixed"), **variables)
-    cluster.wait(lambda: len(rows()) > 10, "ten steps", 200)
+@pytest.mark.timeout(400)
+def test_a_fixed_job_goes_on_where_it_was(cluster: Cluster, job: Job, variables: dict[str, str]) -> None:
+    """On two nodes until one of them is wanted elsewhere, then on the one that is left, from the newest snapshot."""
+    given = {**job.variables, **variables, "SCRIPT": str(SCRIPT)}
+    cluster.grace(60)
+    fixed = cluster.submit(EXAMPLES / "fixed.sbatch", "--nodes=1-2", here(job.folder, "fixed"), **given)
+    cluster.wait(lambda: len(job.rows("step")) > 20, "twenty steps")
     urgent = cluster.urgent(3)
-    cluster.wait(lambda: cluster.state(fixed) == "PENDING", "the job in the queue again", 200)
+    cluster.wait(lambda: cluster.state(fixed) == "PENDING", "the job in the queue again")
     cluster.wait(lambda: cluster.state(urgent) == "RUNNING", "the urgent job")
-    made = rows()
-    assert {row["members"] for row in made} == {2} and cluster.field(fixed, "Restarts") == "1"
+    assert {row["size"] for row in job.rows("step")} == {2} and cluster.field(fixed, "Restarts") == "1"
+    made = max(row["step"] for row in job.rows("step"))
     cluster.start_now(fixed)
-    cluster.wait(lambda: len(rows()) > len(made) + 10, "ten steps more", 200)
-    (tmp_path / "stop").touch()
-    cluster.wait(lambda: cluster.state(fixed) == "COMPLETED", "the end", 200)
-    after = rows()
-    assert {row["members"] for row in after[len(made) :]} == {1}
-    assert [row["step"] for row in after] == list(range(len(after))), "no step is missing, none was made twice"
+    cluster.wait(lambda: max(row["step"] for row in job.rows("step")) > made + 10, "ten steps more")
+    job.end()
+    cluster.wait(lambda: cluster.state(fixed) == "COMPLETED", "the end")
+    after = [row for row in job.rows("step") if row["size"] == 1]
+    assert after[0]["step"] in (made, made + 1), "the snapshot is of the last step that all have made"
+    right = list(islice(sums_of_samples(), after[-1]["step"]))
+    assert all(row["sum"] == right[row["step"] - 1] for row in after), "no sample is missing or used twice"
