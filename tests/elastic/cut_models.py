@@ -71,10 +71,10 @@ class Layers(nn.Module):
         return F.cross_entropy(self.out(hidden).flatten(0, 1), targets.flatten())
 
 
-def layers() -> Layers:
+def layers(**sizes: int) -> Layers:
     """From a seed."""
     torch.manual_seed(SEED)
-    return Layers()
+    return Layers(**sizes)
 
 
 def digests(values: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """`training.py` with a model that is built under `deepspeed.zero.Init`, and a word on what that took.
 
 $HOW: "pretrained" and "config" of transformers, which do it by themselves at stage 3; "init" for one of torch's; "late"
-is "init" in a script that does not come into the job first.
+is "init" in a script that does not come into the job first, and "two" one that has another engine, and ends.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ class Cutting(Script):
         except UnsupportedError as error:
             cut["refused"] = str(error)
         self.say(event="cut", buffers=digests(dict(engine.module.named_buffers())), **cut)
+        if HOW == "two":
+            self.two()
+
+    def two(self) -> None:
+        """The other model, which was cut before the first engine was there."""
+        trained = list(self.other.parameters())
+        engine, *_ = ds_dynatrain.initialize(model=self.other, model_parameters=trained, config=SETTINGS)
+        with engine.turn():
+            values = oracle.gather(engine).tensors
+        self.say(event="other", weight=digests({name: held for (name, of), held in values.items() if of == "weight"}))
+        sys.exit(0)
 
     def model(self) -> tuple[torch.nn.Module, Any]:
         build = {"pretrained": self.pretrained, "config": self.from_config}.get(HOW, self.under_init)
@@ -78,6 +89,7 @@ class Cutting(Script):
     def under_init(self) -> torch.nn.Module:
         with Peak() as peak, deepspeed.zero.Init(config_dict_or_path=SETTINGS):
             model = layers()
+            self.other = layers(width=64, depth=3)
         self.cut: dict[str, Any] = {"peak": peak.bytes, "files": peak.of_files}
         return model
 

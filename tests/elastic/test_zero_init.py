@@ -82,6 +82,18 @@ def test_from_config(train: Callable[..., Job]) -> None:
     check_joined(joined, started[0]["buffers"])
 
 
+@pytest.mark.full
+def test_two_models(train: Callable[..., Job]) -> None:
+    """Both are cut before the first engine is there, whose start the second one outlives."""
+    job = train(nodes="2:4", stage=3, script=SCRIPT, variables={"HOW": "two"})
+    job.coordinator("coordinator")
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    assert job.code("a") == job.code("b") == 0
+    weights = digests(dict(layers(width=64, depth=3).named_parameters()))
+    assert [row["weight"] for row in job.rows("other")] == [weights] * 2
+
+
 def test_it_needs_the_world_of_the_job(train: Callable[..., Job]) -> None:
     job = train(nodes="1:2", stage=3, script=SCRIPT, variables={"HOW": "late"})
     job.coordinator("coordinator")
