@@ -16,6 +16,7 @@ from torch import nn
 import ds_dynatrain
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.elastic.environment import worker_place
+from ds_dynatrain.engine.initialize import join_at_zero_init
 from ds_dynatrain.errors import UnsupportedError
 
 BLOCK = "dynatrain"
@@ -23,7 +24,11 @@ _IS_OURS = "is_of_dynatrain"
 
 
 def install() -> None:
-    """Put both calls in the place of DeepSpeed's; a second time does nothing."""
+    """Put both calls in the place of DeepSpeed's; a second time does nothing.
+
+    Where members come and go, the first model that is cut as it is built brings the process into the job, too.
+    """
+    join_at_zero_init()
     for place, name, ours in ((deepspeed, "initialize", _initialize), (deepspeed.comm, "init_distributed", _join)):
         stock = getattr(place, name)
         if not getattr(stock, _IS_OURS, False):

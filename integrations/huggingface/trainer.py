@@ -39,6 +39,8 @@ class ElasticMixin(Below):
     """Whether the window's losses are divided by the tokens of all ranks."""
     _schedule: dict[str, Any] | None = None
     """That before the window."""
+    _reported: dict[tuple[str, ...], int]
+    """The last step of which a row with these names was reported."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.begin((*arguments, *named.values()))
@@ -127,6 +129,7 @@ class ElasticMixin(Below):
         """Trainer's, which makes the engine; then what a newcomer has to know, or a checkpoint."""
         engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
+        self._reported = {}
         loader.bind(engine, self._begin_window)
         engine.on_change(self._see_change)
         self.progress = TrainerProgress(self)
@@ -166,6 +169,15 @@ class ElasticMixin(Below):
                 self.state.global_step,
                 error,
             )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's; a step that is made once more after a death is reported once, and noted all the same."""
+        kind, step = tuple(sorted(logs)), int(self.state.global_step)
+        if step > self._reported.get(kind, -1):
+            self._reported[kind] = step
+            super().log(logs, start_time)
+        else:
+            self.state.log_history.append({**logs, "epoch": self.state.epoch, "step": step})
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Trainer's; that of `eval_on_start` is for those that start the job."""

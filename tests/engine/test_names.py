@@ -19,8 +19,8 @@ from tests.engine.pool import RankPool
 
 NAMES = {
     *("switch", "plan", "suggest", "balancer", "meter", "on_switch", "last_switch", "is_switching", "boundary"),
-    *("layout", "members", "member", "rank", "generation", "idle", "is_discarded"),
-    *("loader", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
+    *("layout", "members", "member", "rank", "generation", "idle", "is_newcomer", "is_discarded", "on_change"),
+    *("loader", "micro_batch", "epochs", "job_epoch", "mean", "batch", "global_batch_size", "slot_is_borrowed"),
     *("data", "data_rank", "sequence", "sequence_rank"),
     *("save", "load", "resumed", "buddies", "exact"),
     *("update_param_groups", "register_for_checkpointing", "new_group", "turn", "close"),
