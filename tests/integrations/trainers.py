@@ -67,7 +67,13 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def arguments(folder: Path, block: Mapping[str, Any] | None, stage: int = 1, **more: Any) -> TrainingArguments:
+def arguments(
+    folder: Path,
+    block: Mapping[str, Any] | None,
+    stage: int = 1,
+    kind: type[TrainingArguments] = TrainingArguments,
+    **more: Any,
+) -> TrainingArguments:
     """Of a job that logs each step; block: `dynatrain`, None for a stock one. `config`: merged over DeepSpeed's."""
     config = copy.deepcopy(CONFIG)
     config["zero_optimization"]["stage"] = stage
@@ -79,7 +85,7 @@ def arguments(folder: Path, block: Mapping[str, Any] | None, stage: int = 1, **m
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, "per_device_eval_batch_size": 4,
         "dataloader_num_workers": 0, "dataloader_pin_memory": False,
     }  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), deepspeed=config, **{**given, **more})
+    return kind(output_dir=str(folder), deepspeed=config, **{**given, **more})
 
 
 def train(
@@ -103,11 +109,16 @@ def train(
     trainer: Any = made(
         model=model(), args=args, train_dataset=Texts(samples, ragged), eval_dataset=Texts(48), callbacks=listening
     )
-    found: dict[str, Any] = {"log": []}
+    return carried_out(trainer, resume)
+
+
+def carried_out(trainer: Any, resume: str | bool | None = None) -> dict[str, Any]:
+    """Train to the end; see `train`."""
+    args, found = trainer.args, dict[str, Any](log=[])
     try:
         trainer.train(resume_from_checkpoint=resume)
         found["world"] = args.world_size
-        found["layout"] = None if block is None else str(trainer.engine.layout)
+        found["layout"] = str(getattr(trainer.deepspeed, "layout", None))
     except SystemExit as end:
         if end.code:
             raise
