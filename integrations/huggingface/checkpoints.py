@@ -65,10 +65,13 @@ def check(folder: str) -> None:
     )
 
 
-def complete(folder: str, is_first: bool) -> None:
-    """Write Trainer's state beside a checkpoint that was saved without it, as by SIGTERM. is_first: by this process."""
+def complete(folder: str) -> None:
+    """Write Trainer's state beside a checkpoint that was saved without it, as by SIGTERM.
+
+    Whichever process comes first; all write the same, and none sees a half of it.
+    """
     path = Path(folder) / STATE
-    if is_first and is_ours(folder) and not path.is_file():
+    if is_ours(folder) and not path.is_file():
         state = TrainerState(**_carried(Path(folder))["state"])
         beside = path.with_name(f".{STATE}.{os.getpid()}")
         state.save_to_json(str(beside))
@@ -97,7 +100,7 @@ def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
         if _step(folder) == step:
             os.rename(folder, target)
             (fallback / LATEST).unlink(missing_ok=True)
-            complete(str(target), is_first=True)
+            complete(str(target))
             return
 
 

@@ -14,6 +14,8 @@ from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.integrations.huggingface.calls import BLOCK
 
+_SETTLED = "_dynatrain_global_batch"
+"""On a configuration that was settled: what its arguments say of accumulation is no longer what was given."""
 _OF_ONE_WORLD = ("train_batch_size", "gradient_accumulation_steps")
 
 
@@ -40,7 +42,7 @@ def settle(args: TrainingArguments) -> Settings:
     held, plugin = args.hf_deepspeed_config, args.deepspeed_plugin
     if plugin is None:
         raise ConfigError("TrainingArguments(deepspeed=...) has made no DeepSpeed plug-in of Accelerate's")
-    size = _global_batch(args)
+    size = held.__dict__.setdefault(_SETTLED, _global_batch(args))  # for a second trainer with the same arguments
     held.config.update(train_batch_size=size, gradient_accumulation_steps=1)
     # what Trainer holds against them is the arithmetic of the first world
     held.mismatches = [each for each in held.mismatches if not any(f"ds {name}=" in each for name in _OF_ONE_WORLD)]

@@ -196,7 +196,7 @@ class ElasticMixin(Below):
         elif isinstance(resume_from_checkpoint, str):
             checkpoints.check(resume_from_checkpoint)
         if isinstance(resume_from_checkpoint, str):
-            checkpoints.complete(resume_from_checkpoint, is_first=self.args.should_save)
+            checkpoints.complete(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *arguments, **named)
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
@@ -209,6 +209,17 @@ class ElasticMixin(Below):
         if not self.args.save_only_model:
             checkpoints.save(self.engine, self._get_output_dir(trial), self.state.global_step)
         super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self) -> None:
+        """Trainer's, for checkpoints of ours too: weights go back, and what is said of the training stays."""
+        folder = self.state.best_model_checkpoint
+        if not checkpoints.is_ours(folder):
+            super()._load_best_model()
+            return
+        logger.info("loading the best model from %s (score: %s)", folder, self.state.best_metric)
+        said = self.progress.state_dict()
+        self.engine.load_checkpoint(os.path.dirname(folder), os.path.basename(folder))
+        self.progress.load_state_dict(said)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """They are in it already; a schedule of transformers' own also where stock Trainer looks for it."""
@@ -228,4 +239,4 @@ class ElasticMixin(Below):
 def _without_labels(batch: Any) -> Any:
     """A batch that counts no token."""
     labels = batch.get("labels") if hasattr(batch, "get") else None
-    return batch if labels is None else {**batch, "labels": torch.full_like(labels, -100)}
+    return {**batch, "labels": torch.full_like(labels, -100)} if isinstance(labels, torch.Tensor) else batch

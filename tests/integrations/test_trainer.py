@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path
 def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> None:
     """2 -> 4 -> 3 ranks and ZeRO 1 -> 3 -> 2, within an epoch, with evaluation and saves at each change."""
     block = {"layout": {"data": 2}}
-    saves = {"save_strategy": "steps", "save_steps": 3}
+    saves = {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True}
     answers = four.run(
         trainers.train, folder=tmp_path, block=block, schedule=SCHEDULE, **OF_TWO, **EACH, **saves, seconds=120
     )
@@ -149,6 +151,39 @@ class StopAt(trainers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         control.should_training_stop = control.should_training_stop or state.global_step >= self.step
+
+
+def test_sigterm_leaves_a_checkpoint(four: RankPool, stock: Log, tmp_path: Path) -> None:
+    """All save at the next step and end with 143; `True` finds it, and the log goes on as if nothing had been."""
+    block = {"layout": {"data": 2}, "fallback": {"on_sigterm": True}}
+    job = {"folder": tmp_path, "block": block, **OF_TWO, **EACH, "config": {"train_batch_size": BATCH}}
+    codes = four.run(ended_case, job=job)
+    assert codes.count(143) == 2
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name in ("checkpoint-5", "checkpoint-6", "checkpoint-7")
+    block["layout"] = {"data": 3}
+    found = of_rank_0(four.run(trainers.train, resume=True, **job, seconds=120))["log"]
+    assert furthest(steps_of(found), steps_of(stock))[1] < 2e-5
+
+
+def ended_case(job: dict[str, Any]) -> int:
+    """The code that this process would end with. Rank 1 gets SIGTERM after step 5."""
+    try:
+        trainers.train(**job, callbacks=(Ending(5),))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+class Ending(trainers.TrainerCallback):
+    """Sends this process SIGTERM, if it is rank 1, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == self.step and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_another_global_batch_is_refused(alone: RankPool, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def pairs(count: int = 48) -> Dataset:
 
 
 def run(folder: Path, block: Any, kind: type[Trainer], of: type[Any], data: Dataset, **more: Any) -> dict[str, Any]:
-    """A job of one of TRL's trainers; of: its configuration, for which the rest is, but for `peft`, `schedule`, `resume`."""
+    """A job of one of TRL's trainers; of: its configuration, which takes the rest but `peft`, `schedule`, `resume`."""
     peft, schedule, resume = more.pop("peft", None), more.pop("schedule", None), more.pop("resume", None)
     trainers.allow_cpu_ranks()
     trainers.forget_ranks()
