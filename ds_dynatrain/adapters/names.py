@@ -69,6 +69,7 @@ NAMES: Names = {
         check_internal_apis_for_count_used_parameters clip_grad_norm_ is_model_parallel_parameter partition_balanced
         partition_uniform
     """,
+    "deepspeed.runtime.zero": "Init",
     "deepspeed.runtime.zero.config": "ZERO_OPTIMIZATION",
     "deepspeed.runtime.zero.offload_config:OffloadDeviceEnum": "cpu",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK ZeROOrderedDict",

@@ -32,7 +32,7 @@ LOOPBACK = "::ffff:127.0.0.1"
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = (
     "CPU processes over gloo; on GPUs a fixed launch is let in, and was never run on one. "
-    "Not for the Trainer of Hugging Face, Accelerate or Lightning yet."
+    "For loops of your own and Hugging Face's Trainer; not for Accelerate's own loops or Lightning yet."
 )
 """What everybody should know first; the box at the top of README.md says it in these words."""
 

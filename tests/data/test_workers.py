@@ -158,7 +158,7 @@ def test_workers_that_are_left_end_with_the_script(persistent: bool) -> None:
 
 
 STAYS = """
-import os, signal, sys
+import os, select, signal, sys
 sys.path.insert(0, {root!r})
 from ds_dynatrain.data import Source, TrainLoader
 from tests.data.fakes import Job, Member
@@ -167,7 +167,8 @@ signal.signal(signal.SIGTERM, lambda *_: print("told to go", flush=True))
 source = Source.build(list(range(64)), num_workers=2, shuffle=False)
 turning = iter(TrainLoader(source, Member(Job([0], 4, 4), 0)))
 print("began with", [next(turning) for _ in range(2)], flush=True)  # one of each worker: both have started
-sys.stdin.readline()
+while not select.select([sys.stdin], [], [], 0.1)[0]:
+    pass  # a signal just before a read that blocks would be seen only after it
 print("ended with", [next(turning) for _ in range(12)][-1], flush=True)
 """
 

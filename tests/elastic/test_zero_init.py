@@ -60,6 +60,7 @@ def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     assert joined[0]["files"] < size / 10, "it has read none of them"
 
 
+@pytest.mark.full
 def test_under_init(train: Callable[..., Job]) -> None:
     """A script's own `with deepspeed.zero.Init(...)`: the values of the same lines without it."""
     started, joined = cut(run(train, "init", 3, {}))

@@ -73,7 +73,7 @@ def steps_of(log: Log) -> Log:
     return [row for row in log if "train_loss" not in row]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.full), True])
 def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path, ragged: bool) -> None:
     job = {"folder": tmp_path, "ragged": ragged, "gradient_accumulation_steps": 2, "max_steps": 6}
     logs = [alone.run(trainers.train, block=block, **job)[0]["log"] for block in (None, {})]
@@ -101,7 +101,7 @@ def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> Non
         assert "transformer.wte.weight" in shapes
 
 
-@pytest.mark.parametrize("data", [2, 3])
+@pytest.mark.parametrize("data", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, tmp_path: Path, data: int) -> None:
     """Saved by stock Trainer on 4 ranks in the middle of an epoch."""
     job = {"folder": tmp_path, "max_steps": 8, **EACH}
@@ -201,6 +201,7 @@ def refused_case(folder: Path, resume: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_weights_after_a_change_of_stage(four: RankPool, tmp_path: Path) -> None:
     """`save_model` gives the whole model, whatever the stage is now."""
     (found,) = {str(answer) for answer in four.run(saved_case, folder=tmp_path) if answer is not None}

@@ -106,7 +106,9 @@ def losses(answers: Sequence[Any]) -> list[float]:
     return [row["loss"] for row in found["log"] if "loss" in row]
 
 
-@pytest.mark.parametrize("job", [sft, dpo, lora])
+@pytest.mark.parametrize(
+    "job", [sft, pytest.param(dpo, marks=pytest.mark.full), pytest.param(lora, marks=pytest.mark.full)]
+)
 def test_they_train_as_stock_does(four: RankPool, alone: RankPool, tmp_path: Path, job: Any) -> None:
     """2 -> 4 -> 3 ranks against one rank of the stock trainer."""
     stock = losses(alone.run(job, folder=tmp_path / "stock", block=None, gradient_accumulation_steps=4, seconds=120))
@@ -128,6 +130,7 @@ def test_packed_texts(four: RankPool, alone: RankPool, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_adapters_alone_are_saved(four: RankPool, tmp_path: Path) -> None:
     """In the files of the model, after a change of world too; and it goes on from there in yet another one."""
     saves = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
@@ -29,7 +30,11 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoc
 
 
 def allow_cpu_ranks() -> None:
-    """Accelerate has DeepSpeed on accelerators alone: on a CPU each process would be alone."""
+    """Accelerate has DeepSpeed on accelerators alone: on a CPU each process would be alone.
+
+    Nor does anybody have to wait for a compiler, as in the other scripts of tests.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
 
 
