@@ -146,7 +146,7 @@ class TrainLoader:
         For a loop that draws a whole global batch before its first pass. `with engine.micro_batch(one):` around
         forward, backward and step says which one they are about.
         """
-        return Windows(self)
+        return Windows(self.__iter__, self.order.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the order that it counts in: plain integers and booleans, the same on every rank.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ds_dynatrain.data.batch import Slot
-
-if TYPE_CHECKING:
-    from ds_dynatrain.data.loader import Pass, TrainLoader
 
 
 @dataclass(frozen=True)
@@ -41,28 +38,34 @@ class MicroBatch:
         return self.slot.weight
 
 
+class Drawing(Protocol):
+    """A pass that can give whole global batches."""
+
+    def next_window(self) -> tuple[MicroBatch, ...]: ...
+
+
+@dataclass(frozen=True)
 class Windows:
     """A train loader whose items are global batches: this rank's micro-batches of one optimizer step.
 
     There are as many of them in every world. Each `iter` is a pass over the loader, and whatever holds for that holds
-    here.
+    here. begin: makes one. steps: global batches of an epoch.
     """
 
-    def __init__(self, loader: TrainLoader) -> None:
-        self.loader = loader
+    begin: Callable[[], Drawing]
+    steps: int
 
     def __len__(self) -> int:
-        """Global batches of an epoch."""
-        return self.loader.order.steps
+        return self.steps
 
     def __iter__(self) -> WindowPass:
-        return WindowPass(iter(self.loader))
+        return WindowPass(self.begin())
 
 
 class WindowPass(Iterator[tuple[MicroBatch, ...]]):
     """The iterator of `Windows`."""
 
-    def __init__(self, batches: Pass) -> None:
+    def __init__(self, batches: Drawing) -> None:
         self._pass = batches
 
     def __next__(self) -> tuple[MicroBatch, ...]:

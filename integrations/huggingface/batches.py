@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.data import Cursor, MicroBatch, TrainLoader, Windows
+from ds_dynatrain.data import Cursor, MicroBatch, TrainLoader
 from ds_dynatrain.errors import ConfigError
 
 Window = tuple[MicroBatch, ...]
@@ -57,6 +57,6 @@ class GlobalBatches:
         return (len(self.dataset) + rest) // self.batch_size
 
     def __iter__(self) -> Iterator[Window]:
-        for window in Windows(self.loader):
+        for window in self.loader.windows():
             self._drawn()
             yield window
