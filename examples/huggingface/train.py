@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=4 examples/huggingface/train.py --out bui
 torchrun --standalone --nproc-per-node=3 examples/huggingface/train.py --out build/hf --resume
 
 The first run begins on two of four processes, goes to all of them with ZeRO 3, and to three with ZeRO 2. The second one
-goes on from its last checkpoint on three. Accelerate wants an accelerator for more than one process.
+goes on from its last checkpoint on all of three. Accelerate wants an accelerator for more than one process.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint in --out, in any world")
     options = parser.parse_args()
+    config = json.loads(CONFIG.read_text())
+    if options.resume:
+        del config["dynatrain"]["layout"]  # as many as there are
     args = TrainingArguments(
         output_dir=options.out,
-        deepspeed=json.loads(CONFIG.read_text()),
+        deepspeed=config,
         per_device_train_batch_size=8,
         max_steps=options.steps,
         learning_rate=1e-3,

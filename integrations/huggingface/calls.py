@@ -73,9 +73,5 @@ def _for_inference(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module,
         )
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     wanted = [kind for name, kind in kinds.items() if config.get(name, {}).get("enabled") is True]
-    return (
-        model.to(device=deepspeed.get_accelerator().current_device_name(), dtype=next(iter(wanted), None)),
-        None,
-        None,
-        None,
-    )
+    device = deepspeed.get_accelerator().current_device_name()
+    return model.to(device=device, dtype=next(iter(wanted), None)), None, None, None

@@ -13,6 +13,12 @@ PROGRESS = "trainer"
 _OWN = ("is_local_process_zero", "is_world_process_zero")
 """Of `TrainerState`, what is each process's own."""
 
+_OF_JOB = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "stateful_callbacks"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+"""What goes on; all else follows from the arguments, which may be others where a job goes on, such as more steps."""
+
 
 class TrainerProgress:
     """`TrainerState`, the losses that are not logged yet, and a schedule that is not the engine's, as plain values."""
@@ -30,8 +36,8 @@ class TrainerProgress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""
         trainer = self._trainer
-        for name, value in state["state"].items():
-            setattr(trainer.state, name, value)
+        for name in _OF_JOB:
+            setattr(trainer.state, name, state["state"][name])
         self._losses = state["losses"]
         if state["scheduler"] is not None:
             restore_schedule(trainer, state["scheduler"])

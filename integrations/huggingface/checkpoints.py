@@ -106,15 +106,17 @@ def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
 
 def save(engine: Any, output_dir: str, step: int) -> None:
     """All state, as `checkpoint-<step>`; a collective. One that is left there by an earlier run gives way."""
-    tag = f"checkpoint-{step}"
+    folder = Path(output_dir) / f"checkpoint-{step}"
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
+    if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save
+        os.rename(folder, earlier)
     try:
-        engine.save(output_dir, tag)
-    except CheckpointError as error:
-        if f"there is a {tag!r}" not in str(error):
-            raise
-        if engine.rank == 0:
-            shutil.rmtree(Path(output_dir) / tag)
-        engine.save(output_dir, tag)
+        engine.save(output_dir, folder.name)
+    except BaseException:
+        if earlier.exists() and not folder.exists():
+            os.rename(earlier, folder)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def resume(trainer: Any, engine: Any, folder: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ds_dynatrain.engine.changes import Change
-from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.errors import CheckpointError, WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, numbers, refusals, settings
 from ds_dynatrain.integrations.huggingface.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
@@ -120,8 +120,12 @@ class ElasticMixin(Below):
         return sum(super(ElasticMixin, self).floating_point_ops(one.data) for one in inputs)
 
     def _track_num_input_tokens(self, inputs: Window) -> None:
-        for one in inputs:
-            super()._track_num_input_tokens(one.data)
+        """Of all micro-batches; one that is borrowed has none, and takes part."""
+        try:
+            for one in inputs:
+                super()._track_num_input_tokens(_without_samples(one.data) if one.is_borrowed else one.data)
+        except WorldChanged as error:
+            logger.warning("step %d: its tokens are not counted: %s", self.state.global_step, error)
 
     # ---- the world ---------------------------------------------------------------------------------------------------
 
@@ -158,11 +162,16 @@ class ElasticMixin(Below):
             restore_schedule(self, self._schedule)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        """Trainer's, but for a global batch that was discarded, and given up if the world ends in it."""
+        """Trainer's, but for a global batch that was discarded, and given up if the world ends in it.
+
+        So is a checkpoint that cannot be saved: that is an error on the log of all, and training goes on.
+        """
         if self.engine.is_discarded:
             return
         try:
             super()._maybe_log_save_evaluate(*arguments, **named)
+        except CheckpointError as error:
+            logger.error("step %d: %s", self.state.global_step, error)
         except WorldChanged as error:
             logger.warning(
                 "step %d: what was to be logged, evaluated or saved is left out, for the world has changed in it (%s)",
@@ -234,6 +243,11 @@ class ElasticMixin(Below):
         """Those of a stock Trainer, where there is a file for this rank; ours came with the state."""
         if checkpoint is not None and not checkpoints.is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
+
+
+def _without_samples(batch: Any) -> Any:
+    """A batch of none."""
+    return {name: held[:0] if isinstance(held, torch.Tensor) else held for name, held in batch.items()}
 
 
 def _without_labels(batch: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,6 @@ BATCH = 12
 SCHEDULE = {3: {"data": 4, "zero_stage": 3}, 6: {"data": 3, "zero_stage": 2}}
 EACH = {"eval_strategy": "steps", "eval_steps": 3, "ragged": True}
 Log = Sequence[Mapping[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """One rank."""
-    ranks = RankPool(1, tmp_path_factory.mktemp("alone"))
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four, in which `deepspeed.initialize` is ours."""
-    ranks = RankPool(4, tmp_path_factory.mktemp("four"))
-    yield ranks
-    ranks.stop()
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +74,10 @@ def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> Non
     found = of_rank_0(answers)
     assert furthest(found["log"], stock)[1] < 2e-5, furthest(found["log"], stock)
     assert (found["world"], found["layout"]) == (3, "data=3 zero_stage=2")
+    assert found["best"] is not None and Path(found["best"]).parent == tmp_path
+    best = load_file(Path(found["best"]) / "model.safetensors")["transformer.wte.weight"]
+    last = load_file(tmp_path / "checkpoint-12/model.safetensors")["transformer.wte.weight"]
+    assert torch.equal(found["words"], best) and not torch.equal(best, last)
     assert [answer.get("let go", False) for answer in answers].count(True) == 1
     names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
     assert names == ["checkpoint-12", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
@@ -184,6 +172,14 @@ class Ending(trainers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == self.step and args.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_more_steps_than_before(alone: RankPool, tmp_path: Path) -> None:
+    """How many is the arguments' affair, also where a job goes on."""
+    saves = {"folder": tmp_path, "block": {}, "save_strategy": "steps", "save_steps": 2}
+    alone.run(trainers.train, **saves, max_steps=2)
+    log = alone.run(trainers.train, **saves, max_steps=5, resume=True)[0]["log"]
+    assert [row["step"] for row in log if "loss" in row] == [1, 2, 3, 4, 5]
 
 
 def test_another_global_batch_is_refused(alone: RankPool, tmp_path: Path) -> None:

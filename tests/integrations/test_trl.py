@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,6 @@ from tests.integrations import trainers
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(trainers.WORDS - 3))]
 BLOCK = {"layout": {"data": 2}}
 SCHEDULE = {2: {"data": 4, "zero_stage": 2}, 4: {"data": 3, "zero_stage": 1}}
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    ranks = RankPool(4, tmp_path_factory.mktemp("four"))
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    ranks = RankPool(1, tmp_path_factory.mktemp("alone"))
-    yield ranks
-    ranks.stop()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

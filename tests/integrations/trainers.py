@@ -124,6 +124,8 @@ def carried_out(trainer: Any, resume: str | bool | None = None) -> dict[str, Any
         trainer.train(resume_from_checkpoint=resume)
         found["world"] = args.world_size
         found["layout"] = str(getattr(trainer.deepspeed, "layout", None))
+        found["best"] = trainer.state.best_model_checkpoint
+        found["words"] = trainer.model.get_input_embeddings().weight.detach().clone()
     except SystemExit as end:
         if end.code:
             raise
