@@ -2,7 +2,7 @@
 
 A line for each row that rank 0 logs, with what this process believes of the world, and one for each step. It ends
 after the step whose number stands in `$OUT/stop`. `$HOW`: "slow evaluation" takes seconds for one at each tenth step,
-so that something can happen in it; "resume" goes on from the newest checkpoint.
+so that something can happen in it, "slow save" for a checkpoint; "resume" goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ds_dynatrain.integrations.huggingface import checkpoints
 from ds_dynatrain.integrations.transformers import elastic
 from tests.integrations import trainers
 
@@ -71,6 +72,7 @@ args = trainers.arguments(
     save_total_limit=2,
     lr_scheduler_type="constant",
     learning_rate=1e-3,
+    disable_tqdm=False,  # who becomes rank 0 has a bar from then on
 )
 telling = Telling()
 trainer: Any = elastic(Trainer)(
@@ -81,5 +83,17 @@ trainer: Any = elastic(Trainer)(
     callbacks=[telling],
 )
 telling.trainer = trainer
+
+
+def save_slowly(*arguments: Any) -> None:
+    """Seconds before the first thing is written, in which something can happen."""
+    telling.say("saving", trainer.state)
+    time.sleep(1.5)
+    save(*arguments)
+
+
+save = checkpoints.save
+if HOW == "slow save":
+    checkpoints.save = save_slowly
 trainer.train(resume_from_checkpoint=True if HOW == "resume" else None)
 telling.say("end", trainer.state)

@@ -60,10 +60,10 @@ def test_a_node_joins_and_the_first_one_leaves(train: Callable[..., Job]) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["", "slow evaluation"])
+@pytest.mark.parametrize("how", ["", "slow evaluation", "slow save"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_dies(train: Callable[..., Job], how: str, stage: int) -> None:
-    """By SIGKILL in a step, or in an evaluation: nothing is lost, and what is logged has no hole."""
+    """By SIGKILL in a step, in an evaluation or in a save: nothing is lost, and what is logged has no hole."""
     job = train(nodes="2:4", stage=stage, block=BUDDIES, script=SCRIPT, variables={**QUICK, "HOW": how})
     job.coordinator("coordinator")
     for node in ("a", "b", "c"):
@@ -71,8 +71,9 @@ def test_one_dies(train: Callable[..., Job], how: str, stage: int) -> None:
     three = job.settled(3)
     job.wait(lambda: job.steps(three.generation) > 12, "steps of three")
     if how:
-        seen = len(job.rows("evaluating"))
-        job.wait(lambda: len(job.rows("evaluating")) > seen, "an evaluation")
+        event = "saving" if how == "slow save" else "evaluating"
+        seen = len(job.rows(event))
+        job.wait(lambda: len(job.rows(event)) > seen, event)
     job.kill("b")
     two = job.settled(2, three.generation)
     job.wait(lambda: job.steps(two.generation) > 12, "steps of two")
