@@ -21,8 +21,16 @@ def stage_collectives() -> None:
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator
 
+    class Staged(td.ProcessGroupGloo):
+        """Not one that torch splits others from: gloo has no such function, and torch asks for it on a card."""
+
+        supports_splitting = False
+
+    kept = []  # else torch would find the class of C++ alone
+
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return td.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        kept.append(Staged(store, rank, size, timeout=timeout))
+        return kept[-1]
 
     td.Backend.register_backend(BACKEND, make, devices=["cuda"])
     get_accelerator()._communication_backend_name = BACKEND
@@ -32,6 +40,9 @@ def stage_collectives() -> None:
 if __name__ == "__main__":
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot fork ranks
     stage_collectives()
+    from tests.device.batches import move_batches
     from tests.engine import rank_process
+
+    move_batches()
 
     rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=BACKEND)
