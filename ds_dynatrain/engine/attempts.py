@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ds_dynatrain.adapters.device import compute_device
+from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
@@ -129,6 +129,8 @@ class Attempts:
         make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
         preparation = Preparation(proposal, front, back, engine.vps, live, memory, make, budget, way)
+        present = engine.memory_in(proposal.source_layout)
+        preparation.on_device = frozenset(kind for kind, held in present.items() if held.place.device != HOST)
         preparation.is_lean, preparation.present = engine.is_lean, engine.world
         preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
         preparation.has_sequence = engine.job.has_sequence

@@ -17,7 +17,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.device import is_accelerated, start_thread
+from ds_dynatrain.adapters.device import compute_device, is_accelerated, start_thread
 from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
@@ -38,8 +38,10 @@ from ds_dynatrain.transfer import (
     Neighbors,
     ReadyPlan,
     RoutedTransport,
+    Sharing,
     Transport,
     allocate,
+    device_memory,
     prefault,
 )
 from ds_dynatrain.transfer.cross_memory import machine
@@ -84,7 +86,8 @@ class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
 
     board: where the switch is negotiated; control: the same over the connection for work in the background, which
-    nobody else may use meanwhile. make: the module's next children for a rank of a layout. made: these, for this
+    nobody else may use meanwhile. on_device: the state kinds whose present
+    buffers are on accelerators. make: the module's next children for a rank of a layout. made: these, for this
     member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
     `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
     groups; present: the world that this member trains in. stop: called in every wait, raises if the switch will not
@@ -102,6 +105,7 @@ class Preparation:
     make: Callable[[Layout, int], Made | None]
     budget_bytes: int
     way: str = "auto"
+    on_device: frozenset[str] = frozenset()
     is_lean: bool = False
     check: Callable[[], None] = _nothing
     building: Callable[[], AbstractContextManager[Note]] = _unwatched
@@ -179,8 +183,17 @@ class Preparation:
             early = tuple(kind for kind in kinds if kind not in late)
             mine = self.plan(kinds if is_late else early).for_member(self.control.member)
             mine = mine.only(late) if is_late else mine
-            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, on_host=not is_accelerated())
+            on_host, sharing = not is_accelerated(), self._sharing
+            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, on_host, sharing)
         return self.mine[kinds, is_late]
+
+    @property
+    def _sharing(self) -> Sharing | None:
+        """Whose memory on accelerators this member reads, and who reads its own; None before neighbors are known."""
+        memory = device_memory(compute_device())
+        if memory is None or self.neighbors is None or not self.neighbors.lenders:
+            return None
+        return Sharing(memory, self.neighbors.lenders, self.on_device)
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the kinds that nothing reads or writes before an optimizer step; none of a switch that is not late.
@@ -258,6 +271,8 @@ class Preparation:
                 self.world = self._build(own, anew, note)
             if self.way != "gloo" and not self.is_lean:
                 self.neighbors = self._meet_neighbors()
+            if not self.is_lean and is_accelerated():
+                self._make_moves()  # it depends on the neighbors
             if self._stop.is_set():
                 self.end_neighbors()
                 self.control.track_teardown(drop(self.world))
@@ -276,12 +291,16 @@ class Preparation:
 
     def _make_target(self) -> None:
         self._reserve()
-        self.moves(self.vps.present_kinds())
-        if self.proposal.late:
-            self.moves(self.vps.present_kinds(), is_late=True)
+        if not is_accelerated():
+            self._make_moves()
         self._look_ahead()
         if self.target_rank is not None:
             self.made = self.make(self.proposal.layout, self.target_rank)
+
+    def _make_moves(self) -> None:
+        self.moves(self.vps.present_kinds())
+        if self.proposal.late:
+            self.moves(self.vps.present_kinds(), is_late=True)
 
     def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
         board, proposal = self.control, self.proposal
@@ -343,8 +362,9 @@ class Preparation:
 
     def _meet_neighbors(self) -> Neighbors:
         """Those on this machine whose memory may be read."""
-        board = self.control
-        return Neighbors.meet(board.member, self._share, board.timeout_seconds, self._stop_if_abandoned)
+        board, device = self.control, compute_device()
+        stop = self._stop_if_abandoned
+        return Neighbors.meet(board.member, self._share, board.timeout_seconds, stop, device)
 
     def _share(self, what: str, record: Any) -> dict[int, Any]:
         """Tell all members on this machine a record, and read theirs."""

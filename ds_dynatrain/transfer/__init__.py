@@ -4,11 +4,13 @@
 certificate compares; `allocate` and `prefault` make memory ready before it is needed.
 """
 
+from ds_dynatrain.transfer.device_memory import device_memory
 from ds_dynatrain.transfer.digest import digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.executor import TransferStats, execute
 from ds_dynatrain.transfer.link import Link
 from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
+from ds_dynatrain.transfer.pulling import Sharing
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.stand_in import execute_standing_in
@@ -23,9 +25,11 @@ __all__ = [
     "Neighbors",
     "ReadyPlan",
     "RoutedTransport",
+    "Sharing",
     "TransferStats",
     "Transport",
     "allocate",
+    "device_memory",
     "digest",
     "digest_on_device",
     "digest_pieces",

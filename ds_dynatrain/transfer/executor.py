@@ -13,6 +13,7 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.space import BufferId
+from ds_dynatrain.transfer.pulling import Pulling
 from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
 from ds_dynatrain.transfer.stream import Stream
@@ -49,7 +50,8 @@ def execute(
     budget_bytes: int,
     on_host: bool = True,
 ) -> TransferStats:
-    """Fill the target buffers: local moves, then the exchanges in the plan's order, then the derived moves.
+    """Fill the target buffers: local moves, what is read from others' accelerators, the exchanges in the plan's order,
+    and then the derived moves.
 
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
@@ -70,12 +72,15 @@ def execute(
     _check_devices(ready, chain(source.items(), target.items()))
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
+    pulling = _pulling(ready, source, target, transport)
     for places in ready.derived:
         places.among(target)
     moved = np.flatnonzero(read.addresses() != written.addresses())
     check_disjoint(
-        [read, *(sends for sends, _ in exchanges)], [written.rows(moved), *(receives for _, receives in exchanges)]
+        [read, *(sends for sends, _ in exchanges)],
+        [written.rows(moved), *(receives for _, receives in exchanges), *pulling.into],
     )
+    pulling.start()
     streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
     at_once = concurrent(budget_bytes, ready.chunk)
     for stream in chain.from_iterable(streams[:at_once]):  # the wire works while this member copies
@@ -83,6 +88,7 @@ def execute(
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
+    pulling.run(deadline)
     for number, (incoming, outgoing) in enumerate(streams):
         _exchange(incoming, outgoing, deadline)
         for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
@@ -93,7 +99,7 @@ def execute(
     derived_done = time.monotonic()
     bytes_moved = int(read.length[moved].sum())
     return TransferStats(
-        bytes_sent=sum(int(sends.length.sum()) for sends, _ in exchanges),
+        bytes_sent=ready.bytes_sent,
         bytes_local=bytes_moved,
         bytes_in_place=int(read.length.sum()) - bytes_moved,
         staging_peak=ready.staging.peak,
@@ -108,7 +114,12 @@ def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> Re
     if not isinstance(plan, ReadyPlan):
         return ReadyPlan.of(plan, budget_bytes, on_host)
     fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
-    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host)
+    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing)
+
+
+def _pulling(ready: ReadyPlan, source: Buffers, target: Buffers, transport: Transport) -> Pulling:
+    memory = None if ready.sharing is None else ready.sharing.memory
+    return Pulling(memory, ready.pulls, source, target, transport)
 
 
 def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.transfer.cross_memory import NOBODY, machine, permit_readers, read_memory
+from ds_dynatrain.transfer.device_memory import Probe
 from ds_dynatrain.transfer.line import Key, Line
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
@@ -35,19 +36,29 @@ STOP_SECONDS = 0.05
 
 
 class Neighbors:
-    """The members on this machine that may be read, and may read this one. Built by `meet`; `close` it."""
+    """The members on this machine that may be read, and may read this one. Built by `meet`; `close` it.
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
-        self._lines = lines
+    lenders: those of them for whom that is true of memory on accelerators as well.
+    """
+
+    def __init__(self, lines: Mapping[int, Line], lenders: frozenset[int] = frozenset()) -> None:
+        self._lines, self.lenders = lines, lenders
         self._poll = select.poll()
         self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
 
     @classmethod
-    def meet(cls, member: int, share: Share, seconds: float, stop: Callable[[], None] = lambda: None) -> Neighbors:
+    def meet(
+        cls,
+        member: int,
+        share: Share,
+        seconds: float,
+        stop: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
+    ) -> Neighbors:
         """Find this member's neighbors. All members call it; each finds those of the same machine only.
 
-        stop: called while waiting for others; it may raise. MemberMissing for a neighbor that does not connect in
-        `seconds`, or whatever `share` raises.
+        stop: called while waiting for others; it may raise. device: this member's accelerator, if it has one.
+        MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
         """
         deadline = time.monotonic() + seconds
         probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # from no stream of the training's
@@ -57,10 +68,13 @@ class Neighbors:
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
-            cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()]})
-            able = {other for other, card in cards.items() if other != member and _can_read(card, here)}
-            found = share("readable", sorted(able))
-            near = {other for other in found[member] if member in found[other]}  # the same on both sides
+            lent = Probe.of(device)
+            cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
+            able = sorted(other for other, card in cards.items() if other != member and _can_read(card, here))
+            found = share("readable", [able, [other for other in able if lent.can_read(cards[other]["device"])]])
+            near, lenders = (  # the same on both sides
+                {other for other in found[member][kind] if member in found[other][kind]} for kind in (0, 1)
+            )
             lines: dict[int, Line] = {}
             try:
                 for other in [each for each in sorted(near) if each > member]:
@@ -73,7 +87,7 @@ class Neighbors:
                 for line in lines.values():
                     line.close()
                 raise
-        return cls(lines)
+        return cls(lines, frozenset(lenders & near))
 
     @property
     def members(self) -> frozenset[int]:

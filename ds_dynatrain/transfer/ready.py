@@ -14,6 +14,7 @@ from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.transfer.messages import messages
+from ds_dynatrain.transfer.pulling import Pull, Sharing
 from ds_dynatrain.transfer.regions import Places
 from ds_dynatrain.transfer.series import Matrix, pairs, series
 from ds_dynatrain.transfer.staging import SLOTS, Staging
@@ -87,7 +88,8 @@ class ReadyPlan:
     on_host: whether no member has a buffer on an accelerator. chunk: longest staged message. longest: of the others.
     local: what is read and what is written by local moves; copies: the same as matrices. exchanges: (peer, sends,
     receives). derived: the places that casts read and write, all of them in target buffers. staging: touched already,
-    as far as it will be used; a slot is no longer than the longest message here.
+    as far as it will be used; a slot is no longer than the longest message here. sharing: who reads whose memory on
+    accelerators, and pulls: what is read so, which is in no exchange.
     """
 
     plan: MemberPlan
@@ -100,13 +102,16 @@ class ReadyPlan:
     derived: tuple[Places, Places]
     casts: list[Cast]
     staging: Staging
+    sharing: Sharing | None = None
+    pulls: tuple[Pull, ...] = ()
 
     @staticmethod
-    def of(plan: MemberPlan, budget_bytes: int, on_host: bool = True) -> ReadyPlan:
+    def of(plan: MemberPlan, budget_bytes: int, on_host: bool = True, sharing: Sharing | None = None) -> ReadyPlan:
         """Make a plan ready for buffers whose addresses are not known yet."""
         chunk, longest = lengths(budget_bytes, on_host)
         read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
-        exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in plan.rounds)
+        sent, pulls = (plan, ()) if sharing is None else sharing.split(plan)
+        exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in sent.rounds)
         staging = Staging(min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0)))
         at_once = concurrent(budget_bytes, chunk)
         used = [sends.slots + receives.slots for _, sends, receives in exchanges]
@@ -122,7 +127,15 @@ class ReadyPlan:
             (Places.of(plan.derived, "source"), Places.of(plan.derived, "target")),
             _casts(plan.derived),
             staging,
+            sharing,
+            pulls,
         )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that go to others, in messages or because they read them."""
+        places = [*(sends.places for _, sends, _ in self.exchanges), *(pull.lent for pull in self.pulls)]
+        return sum(int(each.length.sum()) for each in places)
 
 
 def lengths(budget_bytes: int, on_host: bool) -> tuple[int, int]:

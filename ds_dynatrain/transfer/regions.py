@@ -68,7 +68,7 @@ class Places:
         """
         data = tuple(_bytes_of(buffers, *key, self.side) for key in self.keys)
         room = np.array([held.numel() for held in data], dtype=np.int64)
-        short = np.flatnonzero(self._reach > room)
+        short = np.flatnonzero(self.reach > room)
         if len(short):
             moves, row = self.moves, int(np.flatnonzero(self.begin + self.length > room[self.which])[0])
             kind = moves.kinds[int(moves.kind[row])].name
@@ -79,7 +79,7 @@ class Places:
         return Regions(data, self.which, self.begin, self.length)
 
     @cached_property
-    def _reach(self) -> Ints:
+    def reach(self) -> Ints:
         """Bytes that each buffer must have."""
         reach = np.zeros(len(self.keys), dtype=np.int64)
         np.maximum.at(reach, self.which, self.begin + self.length)

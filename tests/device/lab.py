@@ -102,6 +102,13 @@ def waiting() -> int:
     return int(load().waiting())
 
 
+def device_memory() -> Any:
+    """How other processes read it."""
+    from tests.device.sharing import LabMemory
+
+    return LabMemory()
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 

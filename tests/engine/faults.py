@@ -19,6 +19,9 @@ from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer import ReadyPlan, Transport
+from ds_dynatrain.transfer.device_memory import DeviceMemory
+from ds_dynatrain.transfer.executor import TAG
+from ds_dynatrain.transfer.series import Matrix
 from tests.engine import jobs
 
 WHERE = 0
@@ -178,14 +181,14 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
     def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
-            budget = self.engine.settings.memory_budget_bytes
-            return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), budget, plan.on_host), transport)
+            how = self.engine.settings.memory_budget_bytes, plan.on_host, plan.sharing
+            return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), *how), transport)
         if name == "stale moment" and self.control.member == WHERE:
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
             with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
-        if name == "corrupted message" and any(len(exchange.sends) for exchange in plan.plan.rounds):
-            with patch.object(type(transport), "send", _corrupting(type(transport).send)):
+        if name == "corrupted message":
+            with _corrupted(plan, transport):
                 return own(self, plan, transport)
         return own(self, plan, transport)
 
@@ -193,15 +196,31 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
         yield
 
 
-def _corrupting(send: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def _corrupted(plan: ReadyPlan, transport: Transport) -> Iterator[None]:
+    """One bit of each message is another, and of each matrix that is read from another member's accelerator."""
     alive: list[torch.Tensor] = []
+    send = type(transport).send
 
-    def corrupted(self: Transport, tensor: torch.Tensor, member: int, tag: int) -> Any:
+    def sent(self: Transport, tensor: torch.Tensor, member: int, tag: int) -> Any:
+        if tag != TAG:
+            return send(self, tensor, member, tag)
         alive.append(tensor.clone())
         alive[-1].view(torch.uint8)[0] ^= 1
         return send(self, alive[-1], member, tag)
 
-    return corrupted
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(type(transport), "send", sent))
+        if plan.sharing is not None:
+            memory = type(plan.sharing.memory)
+            read = memory.read
+
+            def taken(self: DeviceMemory, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
+                read(self, address, matrix, into, place)
+                into[place.begin] ^= 1
+
+            stack.enter_context(patch.object(memory, "read", taken))
+        yield
 
 
 def train(

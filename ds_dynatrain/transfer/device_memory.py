@@ -1,0 +1,194 @@
+"""Reading the memory of another process's accelerator: CUDA IPC by the driver's own calls, one copy and no message.
+
+A handle names an allocation of the driver, in which torch's allocator keeps many tensors, so it goes with an offset. It
+is 64 bytes of plain data. Memory that torch maps piece by piece (`expandable_segments`) has none, and some containers
+permit none: `Neighbors.meet` tries before anybody relies on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.transfer.series import Matrix
+
+HANDLE_BYTES = 64
+LAZY_PEER_ACCESS = 1
+PROBE_BYTES = 64
+UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED: the address alone says where memory is."""
+MOST_PITCH = (1 << 31) - 1
+"""Of a copy in two dimensions, in bytes."""
+
+
+class Shared(NamedTuple):
+    """Memory as another process finds it: the handle of its allocation, and where in that it begins, in bytes."""
+
+    handle: bytes
+    offset: int
+
+
+class DeviceMemory(Protocol):
+    """How processes of one machine read each other's memory on accelerators of one make."""
+
+    def share(self, tensor: torch.Tensor) -> Shared:
+        """What others need to read a tensor. TransferError where it cannot be shared."""
+
+    def open(self, handle: bytes) -> int:
+        """Where another process's allocation begins for this one, until `close`. Never twice at a time."""
+
+    def close(self, opened: int) -> None:
+        """Let go of it."""
+
+    def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
+        """Queue the copy of a matrix, from an address in what was opened, into one of equal shape in `into` (uint8)."""
+
+    def synchronize(self) -> None:
+        """Wait until the copies are done."""
+
+
+class _Copy2D(ctypes.Structure):
+    """`CUDA_MEMCPY2D`."""
+
+    _fields_ = (
+        ("from_x", ctypes.c_size_t),
+        ("from_y", ctypes.c_size_t),
+        ("from_type", ctypes.c_int),
+        ("from_host", ctypes.c_void_p),
+        ("from_device", ctypes.c_uint64),
+        ("from_array", ctypes.c_void_p),
+        ("from_pitch", ctypes.c_size_t),
+        ("into_x", ctypes.c_size_t),
+        ("into_y", ctypes.c_size_t),
+        ("into_type", ctypes.c_int),
+        ("into_host", ctypes.c_void_p),
+        ("into_device", ctypes.c_uint64),
+        ("into_array", ctypes.c_void_p),
+        ("into_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle`."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class CudaMemory:
+    """See `DeviceMemory`; TransferError names the call of the driver that failed.
+
+    Copies run in the context of this process, on its present stream: torch's own way would open a context on every
+    device that is read.
+    """
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self._driver = driver
+
+    def share(self, tensor: torch.Tensor) -> Shared:
+        """See `DeviceMemory`."""
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        address = ctypes.c_uint64(tensor.data_ptr())
+        with torch.cuda.device(tensor.device):
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return Shared(bytes(handle), address.value - base.value)
+
+    def open(self, handle: bytes) -> int:
+        """See `DeviceMemory`."""
+        address = ctypes.c_uint64()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+        return address.value
+
+    def close(self, opened: int) -> None:
+        """See `DeviceMemory`."""
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
+
+    def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
+        """See `DeviceMemory`."""
+        source, target = address + matrix.begin, into.data_ptr() + place.begin
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pitches = (matrix.step, place.step)
+        if matrix.number > 1 and matrix.length <= min(pitches) and max(pitches) <= MOST_PITCH:
+            copy = _Copy2D(from_type=UNIFIED, from_device=source, from_pitch=matrix.step)
+            copy.into_type, copy.into_device, copy.into_pitch = UNIFIED, target, place.step
+            copy.width, copy.height = matrix.length, matrix.number
+            self._call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream)
+            return
+        for row in range(matrix.number):  # one run, or steps that go back or are too long
+            begin, end = source + row * matrix.step, target + row * place.step
+            length = ctypes.c_size_t(matrix.length)
+            self._call("cuMemcpyAsync", ctypes.c_uint64(end), ctypes.c_uint64(begin), length, stream)
+
+    def synchronize(self) -> None:
+        """See `DeviceMemory`."""
+        torch.cuda.current_stream().synchronize()
+
+    def _call(self, name: str, *given: object) -> None:
+        code = int(getattr(self._driver, name)(*given))
+        if code:
+            words = ctypes.c_char_p()
+            self._driver.cuGetErrorName(code, ctypes.byref(words))
+            raise TransferError(f"{name} failed: {(words.value or b'unknown error').decode()} ({code})")
+
+
+@cache
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """How memory of such a device is read by other processes; None where there is no way.
+
+    Of accelerators that are not CUDA's those can whose torch module has `device_memory()`.
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        try:
+            return CudaMemory(ctypes.CDLL("libcuda.so.1"))
+        except OSError:
+            return None
+    offered: Callable[[], DeviceMemory] | None = getattr(getattr(torch, device.type, None), "device_memory", None)
+    return None if offered is None else offered()
+
+
+class Probe:
+    """A few bytes on this process's accelerator, by which others try whether they can read them, and it them."""
+
+    def __init__(self, device: torch.device | None, memory: DeviceMemory | None) -> None:
+        self._device, self._memory = device, memory
+        values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
+        self._held = torch.tensor(values, dtype=torch.uint8, device=device) if memory is not None else None
+        self.record: list[Any] | None = None
+        """For the others, as plain JSON; None where nothing can be read."""
+        if memory is not None and self._held is not None:
+            memory.synchronize()
+            with suppress(TransferError):
+                shared = memory.share(self._held)
+                self.record = [shared.handle.hex(), shared.offset, values]
+
+    @staticmethod
+    def of(device: torch.device | None) -> Probe:
+        """On a device; nothing for None."""
+        return Probe(device, None if device is None else device_memory(device))
+
+    def can_read(self, record: list[Any] | None) -> bool:
+        """Whether this process reads another one's probe."""
+        if self._memory is None or record is None:
+            return False
+        handle, offset, values = record
+        into, whole = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self._device), Matrix(0, 0, 0, 1, PROBE_BYTES)
+        try:
+            begin = self._memory.open(bytes.fromhex(handle))
+            try:
+                self._memory.read(begin + offset, whole, into, whole)
+                self._memory.synchronize()
+            finally:
+                self._memory.close(begin)
+        except TransferError:
+            return False
+        return bool(into.tolist() == values)

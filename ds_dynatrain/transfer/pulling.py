@@ -1,0 +1,184 @@
+"""Moves that the receiver makes by itself: it reads the sender's buffers on an accelerator as if they were its own.
+
+Both sides know from the plan which buffers these are. The sender says where they are, and the receiver that it is done
+with them, in messages of the ordinary transport, of lengths that both know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.plan import Exchange, MemberPlan, Moves
+from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, DeviceMemory
+from ds_dynatrain.transfer.regions import Buffers, Key, Places, Regions
+from ds_dynatrain.transfer.series import Matrix, pairs
+from ds_dynatrain.transfer.transport import Handle, Transport
+
+UInt8s = npt.NDArray[np.uint8]
+Table = UInt8s
+"""Of bytes, a row for each buffer."""
+
+WHERE, DONE = 2, 3
+"""Tags: where buffers are; that they are no longer read."""
+RECORD_BYTES = HANDLE_BYTES + 16
+"""Of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who reads whose memory. It must be the same on both sides of each pair.
+
+    memory: how. members: who reads this member's, and whose this member reads. kinds: the state kinds whose source
+    buffers are on accelerators, on every member.
+    """
+
+    memory: DeviceMemory
+    members: frozenset[int]
+    kinds: frozenset[str]
+
+    def split(self, plan: MemberPlan) -> tuple[MemberPlan, tuple[Pull, ...]]:
+        """What is left for messages, and what is read."""
+        rest, pulls = [], []
+        for each in plan.rounds:
+            if each.peer not in self.members:
+                rest.append(each)
+                continue
+            (sent, lent), (received, read) = self._parts(each.sends), self._parts(each.receives)
+            if len(sent) or len(received):
+                rest.append(Exchange(each.peer, sent, received))
+            if len(lent) or len(read):
+                pulls.append(Pull.of(each.peer, lent, read))
+        return MemberPlan(plan.member, plan.local, plan.derived, tuple(rest)), tuple(pulls)
+
+    def _parts(self, moves: Moves) -> tuple[Moves, Moves]:
+        """Those of buffers on the host, those of buffers on an accelerator."""
+        is_there = np.array([kind.name in self.kinds for kind in moves.kinds], dtype=bool)[moves.source_kind]
+        return moves.select(np.flatnonzero(~is_there)), moves.select(np.flatnonzero(is_there))
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Between two members. lent: what the peer reads. theirs, mine: what this member reads, and where it puts it;
+    copies: the same as matrices.
+    """
+
+    peer: int
+    lent: Places
+    theirs: Places
+    mine: Places
+    copies: list[tuple[Matrix, Matrix]]
+
+    @staticmethod
+    def of(peer: int, lent: Moves, read: Moves) -> Pull:
+        """Of the moves that the peer makes, and those that this member makes."""
+        theirs, mine = Places.of(read, "source"), Places.of(read, "target")
+        both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
+        return Pull(peer, Places.of(lent, "source"), theirs, mine, both)
+
+
+@dataclass
+class Pulling:
+    """This member's side of all its pulls, of which there are none without `memory`.
+
+    Before it starts the device has done whatever fills the source buffers.
+    """
+
+    memory: DeviceMemory | None
+    pulls: Sequence[Pull]
+    source: Buffers
+    target: Buffers
+    transport: Transport
+    into: list[Regions] = field(init=False)
+    _lent: list[Regions] = field(init=False)
+    _places: list[tuple[torch.Tensor, Handle]] = field(default_factory=list)
+    _waits: list[Handle] = field(default_factory=list)
+    _ends: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.into = [pull.mine.among(self.target) for pull in self.pulls]
+        self._lent = [pull.lent.among(self.source) for pull in self.pulls]
+
+    def start(self) -> None:
+        """Say where this member's buffers are, and ask for theirs."""
+        if self.memory is None:
+            return
+        for pull, lent in zip(self.pulls, self._lent, strict=True):
+            if lent.data:
+                held = dict(zip(pull.lent.keys, lent.data, strict=True))
+                table = torch.from_numpy(np.concatenate([_record(self.memory, key, held[key]) for key in sorted(held)]))
+                self._waits.append(self.transport.send(table, pull.peer, WHERE))
+                self._waits.append(self.transport.receive(self._end(), pull.peer, DONE))
+            table = torch.empty(len(pull.theirs.keys) * RECORD_BYTES, dtype=torch.uint8)
+            self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
+
+    def run(self, deadline: float) -> None:
+        """Read it all, then say so. Raises as a `Handle`, and TransferError for a buffer that is too short."""
+        if self.memory is None:
+            return
+        opened = Opened(self.memory)
+        try:
+            for pull, into, (table, handle) in zip(self.pulls, self.into, self._places, strict=True):
+                handle.wait(deadline)
+                _read(pull, into, table.numpy().reshape(-1, RECORD_BYTES), opened)
+            self.memory.synchronize()
+        finally:
+            opened.close()
+        ends = [self.transport.send(self._end(), pull.peer, DONE) for pull in self.pulls if pull.theirs.keys]
+        for wait in chain(ends, self._waits):
+            wait.wait(deadline)
+
+    def _end(self) -> torch.Tensor:
+        self._ends.append(torch.zeros(1, dtype=torch.uint8))
+        return self._ends[-1]
+
+
+class Opened:
+    """Allocations of others, each opened once."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory, self._begins = memory, dict[bytes, int]()
+
+    def begin(self, handle: bytes) -> int:
+        """Where an allocation begins for this process."""
+        if handle not in self._begins:
+            self._begins[handle] = self.memory.open(handle)
+        return self._begins[handle]
+
+    def close(self) -> None:
+        """Let go of all."""
+        for begin in self._begins.values():
+            self.memory.close(begin)
+        self._begins = {}
+
+
+def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> UInt8s:
+    """Where a buffer is, for those who read it."""
+    if held.device.type == "cpu":
+        raise TransferError(
+            f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"
+        )
+    shared = memory.share(held)
+    numbers = np.array([shared.offset, held.numel()], dtype=np.int64)
+    return np.concatenate([np.frombuffer(shared.handle, dtype=np.uint8), numbers.view(np.uint8)])
+
+
+def _read(pull: Pull, into: Regions, table: Table, opened: Opened) -> None:
+    """Queue the copies of one pull; TransferError for a buffer that is shorter than what is read of it."""
+    records, where = dict(zip(sorted(pull.theirs.keys), table, strict=True)), []
+    for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
+        handle, numbers = records[key][:HANDLE_BYTES].tobytes(), records[key][HANDLE_BYTES:].view(np.int64)
+        offset, length = numbers.tolist()
+        if needed > length:
+            raise TransferError(
+                f"member {pull.peer} has {length} bytes of {key[0]} in {tuple(key[1])}, and {needed} are read there"
+            )
+        where.append(opened.begin(handle) + offset)
+    for theirs, mine in pull.copies:
+        opened.memory.read(where[theirs.which], theirs, into.data[mine.which], mine)
