@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,10 +136,25 @@ def first_leaves(job: Job, joined: Status) -> None:
 
 
 def finish(job: Job, *nodes: str) -> None:
-    """All scripts end by themselves, with code 0. nodes: by default those that have not ended, and the coordinator."""
+    """All scripts end by themselves, with code 0. nodes: by default those that have not ended, and the coordinator.
+
+    They end no earlier than what a failure took back is made again: of that, who died may have written nothing down.
+    """
+    job.wait(lambda: is_made_again(job.rows()), "what was taken back to be made again")
     job.end()
     nodes = nodes or living(job)
     assert {node: job.code(node) for node in nodes} == dict.fromkeys(nodes, 0), job.logs()
+
+
+def is_made_again(rows: Sequence[Row]) -> bool:
+    """Whether of each engine the newest generation has come as far as any before it."""
+    furthest: dict[str, dict[int, int]] = defaultdict(dict)
+    for row in rows:
+        if "parts" not in row:
+            continue
+        made = furthest[row["event"]]
+        made[row["generation"]] = max(row["step"], made.get(row["generation"], 0))
+    return all(made[max(made)] == max(made.values()) for made in furthest.values())
 
 
 def finish_together(job: Job) -> None:
