@@ -115,7 +115,7 @@ bench: $(STAMP)  ## measure switches against the raw transport: the figures of t
 bench-checkpoint: $(STAMP)  ## measure checkpoints against raw writes and reads on this disk
 	$(BIN)/python tools/bench_checkpoint.py $(ARGS)
 
-compare: $(STAMP)  ## measure one change live and by checkpoint and restart: the table and picture of the README
+compare: $(STAMP)  ## measure one change live and by checkpoint and restart: the table and picture of docs/benchmarks.md
 	$(BIN)/ds-dynatrain compare --out $(COMPARE_OUT) $(ARGS)
 	$(BIN)/python tools/keep_comparison.py $(COMPARE_OUT)
 	@echo "The page with all charts: $(COMPARE_OUT)/compare.html"

@@ -16,8 +16,8 @@ from ds_dynatrain.cli.main import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / folder / "README.md" for folder in ("ds_dynatrain", "examples", "examples/elastic", "tools")),
     ]
 )
@@ -71,8 +71,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    linked = {link.partition("#")[0] for link in LINK.findall(prose(ROOT / "docs" / "index.md"))}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
+    docs = ROOT / "docs"
+    linked = {link.partition("#")[0] for link in LINK.findall(prose(docs / "index.md"))}
+    assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"} <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -112,8 +113,8 @@ def test_targets_of_make() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets, page
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    listed = re.search(r"`make help` lists the other targets: ([a-z, -]+)\.", readme)
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    listed = re.search(r"`make help` lists the other targets: ([a-z, -]+)\.", page)
     assert listed and set(listed[1].split(", ")) == targets - {"demo", "test", "help"}
 
 

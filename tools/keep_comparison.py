@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """The short table into the README, all tables into the page of figures, the picture beside it."""
+    """The short table into the page of benchmarks, all tables into the page of figures, the picture beside it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `ds-dynatrain compare --out` was given")
     parser.add_argument("--late", action="store_true", help="the short table and the verdicts, of late switches")
@@ -28,7 +28,7 @@ def main() -> None:
         verdicts = [f"- {line.removeprefix('#### ')}:" if line.startswith("####") else f"  - {line}" for line in said]
         keep(figures, "compare_late", "\n".join([short, "", *verdicts]))
         return
-    keep(ROOT / "README.md", "compare", short)
+    keep(ROOT / "docs" / "benchmarks.md", "compare", short)
     keep(figures, "compare", whole)
     shutil.copyfile(args.folder / "compare.svg", ROOT / "docs" / "compare.svg")
 

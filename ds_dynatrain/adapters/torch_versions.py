@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 OLDEST = "2.11"
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.15.0")
-"""The versions that the tests ran with; docs/support.md says how much of them."""
+"""The versions that the tests ran with; docs/versions.md says how much of them."""
 
 NAMES: Mapping[str, str] = {
     "torch._C": "_AutoDispatchBelowAutograd",

@@ -9,6 +9,7 @@ import typer
 
 from ds_dynatrain.cli.balance import balance
 from ds_dynatrain.cli.exits import REFUSED, saying
+from ds_dynatrain.version import __version__
 
 TokenFile = Annotated[
     Path | None,
@@ -19,8 +20,22 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Live changes of world size, ZeRO stage and parallel sizes for DeepSpeed jobs.",
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"ds-dynatrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Live changes of world size, ZeRO stage and parallel sizes for DeepSpeed jobs."""
 
 
 @app.command()

@@ -54,7 +54,9 @@ def test_the_project_names_the_same_versions() -> None:
     pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None and pinned[1] in TESTED
     assert f",{TESTED[0]},$(VERSION)" in (ROOT / "Makefile").read_text()
-    row = next(line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("| torch |"))
+    row = next(
+        line for line in (ROOT / "docs" / "versions.md").read_text().splitlines() if line.startswith("| torch |")
+    )
     assert all(version in row for version in (*TESTED, f"{OLDEST} and newer"))
 
 

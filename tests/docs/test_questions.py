@@ -1,0 +1,27 @@
+"""Ten questions of somebody who has never seen this project: each answer is a heading, one link away at most."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.pages import INDEX, README, ROOT, linked_from, section
+
+QUESTIONS = [
+    ("does it run on my GPUs", "docs/fit.md", "Does it run on my GPUs?", "DS_ACCELERATOR=cpu"),
+    ("with Trainer", "docs/fit.md", "Does it work with Hugging Face's Trainer?", "elastic(SFTTrainer)"),
+    ("how do I install it beside my torch", "docs/install.md", "Beside the torch that you have", "torch from 2.11"),
+    ("my own sampler", "docs/own-data.md", "A sampler of your own", "shuffle=False"),
+    ("epochs", "docs/script.md", "Epochs", "engine.epochs("),
+    ("resume with other ranks", "docs/tutorial-resume.md", "2. It goes on with three", '"resume": {"path"'),
+    ("W&B", "docs/monitor.md", "W&B, TensorBoard, csv", '"monitor": true'),
+    ("it was refused, what now", "docs/troubleshoot.md", "A switch was refused", "refusal.way_out"),
+    ("it hangs, what now", "docs/troubleshoot.md", "The job hangs", "py-spy"),
+    ("what does it cost in memory", "docs/how-a-switch-works.md", "Memory", "peak_memory_bytes"),
+    ("what does it cost in time", "docs/how-a-switch-works.md", "What it costs to leave it on", "%"),
+]
+
+
+@pytest.mark.parametrize(("page", "heading", "key"), [row[1:] for row in QUESTIONS], ids=[row[0] for row in QUESTIONS])
+def test_the_answer_is_a_heading_with_the_key(page: str, heading: str, key: str) -> None:
+    assert key in section(ROOT / page, heading)
+    assert (ROOT / page).resolve() in linked_from(README) | linked_from(INDEX)

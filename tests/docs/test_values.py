@@ -1,0 +1,97 @@
+"""Numbers, names and log lines of the pages are those of the code and of the tables."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ds_dynatrain.cli.main import app
+from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.engine.checkpoints.fallback import TERMINATED
+from ds_dynatrain.version import __version__
+from tests.docs.pages import README, ROOT, blocks, in_words, section, text_of
+
+LEVELS = {"info", "warning", "error"}
+MOST_LINES = 110
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= MOST_LINES
+    (script,) = blocks(README, "python")
+    assert len(script.splitlines()) <= 30
+
+
+def test_readme_has_the_numbers_of_the_table() -> None:
+    table = section(ROOT / "docs" / "benchmarks.md", "Against a checkpoint and a restart")
+    rows = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in table.splitlines() if "|" in line)}
+    column = rows["training stands still (s)"].index("126.5M parameters, 2 ranks, stage 1 → 4 ranks, stage 1")
+    said = [rows[way][column] for way in ("live, by memory", "checkpoint, restart", "DeepSpeed universal, restart")]
+    assert re.findall(r"\*\*([\d.]+) s\*\*", text_of(README)) == said
+
+
+def test_benchmarks_have_the_numbers_of_the_figures() -> None:
+    figures = in_words(text_of(ROOT / "docs" / "figures.md").partition("\n## ")[0])
+    for number in (
+        "met in 19 of 20 changes at 30M parameters (missed by 19 ms), in 7 of 20 at 125M (missed by 4 to 207 ms)",
+        "pause met in 45 of 50",
+        "met in all 27 changes; pause met in 8",
+        "stage 1 −0.4 % wall, −0.6 % processor; stage 3 +0.1 %, +0.9 %",
+        "join 62 ms, SIGKILL 90 ms",
+        "Stock torchrun on the same script needs 6.4 to 6.8 s",
+        "0.59 s of 1.10",
+        "1.43 s of 1.40",
+        "met in 12 of 12 launches",
+    ):
+        assert number in figures, f"docs/benchmarks.md says so, and docs/figures.md no longer does: {number}"
+
+
+def test_the_version_is_one() -> None:
+    said = CliRunner().invoke(app, ["--version"])
+    assert said.exit_code == 0 and said.stdout == f"ds-dynatrain {__version__}\n"
+    for file, line in (
+        ("pyproject.toml", f'version = "{__version__}"'),
+        ("CITATION.cff", f"version: {__version__}"),
+        ("CHANGELOG.md", f"## {__version__}"),
+    ):
+        assert line in text_of(ROOT / file), file
+
+
+def test_exit_codes() -> None:
+    listed = section(ROOT / "docs" / "troubleshoot.md", "Exit codes")
+    assert all(f"| {code} |" in listed for code in (*(int(each) for each in Ending), TERMINATED))
+
+
+def formats() -> Iterator[tuple[str, str, str]]:
+    """Where something is logged, its level, and its words, with … for what is filled in."""
+    for file in sorted((ROOT / "ds_dynatrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(text_of(file))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            said = node.args[0]
+            if node.func.attr in LEVELS and "log" in ast.unparse(node.func.value).lower():
+                if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                    words = re.sub(r"%[-+.\d]*[a-z]", "…", said.value).replace("%%", "%")
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", node.func.attr, words
+
+
+def described(page: Path) -> set[str]:
+    """The log lines of the page, up to where they are cut off."""
+    return set(re.findall(r"^\| (?:info|warning|error) \| `([^`]+)`", text_of(page), re.MULTILINE))
+
+
+def test_every_log_line_is_described() -> None:
+    lines = described(ROOT / "docs" / "monitor.md")
+    missing, used = [], set()
+    for where, level, words in formats():
+        if len(re.findall(r"[a-z]{3,}", words)) == 0:  # all of it is filled in
+            continue
+        found = {line for line in lines if words.startswith(line)}
+        used |= found
+        if not found:
+            missing.append(f"{where} {level}: {words}")
+    assert not missing
+    assert {line for line in lines - used if not line.startswith(("switch … at step", "… was started again"))} == set()
