@@ -208,9 +208,10 @@ class DynatrainConfig(_Block):
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
     """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself may have drifted apart
     for a switch to take one for all, as a share of the tensor's largest value."""
-    transport: Literal["auto", "gloo"] = "auto"
-    """How bytes travel: "auto" reads the memory of members on the same machine where the kernel permits it, and takes
-    gloo elsewhere; "gloo" lets nobody read a member's memory."""
+    transport: Literal["auto", "ipc", "gloo"] = "auto"
+    """How bytes travel: "auto" reads the memory of members on the same machine, also on their accelerators, where that
+    is permitted, and takes gloo elsewhere; "ipc" rolls a switch back where accelerators' memory cannot be read; "gloo"
+    lets nobody read a member's memory."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long one member waits for another in a switch, in seconds."""
     data: DataConfig = DataConfig()

@@ -85,6 +85,7 @@ def main() -> None:
     from workload import GPT, SIZES, Samples, config
 
     import ds_dynatrain
+    from ds_dynatrain.adapters.memory import bucket_bytes
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(backend, verbose=False)
@@ -97,7 +98,9 @@ def main() -> None:
 
     def note(event: ds_dynatrain.SwitchEvent) -> None:
         change = walk[event.generation - 2]
-        notes.write({"change": change, "event": json.loads(event.to_json()), **watch.found()})
+        bucket = bucket_bytes(engine, engine.layout.zero_stage)
+        found = {"change": change, "event": json.loads(event.to_json()), "bucket": bucket}
+        notes.write({**found, **watch.found()})
         watch.begin()
 
     engine.on_switch(note)

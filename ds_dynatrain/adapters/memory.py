@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynatrain.adapters.device import HOST, start_thread
+from ds_dynatrain.adapters.device import HOST, is_accelerated, start_thread
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.space import (
@@ -135,6 +136,16 @@ def zeros(numel: int, memory: Memory) -> torch.Tensor:
     """Memory for `provide`; the host's is not touched before it is used, unless it is pinned."""
     held = torch.zeros(numel, dtype=memory.dtype, device=memory.place.device)
     return get_accelerator().pin_memory(held) if memory.place.pinned else held
+
+
+def bucket_bytes(engine: Any, zero_stage: int) -> int:
+    """Bytes that ZeRO-3 takes on an accelerator for the gradients of one reduction, as soon as it is built.
+
+    On a CPU its pages come when they are touched, which a backward pass does.
+    """
+    if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
+        return 0
+    return int(engine.zero_reduce_bucket_size()) * int(engine.communication_data_type.itemsize)
 
 
 def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memory: torch.Tensor) -> None:

@@ -364,7 +364,16 @@ class Preparation:
         """Those on this machine whose memory may be read."""
         board, device = self.control, compute_device()
         stop = self._stop_if_abandoned
-        return Neighbors.meet(board.member, self._share, board.timeout_seconds, stop, device)
+        near = Neighbors.meet(board.member, self._share, board.timeout_seconds, stop, device)
+        far = sorted({*self.proposal.union} - {board.member} - near.lenders)
+        if self.way == "ipc" and far:
+            near.close()
+            raise SwitchRefused(
+                f'dynatrain.transport is "ipc", and member {board.member} on {device} and members {far} cannot read '
+                "each other's accelerator memory",
+                'set it to "auto", which takes host memory between these',
+            )
+        return near
 
     def _share(self, what: str, record: Any) -> dict[int, Any]:
         """Tell all members on this machine a record, and read theirs."""

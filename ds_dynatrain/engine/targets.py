@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.adapters.device import HOST, is_accelerated
+from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated
+from ds_dynatrain.adapters.memory import bucket_bytes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
@@ -170,6 +171,7 @@ def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
     state = Counter[str]()
     for (kind, _), size in local.sizes().items():
         state[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
+    state[compute_device().type] += bucket_bytes(engine.deepspeed, local.layout.zero_stage)
     if engine.deepspeed.zero_use_cpu_optimizer():
         state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
     return state

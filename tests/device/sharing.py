@@ -15,11 +15,16 @@ HANDLE = struct.Struct("=QQ")
 """The process, and where its allocation begins there."""
 
 
+FAR = 1 << 48
+"""Between the places of two opened allocations, more bytes than either has."""
+
+
 class LabMemory:
-    """See `DeviceMemory`. It counts what it has opened: an allocation that is open twice is an error, as on a card."""
+    """See `DeviceMemory`. An allocation that is opened twice is an error, as on a card."""
 
     def __init__(self) -> None:
-        self._opened: dict[int, int] = {}
+        self._opened: dict[int, tuple[int, int]] = {}
+        self._count = 0
 
     def share(self, tensor: torch.Tensor) -> Shared:
         base = tensor.untyped_storage().data_ptr()
@@ -27,19 +32,21 @@ class LabMemory:
 
     def open(self, handle: bytes) -> int:
         process, begin = HANDLE.unpack(handle[: HANDLE.size])
-        if begin in self._opened:
+        if (process, begin) in self._opened.values():
             raise RuntimeError(f"{begin:#x} of process {process} is open already")
-        self._opened[begin] = process
-        return int(begin)
+        self._count += 1
+        self._opened[self._count] = process, begin
+        return self._count * FAR
 
     def close(self, opened: int) -> None:
-        del self._opened[opened]
+        del self._opened[opened // FAR]
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        process = next(process for begin, process in sorted(self._opened.items(), reverse=True) if begin <= address)
+        number, offset = divmod(address, FAR)
+        process, begin = self._opened[number]
         for row in range(matrix.number):
             staged = torch.empty(matrix.length, dtype=torch.uint8, device="cpu")
-            read_memory(process, address + matrix.begin + row * matrix.step, staged)
+            read_memory(process, begin + offset + matrix.begin + row * matrix.step, staged)
             into[place.begin + row * place.step :][: place.length].copy_(staged)
 
     def synchronize(self) -> None:

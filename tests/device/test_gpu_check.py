@@ -31,9 +31,10 @@ def note(name: str, mode: str, **memory: int) -> dict[str, Any]:
 
 def test_memory_is_held_against_what_was_there_and_what_the_target_adds(steps: Any) -> None:
     """100 MiB were there, 60 of them state; the target keeps 20 of these, and is 50 in all."""
-    held = {"before": 100 * MIB, "source": 60 * MIB, "both": 90 * MIB}
+    held = {"before": 100 * MIB, "source": 60 * MIB, "both": 90 * MIB, "bucket": 0}
     inside, outside = (note("2→4", "now", peak=peak * MIB, **held) for peak in (258, 261))
     assert steps.allowed(inside) == (100 + 30 + 64 + 64) * MIB and steps.above(inside) == 0
+    assert steps.allowed({**inside, "bucket": 7 * MIB}) == steps.allowed(inside) + 7 * MIB
     others = [note(name, mode, peak=0, **held) for name in steps.CHANGES for mode in ("now", "ahead")]
     found = steps.pauses_of([*others, inside])
     assert found["2→4"] == "12 ms (move 8)" and found["2→4, peak MiB"] == "258, allowed 258"

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 
 import ds_dynatrain
+from ds_dynatrain.adapters.device import is_accelerated
 from tests.engine.models import Sequences, decay_groups, small_gpt
 
 Sizes = tuple[int, int]
@@ -217,7 +219,9 @@ def least(what: str) -> int:
 
 
 def resident_bytes() -> int:
-    """What this process holds, after the C library was told to give back what is free."""
+    """What this process holds, after the C library was told to give back what is free; of a card its memory there."""
+    if torch.cuda.is_available() and is_accelerated():
+        return int(get_accelerator().memory_allocated())
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -2,5 +2,13 @@
 
 from __future__ import annotations
 
+from tests.device import test_switch_memory
 from tests.device.core.test_axes import *  # noqa: F403
 from tests.device.core.test_core import *  # noqa: F403
+from tests.engine.pool import RankPool
+from tests.engine.test_compile import test_compiled_parts  # noqa: F401
+from tests.engine.test_engines import test_each_trains_as_if_alone  # noqa: F401
+
+
+def test_fused(pool: RankPool) -> None:
+    test_switch_memory.test_counts_of_fused_optimizers_stay_on_the_device(pool)
