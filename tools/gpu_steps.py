@@ -160,7 +160,7 @@ sys.stdin.read()
 
 
 def sharing() -> Found:
-    """GB/s of another process's memory on this card, read by CUDA IPC: one run, and rows as a matrix cut by columns has."""
+    """GB/s of another process's memory on this card, read by CUDA IPC: in one run, and in rows of a cut matrix."""
     from ds_dynatrain.transfer.device_memory import device_memory
     from ds_dynatrain.transfer.series import Matrix
 

@@ -42,9 +42,20 @@ PARTS: Mapping[str, str] = {
 }
 """Every part of the package that touches a device -> its name."""
 
-_H100 = Proof("1 × H100", "2026-11-22", "torch 2.11.0+cu130", "python tools/gpu_check.py --only digests packing")
+_H200, _TORCH, _DAY = "1 × H200", "torch 2.11.0+cu130", "2026-11-26"
+_ON_H200 = {
+    "digests": "python tools/gpu_check.py --only digests",
+    "stages": "pytest tests/gpu/core -k 'part_of_all_pairs or part_of_the_processes or members_wake or faults'",
+    **{
+        part: f"python tools/gpu_check.py --only 'core {part}'"
+        for part in ("checkpoints", "offload", "tensor", "expert", "compile", "fused", "engines")
+    },
+}
+"""Part -> what ran there. Four ranks shared the card, so collectives went over gloo, and moves by CUDA IPC."""
 
-HARDWARE: Mapping[tuple[str, str], Proof] = {("cuda", "digests"): _H100}
+HARDWARE: Mapping[tuple[str, str], Proof] = {
+    ("cuda", part): Proof(_H200, _DAY, _TORCH, command) for part, command in _ON_H200.items()
+}
 """(accelerator, part) -> the run. A pair that is not here never ran."""
 
 _CORE = "tests/device/core/test_core.py"

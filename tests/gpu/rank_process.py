@@ -6,6 +6,7 @@ the host first (its own way for accelerators without collectives), and gloo carr
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from datetime import timedelta
@@ -16,7 +17,6 @@ BACKEND = "staged"
 
 def stage_collectives() -> None:
     """Let DeepSpeed's accelerator communicate by gloo, over the host."""
-    import deepspeed.comm.torch as deepspeed_torch
     import torch
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator
@@ -34,7 +34,8 @@ def stage_collectives() -> None:
 
     td.Backend.register_backend(BACKEND, make, devices=["cuda"])
     get_accelerator()._communication_backend_name = BACKEND
-    deepspeed_torch._needs_cpu_staging = lambda held: isinstance(held, torch.Tensor) and held.is_cuda
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute of its package it is torch itself
+    vars(backend)["_needs_cpu_staging"] = lambda held: isinstance(held, torch.Tensor) and held.is_cuda
 
 
 if __name__ == "__main__":
@@ -44,5 +45,4 @@ if __name__ == "__main__":
     from tests.engine import rank_process
 
     move_batches()
-
     rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=BACKEND)
