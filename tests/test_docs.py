@@ -119,7 +119,7 @@ def test_targets_of_make() -> None:
 
 
 def test_tests_that_pages_name_are_there() -> None:
-    named = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "docs" / "elastic.md").read_text())
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "docs" / "dev" / "elastic-protocol.md").read_text())
     assert named
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / "elastic" / f"{file}.py").read_text(), (file, name)

@@ -15,7 +15,7 @@
 | **others/** | checkpoints of others, described as tensors at offsets in their files |
 | `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
 
-Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/checkpoint.md has the format.
+Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/dev/format.md has the format.
 """
 
 from ds_dynatrain.checkpoint.extents import Extent

@@ -175,7 +175,7 @@ def test_pyarrow_reads_all_of_it(tmp_path: Path) -> None:
 
 def test_the_reader_of_the_docs(tmp_path: Path) -> None:
     vps, state = written(tmp_path)
-    page = (ROOT / "docs" / "checkpoint.md").read_text()
+    page = (ROOT / "docs" / "dev" / "format.md").read_text()
     script = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "read_tensor.py" in code)
     (tmp_path / "read_tensor.py").write_text(script)
     arguments = [sys.executable, "read_tensor.py", str(tmp_path), "a", "exp_avg"]

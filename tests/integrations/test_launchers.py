@@ -25,7 +25,7 @@ from ds_dynatrain.elastic.announcement import read_endpoint
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
-PAGE = ROOT / "docs" / "launchers.md"
+PAGES = [ROOT / "docs" / name for name in ("launchers.md", "kubernetes.md")]
 KUBERNETES = ("1.31", "1.37")
 """The oldest and the newest that manifests are held against; in the older one all fields are stable."""
 
@@ -210,7 +210,7 @@ def is_node(pod: dict[str, Any]) -> bool:
 
 
 def test_torchrun_has_the_options_that_the_page_names() -> None:
-    text = PAGE.read_text()
+    text = "\n".join(page.read_text() for page in PAGES)
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in joined(block)]
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("torchrun ")]
     assert found

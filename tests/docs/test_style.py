@@ -1,0 +1,46 @@
+"""Pages are short, and so are their sentences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import FENCE, ROOT, text_of
+
+MOST_LINES = 200
+GENERATED = {"feasibility.md", "figures.md", "support.md"}
+"""Tables that commands have written."""
+PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short(page: Path) -> None:
+    assert len(text_of(page).splitlines()) <= MOST_LINES
+
+
+NEW = (
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
+    *(f"docs/{name}.md" for name in ("benchmarks", "faq", "fit", "how-a-switch-works", "install", "migration")),
+    *(f"docs/{name}.md" for name in ("monitor", "own-data", "script", "troubleshoot", "versions", "glossary")),
+    *(f"docs/tutorial-{name}.md" for name in ("switch", "nodes", "resume")),
+)
+"""Pages for somebody who is new."""
+MOST_WORDS, SHARE = 25, 0.95
+
+
+def sentences(page: Path) -> list[str]:
+    """Of the running text: no code, tables, headings or figures; an item of a list is a text of its own."""
+    text = FENCE.sub("\n", text_of(page))
+    text = re.sub(r"^(#+ .*|\|.*|!\[.*|<!--.*)$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("\n>", "\n")
+    texts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
+    found = [each for text in texts for each in re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[(\"'“a-z])", " ".join(text.split()))]
+    return [each for each in found if len(each.split()) > 1]
+
+
+def test_sentences_of_pages_for_beginners_are_short() -> None:
+    every = [(page, each) for page in NEW for each in sentences(ROOT / page)]
+    long = [f"{page}: {each}" for page, each in every if len(each.split()) > MOST_WORDS]
+    assert len(every) > 300 and len(long) <= (1 - SHARE) * len(every), "\n".join(long)
