@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR  ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device test-deepspeed test-torch chaos deaths simulate lint types format bench bench-checkpoint compare feasibility clean
+.PHONY: help install docs demo test test-all test-device test-deepspeed test-torch chaos deaths simulate lint types format bench bench-checkpoint compare feasibility clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' Makefile | while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -97,6 +97,11 @@ deaths: $(STAMP)  ## random deaths in a job with buddies, one at a time; about t
 
 simulate: $(STAMP)  ## 20,000 histories of an elastic job on a virtual network; about two minutes
 	$(BIN)/python tools/simulate.py $(ARGS)
+
+docs: $(STAMP)  ## write the reference from the code, and build the pages as a site: build/docs; warnings are errors
+	$(BIN)/python tools/reference.py
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
+	@echo "The first page: build/docs/docs/index.html"
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

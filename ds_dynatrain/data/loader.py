@@ -141,7 +141,7 @@ class TrainLoader:
         return fresh
 
     def windows(self) -> Windows:
-        """The same as an iterable of global batches, each a tuple of this rank's `MicroBatch`es.
+        """The same as an iterable of global batches, each a tuple of objects of `MicroBatch`, this rank's.
 
         For a loop that draws a whole global batch before its first pass. `with engine.micro_batch(one):` around
         forward, backward and step says which one they are about.

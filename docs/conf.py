@@ -1,0 +1,51 @@
+"""The site: `make docs` builds it into build/docs, from the pages as they stand, without a network.
+
+The source folder is the whole repository, so that links from pages to the README, the examples and the tools lead
+somewhere; `docs/index.md` is the first page, and each of its headings becomes a group of pages.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ds_dynatrain.version import __version__
+
+project = "ds_dynatrain"
+author = "The ds_dynatrain developers"
+release = version = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+root_doc = "docs/index"
+include_patterns = [
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*/*.md"),
+    *("examples/README.md", "examples/elastic/README.md", "ds_dynatrain/README.md", "tools/README.md"),
+]
+exclude_patterns = ["build", ".venv*"]
+html_theme = "alabaster"
+html_theme_options = {"description": "DeepSpeed jobs that change their layout while they train", "fixed_sidebar": True}
+html_show_copyright = False
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]  # tables that commands have written into a section begin with headings of level 4
+default_role = "code"  # docstrings write `name`
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+GROUP = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+\.md)\)")
+
+
+def add_contents(app: Any, name: str, source: list[str]) -> None:
+    """The groups of the first page as Sphinx's tables of contents, which a reader of the file need not see."""
+    if name != root_doc:
+        return
+    for title, body in GROUP.findall(source[0]):
+        pages = dict.fromkeys(page for page in LINK.findall(body))
+        if pages:
+            entries = "\n".join(
+                page if not page.startswith("../") else f"/{page.removeprefix('../')}" for page in pages
+            )
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+
+
+def setup(app: Any) -> None:
+    """What Sphinx calls."""
+    app.connect("source-read", add_contents)

@@ -1,0 +1,191 @@
+"""Write the reference of the public names and of the command line from the code: docs/reference/.
+
+python tools/reference.py           # write the pages
+python tools/reference.py --check   # exit code 1 if they are not what the code says
+
+`make docs` fills the page of the names in from their docstrings (Sphinx's autodoc); as it stands it lists all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ds_dynatrain.cli.main import app
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+NOTE = "<!-- written by tools/reference.py: do not change it by hand -->"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "Start": (
+        "ds_dynatrain.engine.initialize.initialize",
+        "ds_dynatrain.engine.initialize.init_distributed",
+        "ds_dynatrain.adapters.optimizers.register_optimizer",
+        "ds_dynatrain.space.layout.Layout",
+    ),
+    "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
+    "DeepSpeed's calls that do more here": (
+        "ds_dynatrain.engine.overrides.OverridingEngine",
+        "ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",
+    ),
+    "What the engine gives": (
+        "ds_dynatrain.engine.pending.PendingSwitch",
+        "ds_dynatrain.engine.pending.SwitchEstimate",
+        "ds_dynatrain.engine.changes.Change",
+        "ds_dynatrain.engine.changes.Place",
+        "ds_dynatrain.engine.groups.OwnGroup",
+        "ds_dynatrain.engine.checkpoints.saving.PendingSave",
+        "ds_dynatrain.report.protection.Protection",
+        "ds_dynatrain.engine.balancer.Balancer",
+    ),
+    "Loaders": (
+        "ds_dynatrain.data.loader.TrainLoader",
+        "ds_dynatrain.data.evaluation.EvaluationLoader",
+        "ds_dynatrain.data.windows.MicroBatch",
+    ),
+    "Reports": (
+        "ds_dynatrain.report.event.SwitchEvent",
+        "ds_dynatrain.report.event.Side",
+        "ds_dynatrain.report.event.CertificateSummary",
+        "ds_dynatrain.report.writer.read_events",
+        "ds_dynatrain.report.table.table",
+    ),
+    "Other tools": (
+        "ds_dynatrain.integrations.transformers.elastic",
+        "ds_dynatrain.integrations.transformers.make_trainers_elastic",
+        "ds_dynatrain.integrations.mpi.join",
+        "ds_dynatrain.integrations.ray.coordinate",
+        "ds_dynatrain.integrations.ray.join",
+    ),
+}
+"""Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
+
+
+def names_page() -> str:
+    """Every name with the first sentence that is said of it, and what autodoc makes of it."""
+    lines = ["# Public names", "", NOTE, ""]
+    lines += ["What a script uses, from its docstrings. Errors have [a page of their own](../errors.md).", ""]
+    for title, names in NAMES.items():
+        lines += [f"## {title}", "", "| name | |", "|---|---|"]
+        lines += [f"| `{name}` | {said} |" for name, said in listed(names)]
+        lines += ["", "```{eval-rst}", *directives(names), "```", ""]
+    return "\n".join(lines)
+
+
+def listed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Names and their first sentences; of the engine those of its calls."""
+    for path in names:
+        found = find(path)
+        yield shown(path), first_sentence(found)
+        if inspect.isclass(found):
+            for name, member in vars(found).items():
+                if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                    yield f"{shown(path)}.{name}", first_sentence(member)
+
+
+def directives(names: tuple[str, ...]) -> Iterator[str]:
+    """Sphinx's, for each name."""
+    for path in names:
+        kind = "autoclass" if inspect.isclass(find(path)) else "autofunction"
+        yield f".. {kind}:: {path}"
+        if kind == "autoclass":
+            yield from ("   :members:", "   :member-order: bysource")
+        yield ""
+
+
+def find(path: str) -> Any:
+    """The object at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def shown(path: str) -> str:
+    """How a script says it."""
+    import ds_dynatrain
+
+    module, _, name = path.rpartition(".")
+    if name in ds_dynatrain.__all__:
+        return f"ds_dynatrain.{name}"
+    return f"{module}.{name}" if ".integrations." in module or ".report.w" in module or ".report.t" in module else name
+
+
+def first_sentence(found: Any) -> str:
+    """Of a docstring."""
+    text = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
+    return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
+
+
+def commands_page() -> str:
+    """Every command with its arguments and options."""
+    lines = ["# The command `ds-dynatrain`", "", NOTE, ""]
+    lines += ["Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command.", ""]
+    command: Any = typer.main.get_command(app)
+    lines += table(command)
+    for name, below in command.commands.items():
+        inner = getattr(below, "commands", None)
+        for words, each in [(f"{name} {sub}", one) for sub, one in inner.items()] if inner else [(name, below)]:
+            usage = " ".join(["ds-dynatrain", words, *(operand(one) for one in each.params if is_argument(one))])
+            lines += [f"## {words}", "", "```text", f"{usage} [OPTIONS]", "```", "", paragraphs(each.help), ""]
+            lines += table(each)
+    return "\n".join(lines)
+
+
+def table(command: Any) -> list[str]:
+    """Arguments and options of a command."""
+    rows = []
+    for one in command.params:
+        if one.name == "help":
+            continue
+        name = operand(one).strip("[]") if is_argument(one) else ", ".join(one.opts)
+        is_plain = (
+            one.default is None or isinstance(one.default, bool) or one.default in ("", ()) or callable(one.default)
+        )
+        given = "needed" if one.required else "" if is_plain else f"`{one.default}`"
+        rows.append(f"| `{name}` | {given} | {(one.help or '').replace('|', chr(92) + '|')} |")
+    return ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
+
+
+def is_argument(one: Any) -> bool:
+    """Whether it is no option."""
+    return not one.opts[0].startswith("-")
+
+
+def operand(one: Any) -> str:
+    """How it stands in the usage."""
+    name = one.name.upper()
+    return name if one.required else f"[{name}]"
+
+
+def paragraphs(text: str) -> str:
+    """A help text, a line for each paragraph."""
+    return "\n\n".join(" ".join(each.split()) for each in inspect.cleandoc(text).split("\n\n"))
+
+
+def main() -> None:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
+    args = parser.parse_args()
+    pages = {"api.md": names_page(), "cli.md": commands_page()}
+    if args.check:
+        old = [name for name, text in pages.items() if not is_written(FOLDER / name, text)]
+        sys.exit(f"out of date: {', '.join(old)}; run: python tools/reference.py" if old else 0)
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages.items():
+        (FOLDER / name).write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def is_written(file: Path, text: str) -> bool:
+    """Whether a page says this."""
+    return file.exists() and file.read_text(encoding="utf-8") == text.rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    main()
