@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as td
@@ -21,6 +21,8 @@ from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.exact import MicroStep
 from ds_dynatrain.support import usage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -178,16 +180,19 @@ class Loaders:
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-        if self.engine.is_discarded or not (
-            self.engine.is_in_epoch or PROCESS.sync_points.arrive("a mean") is not None
-        ):
-            pair = alone
-        else:
-            pair = PROCESS.membership.surviving(self.engine, lambda: self._add_up(pair), lambda: alone)
+        pair = self.together("a mean", lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
             raise DataError("mean over no samples: every rank gave samples=0")
         found = (pair[0] / pair[1]).to(torch.float32)
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
+
+    def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """A collective of the working members; what `alone` returns if the world is aborted in it, or the global batch
+        is discarded, or this member came late and the others are elsewhere. name: for the log, and the same for all.
+        """
+        if self.engine.is_discarded or not (self.engine.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
+            return alone()
+        return PROCESS.membership.surviving(self.engine, call, alone)
 
     def _add_up(self, pair: torch.Tensor) -> torch.Tensor:
         world = self.engine.world

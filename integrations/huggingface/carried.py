@@ -1,4 +1,4 @@
-"""What a member that starts to work takes over from the others, and a checkpoint holds, of a Trainer."""
+"""What a member that starts to work takes over, and a checkpoint holds, of a Trainer or an Accelerator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
-from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
+
+from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 
 PROGRESS = "trainer"
 """Its name among the engine's objects."""
@@ -31,7 +32,7 @@ class TrainerProgress:
         """Plain values, but for what a scheduler says of itself."""
         trainer = self._trainer
         state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in _OWN}
-        return {"state": state, "losses": _losses(trainer), "scheduler": schedule_of(trainer)}
+        return {"state": state, "losses": _losses(trainer), "scheduler": schedule_of(trainer.lr_scheduler)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""
@@ -40,7 +41,7 @@ class TrainerProgress:
             setattr(trainer.state, name, state["state"][name])
         self._losses = state["losses"]
         if state["scheduler"] is not None:
-            restore_schedule(trainer, state["scheduler"])
+            restore_schedule(trainer.lr_scheduler, trainer.optimizer, state["scheduler"])
         self.settle_losses()
 
     def settle_losses(self) -> None:
@@ -64,19 +65,18 @@ def _losses(trainer: Any) -> dict[str, Any]:
     }
 
 
-def schedule_of(trainer: Any) -> dict[str, Any] | None:
-    """The state of a schedule that transformers has made; None where it is the engine's, which carries its own."""
-    scheduler = trainer.lr_scheduler
-    if scheduler is None or isinstance(scheduler, DeepSpeedSchedulerWrapper):
-        return None
-    state: dict[str, Any] = scheduler.state_dict()
-    return {name: value for name, value in state.items() if name != "lr_lambdas"}
+class Counts:
+    """What an Accelerator counts by itself."""
 
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
 
-def restore_schedule(trainer: Any, state: dict[str, Any]) -> None:
-    """The inverse, with the learning rates that it gave last."""
-    scheduler, optimizer = trainer.lr_scheduler, trainer.optimizer
-    lambdas = [None] * len(getattr(scheduler, "lr_lambdas", ()))
-    scheduler.load_state_dict({**state, **({"lr_lambdas": lambdas} if lambdas else {})})
-    for group, rate in zip(optimizer.param_groups, state.get("_last_lr", ()), strict=False):
-        group["lr"] = rate
+    def state_dict(self) -> dict[str, int]:
+        """Passes in `accumulate`, and checkpoints."""
+        accelerator = self._accelerator
+        return {"step": accelerator.step, "iteration": accelerator.project_configuration.iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The inverse."""
+        self._accelerator.step = state["step"]
+        self._accelerator.project_configuration.iteration = state["iteration"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,10 @@ from ds_dynatrain.checkpoint.folder import LATEST
 from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError, ConfigError
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS
+from ds_dynatrain.integrations.huggingface.folders import is_ours, save
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 __all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "resume", "save"]
-
-
-def is_ours(folder: str | Path) -> bool:
-    """Whether it is a checkpoint of `engine.save`, which is there as a whole or not at all."""
-    return (Path(folder) / record.RECORD).is_file()
 
 
 def _is_stock(folder: Path) -> bool:
@@ -102,21 +97,6 @@ def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
             (fallback / LATEST).unlink(missing_ok=True)
             complete(str(target))
             return
-
-
-def save(engine: Any, output_dir: str, step: int) -> None:
-    """All state, as `checkpoint-<step>`; a collective. One that is left there by an earlier run gives way."""
-    folder = Path(output_dir) / f"checkpoint-{step}"
-    earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
-    if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save
-        os.rename(folder, earlier)
-    try:
-        engine.save(output_dir, folder.name)
-    except BaseException:
-        if earlier.exists() and not folder.exists():
-            os.rename(earlier, folder)
-        raise
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def resume(trainer: Any, engine: Any, folder: str) -> None:

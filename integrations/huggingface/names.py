@@ -26,6 +26,18 @@ ACCELERATE = {
     "accelerate.accelerator.Accelerator": "_prepare_deepspeed backward free_memory",
     "accelerate.utils.deepspeed": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
 }
+LOOPS = {
+    "accelerate.accelerator": (
+        "save_accelerator_state load_accelerator_state load_custom_state AcceleratedScheduler DeepSpeedEngineWrapper"
+    ),
+    "accelerate.accelerator.Accelerator": (
+        "_do_sync prepare_data_loader prepare_scheduler gather gather_for_metrics reduce pad_across_processes "
+        "wait_for_everyone init_trackers register_for_checkpointing save_state load_state skip_first_batches"
+    ),
+    "accelerate.state.GradientState": "_add_dataloader _remove_dataloader active_dataloader",
+    "accelerate.utils": "MODEL_NAME gather_object send_to_device",
+}
+"""What a loop of Accelerate's needs besides."""
 
 
 def check(wanted: Mapping[str, str], library: str) -> None:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.integrations.huggingface.calls import BLOCK
-
-_AXES = ("pipe", "tensor", "expert", "sequence")
-
-
-class Refusal(NamedTuple):
-    """is_wanted: whether the arguments ask for it."""
-
-    name: str
-    is_wanted: Callable[[TrainingArguments], bool]
-    why: str
-    instead: str
+from ds_dynatrain.integrations.huggingface.refusal import AXES, Refusal, refuse
 
 
 def _is_on(name: str) -> Callable[[TrainingArguments], bool]:
@@ -33,7 +23,7 @@ def _accelerator(name: str) -> Callable[[TrainingArguments], bool]:
 
 def _has_axes(args: TrainingArguments) -> bool:
     layout = args.hf_deepspeed_config.config[BLOCK].get("layout") or {}
-    return any((layout.get(axis) or 1) > 1 for axis in _AXES)
+    return any((layout.get(axis) or 1) > 1 for axis in AXES)
 
 
 def _has_autotp(args: TrainingArguments) -> bool:
@@ -97,9 +87,7 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "OnlineDPOTrain
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """UnsupportedError for the first that is asked for."""
-    for refusal in ARGUMENTS:
-        if refusal.is_wanted(args):
-            raise UnsupportedError(f"{refusal.name}: {refusal.why}; {refusal.instead}")
+    refuse(ARGUMENTS, args)
 
 
 def refuse_trainer(kind: type[Any]) -> None:

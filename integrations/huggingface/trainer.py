@@ -12,10 +12,12 @@ from transformers import TrainingArguments
 
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import CheckpointError, WorldChanged
-from ds_dynatrain.integrations.huggingface import checkpoints, names, numbers, refusals, settings
+from ds_dynatrain.integrations.huggingface import checkpoints, names, refusals, settings
 from ds_dynatrain.integrations.huggingface.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
-from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress, restore_schedule, schedule_of
+from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress
+from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer
+from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 from ds_dynatrain.report import logger
 
 names.check(names.TRAINER, "transformers")
@@ -144,22 +146,22 @@ class ElasticMixin(Below):
         if resume_from_checkpoint is not None and not engine.idle:
             checkpoints.resume(self, engine, resume_from_checkpoint)
         if not engine.idle:
-            numbers.refresh_trainer(self)
+            refresh_trainer(self)
         return engine, loader
 
     def _see_change(self, change: Change) -> None:
         """Before a batch is drawn in another world, or one with another stage."""
         if not change.after.idle:
-            numbers.refresh_trainer(self)
+            refresh_trainer(self)
 
     def _begin_window(self) -> None:
         """A global batch was drawn."""
-        self._schedule = schedule_of(self)
+        self._schedule = schedule_of(self.lr_scheduler)
 
     def end_window(self) -> None:
         """After its step: one that was discarded was none for the schedule either."""
         if self.engine.is_discarded and self._schedule is not None:
-            restore_schedule(self, self._schedule)
+            restore_schedule(self.lr_scheduler, self.optimizer, self._schedule)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         """Trainer's, but for a global batch that was discarded, and given up if the world ends in it.
@@ -216,7 +218,8 @@ class ElasticMixin(Below):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """All state in one format for every world, and then Trainer's files beside it."""
         if not self.args.save_only_model:
-            checkpoints.save(self.engine, self._get_output_dir(trial), self.state.global_step)
+            folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            checkpoints.save(self.engine, folder)
         super()._save_checkpoint(model, trial)
 
     def _load_best_model(self) -> None:
@@ -232,7 +235,7 @@ class ElasticMixin(Below):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """They are in it already; a schedule of transformers' own also where stock Trainer looks for it."""
-        schedule = schedule_of(self)
+        schedule = schedule_of(self.lr_scheduler)
         if self.args.should_save and schedule is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 

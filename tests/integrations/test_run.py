@@ -76,11 +76,15 @@ def test_the_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_script_of_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("switching_trainer", "train_loss"), ("switching_loop", "21 texts, data=3 zero_stage=3")],
+)
+def test_a_script_of_the_page(tmp_path: Path, name: str, said: str) -> None:
     """As it stands there."""
-    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(# switching_trainer.py\n.*?)```", page, re.DOTALL)
+    pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("huggingface.md", "accelerate.md")]
+    found = re.search(rf"```python\n(# {name}.py\n.*?)```", "".join(pages), re.DOTALL)
     assert found is not None
-    script = tmp_path / "switching_trainer.py"
-    script.write_text(found[1].replace('output_dir="out"', f'output_dir="{tmp_path}"'))
-    assert "train_loss" in torchrun(4, "-m", "tests.integrations.on_cpu", str(script))
+    script = tmp_path / f"{name}.py"
+    script.write_text(found[1].replace('"out"', f'"{tmp_path}"'))
+    assert said in torchrun(4, "-m", "tests.integrations.on_cpu", str(script))

@@ -1,0 +1,272 @@
+"""Accelerate over a world that changes: its `Accelerator`, for loops that stay as they are.
+
+    from ds_dynatrain.integrations.accelerate import Accelerator  # instead of accelerate's
+
+Import it before an Accelerator is made: where nodes come and go that would look for a world of a fixed size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import accelerate.accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.elastic.environment import worker_place
+from ds_dynatrain.engine.changes import Change
+from ds_dynatrain.errors import CheckpointError, DataError, UnsupportedError
+from ds_dynatrain.integrations.huggingface import accelerators, folders, names, numbers, states
+from ds_dynatrain.integrations.huggingface.calls import install
+from ds_dynatrain.integrations.huggingface.carried import Counts
+from ds_dynatrain.integrations.huggingface.collectives import Collectives
+from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches, is_in_order
+from ds_dynatrain.integrations.huggingface.schedules import CarriedSchedule, SteadyScheduler
+from ds_dynatrain.report import logger
+
+__all__ = ["Accelerator"]
+
+names.check(names.ACCELERATE, "accelerate")
+names.check(names.LOOPS, "accelerate")
+install()
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = accelerate.Accelerator
+
+EVALUATES = "accelerator.prepare_data_loader(loader, evaluation=True)"
+
+
+class Accelerator(Collectives, Below):
+    """Accelerate's, of a DeepSpeed configuration with a `dynatrain` block.
+
+    The DataLoader that shuffles trains, or the first one if none does; others evaluate. ConfigError without a block,
+    UnsupportedError for what cannot follow the world, by name.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._training: TrainingBatches | None = None
+        self._evaluations = 0
+        self._processes = 1
+        self._has_loaded = False
+        self._tracked: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        super().__init__(*arguments, **named)
+        accelerators.refuse_given(self)
+
+    @property
+    def engine(self) -> Any:
+        """That of ds_dynatrain, which `prepare` makes; None before."""
+        wrapped = getattr(self, "deepspeed_engine_wrapped", None)
+        return None if wrapped is None else wrapped.engine
+
+    @property
+    def num_processes(self) -> int:
+        """Of the present world; before the model is prepared, of that of the start."""
+        found: int = super().num_processes
+        if self.engine is not None or worker_place() is not None:
+            return found
+        return accelerators.layout_of(self).get("data") or found
+
+    # ---- what is prepared --------------------------------------------------------------------------------------------
+
+    def _prepare_deepspeed(self, *given: Any) -> tuple[Any, ...]:
+        """Accelerate's, which makes the engine, with loaders and schedules that follow it."""
+        accelerators.refuse_parts(given, self.engine is not None)
+        loaders = [each for each in given if isinstance(each, DataLoader)]
+        shuffling = [each for each in loaders if not is_in_order(each)] or loaders
+        prepared = tuple(
+            self.prepare_data_loader(each, evaluation=self._evaluates(each, shuffling[:1])) if each in loaders else each
+            for each in given
+        )
+        if not any(isinstance(each, nn.Module) for each in given):
+            return prepared
+        training = self._training
+        worth = accelerators.settle_sizes(self, None if training is None else training.batch_size)
+        if self.step_scheduler_with_optimizer and any(isinstance(each, LRScheduler) for each in given):
+            self._processes = accelerators.whole(worth)
+        made = super()._prepare_deepspeed(*prepared)
+        stock = [each for each in made if type(each) is AcceleratedScheduler]
+        steady = {id(each): SteadyScheduler(each, self._processes, self.engine) for each in stock}
+        self._schedulers[:] = [steady.get(id(each), each) for each in self._schedulers]
+        self._begin(list(steady.values()))
+        return tuple(steady.get(id(each), each) for each in made)
+
+    def _evaluates(self, loader: DataLoader[Any], first: list[DataLoader[Any]]) -> bool:
+        """Whether it does not train; `first`: that which trains if none does yet."""
+        return is_in_order(loader) and (self._training is not None or loader not in first)
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: Any = None,
+        slice_fn_for_dispatch: Any = None,
+        *,
+        evaluation: Any = None,
+    ) -> Any:
+        """Accelerate's; evaluation: whether it evaluates, which is guessed otherwise.
+
+        UnsupportedError for a second one that trains; DataError for one whose samples cannot be dealt again.
+        """
+        if isinstance(data_loader, (TrainingBatches, EvaluationBatches)):
+            return data_loader
+        if evaluation if evaluation is not None else self._evaluates(data_loader, [data_loader]):
+            self._evaluations += 1
+            name = f"evaluation loader {self._evaluations}"
+            return self._kept(EvaluationBatches(self, data_loader, name, self._stock_loader, self._begins))
+        if self._training is not None:
+            raise UnsupportedError(
+                "a second DataLoader that trains: a global batch is of one; join the data sets "
+                f"(torch.utils.data.ConcatDataset), or, if it evaluates, take {EVALUATES}"
+            )
+        self._training = TrainingBatches(self, data_loader)
+        if self.engine is not None:
+            self._training.bind(self.engine)
+        return self._kept(self._training)
+
+    def _kept(self, loader: Any) -> Any:
+        self._dataloaders.append(loader)
+        return loader
+
+    def _stock_loader(self, loader: DataLoader[Any]) -> Any:
+        """Accelerate's own for the present world."""
+        made = super().prepare_data_loader(loader)
+        self._dataloaders.remove(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Accelerate's; in one call with the model alone."""
+        raise UnsupportedError(
+            "accelerator.prepare_scheduler: it would not travel with the job; "
+            "accelerator.prepare(model, optimizer, scheduler) in one call"
+        )
+
+    def _begin(self, schedules: list[SteadyScheduler]) -> None:
+        """The engine is there."""
+        engine = self.engine
+        engine.on_change(self._see_change)
+        if not engine.idle:
+            self._refresh()
+        if self._training is not None:
+            self._training.bind(engine)
+        engine.register_for_checkpointing("accelerate", Counts(self))
+        for number, schedule in enumerate(schedules):
+            engine.register_for_checkpointing(f"accelerate schedule {number}", CarriedSchedule(schedule))
+        for number, value in enumerate(self._custom_objects):
+            self._carry(number, value)
+
+    # ---- the world ---------------------------------------------------------------------------------------------------
+
+    def _see_change(self, change: Change) -> None:
+        """Before a batch is drawn in another world, or one with another stage."""
+        if not change.after.idle:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """What Accelerate remembers of the world."""
+        engine = self.engine
+        numbers.refresh_ranks()
+        numbers.refresh_stage(self, engine.layout.zero_stage)
+        self.gradient_accumulation_steps = engine.batch.accumulation
+        for optimizer in self._optimizers:
+            optimizer.__has_overflow__ = hasattr(optimizer.optimizer, "overflow")
+        if self._tracked is not None and self.is_main_process and not self.trackers:
+            arguments, named = self._tracked
+            super().init_trackers(*arguments, **named)
+
+    def init_trackers(self, *arguments: Any, **named: Any) -> None:
+        """Accelerate's; a process that becomes rank 0 later begins its own then."""
+        self._tracked = arguments, named
+        super().init_trackers(*arguments, **named)
+
+    def _begins(self, loader: EvaluationBatches) -> bool:
+        """Whether a pass over an evaluation loader has batches here."""
+        engine = self.engine
+        return engine is None or (not engine.idle and engine._parts.loaders.begin_evaluation(loader))
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _do_sync(self) -> None:
+        """Accelerate's; a micro-batch that trains has said whether it is the last of its global batch."""
+        if isinstance(self.gradient_state.active_dataloader, TrainingBatches):
+            self.step += 1
+        else:
+            super()._do_sync()
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        """Accelerate's. DataError for what the training DataLoader has not dealt, or has dealt ahead."""
+        active = self.gradient_state.active_dataloader
+        if not isinstance(active, TrainingBatches):
+            raise DataError(
+                "accelerator.backward outside of a loop over the training DataLoader, which is the one that shuffles, "
+                f"or else the first one that is prepared; if that one evaluates, take {EVALUATES} for it"
+            )
+        active.note_backward()
+        super().backward(loss, **named)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Accelerate's; they travel to processes that start to work, too. Their states are plain values and tensors."""
+        first = len(self._custom_objects)
+        super().register_for_checkpointing(*objects)
+        if self.engine is not None:
+            for number, value in enumerate(objects, first):
+                self._carry(number, value)
+
+    def _carry(self, number: int, value: Any) -> None:
+        self.engine.register_for_checkpointing(f"accelerate object {number}", value)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
+        """Accelerate's, in one format for every world. One that cannot be saved is an error on the log of all."""
+        if named:
+            raise UnsupportedError(
+                f"save_state({', '.join(named)}): these are DeepSpeed's, and this checkpoint is of ds_dynatrain; "
+                "leave them out, or call engine.save_checkpoint"
+            )
+        if self.engine.idle:
+            return None
+        stock = accelerate.accelerator
+        with (
+            replaced(self.engine, "save_checkpoint", self._save),
+            replaced(stock, "save_accelerator_state", states.nothing),
+        ):
+            try:
+                return super().save_state(output_dir, safe_serialization)
+            except CheckpointError as error:
+                logger.error("save_state(%s): %s", output_dir, error)
+                return None
+
+    def _save(self, folder: Any, tag: str) -> None:
+        folders.save(self.engine, Path(folder) / tag)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **named: Any) -> None:
+        """Accelerate's, in any world and layout, of its own checkpoints too. A newcomer has the job's state already."""
+        self._has_loaded = True
+        if self.engine.idle or self.engine.is_newcomer:
+            return
+        with states.without_ours() as rest:
+            super().load_state(input_dir, load_kwargs, **named)
+        if rest and self._training is not None:
+            self._training.go_to(self.engine.global_steps)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Accelerate's; the training loader stands where `load_state` has gone to, and leaves out nothing more."""
+        if isinstance(dataloader, EvaluationBatches):
+            return super().skip_first_batches(dataloader.stock(), num_batches)
+        if not self._has_loaded and num_batches:
+            raise UnsupportedError(
+                f"skip_first_batches({num_batches}) without load_state: batches are micro-batches of one world; "
+                "load_state goes to the next sample by itself"
+            )
+        return dataloader
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's, which ends the engine's job."""
+        released = super().free_memory(*objects)
+        self._training = None
+        return released

@@ -1,0 +1,30 @@
+"""A checkpoint of `engine.save` that has the place of another library's: told apart, and written over an older one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.checkpoint import record
+
+
+def is_ours(folder: str | Path) -> bool:
+    """Whether it is a checkpoint of `engine.save`, which is there as a whole or not at all."""
+    return (Path(folder) / record.RECORD).is_file()
+
+
+def save(engine: Any, folder: str | Path) -> None:
+    """All state, into this folder; a collective. One that is left there by an earlier run gives way."""
+    folder = Path(folder)
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
+    if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save
+        os.rename(folder, earlier)
+    try:
+        engine.save(folder.parent, folder.name)
+    except BaseException:
+        if earlier.exists() and not folder.exists():
+            os.rename(earlier, folder)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)

@@ -1,0 +1,158 @@
+"""What the DataLoaders that an Accelerator prepares become: one that trains, and those that evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from ds_dynatrain.data import Cursor, TrainLoader
+from ds_dynatrain.errors import ConfigError, DataError
+
+MOST_SET = 2**32 - 1
+"""The largest seed that `set_seed` takes; another one came by chance, and a run that goes on would not have it."""
+
+
+def is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether its batches are the data set's samples one after the other."""
+    return type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) is BatchSampler
+
+
+class _Prepared:
+    """Answers like the DataLoader of torch that it was made of, where it does not know better."""
+
+    def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
+        self._accelerator, self._torch = accelerator, loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_torch":  # it is being made
+            raise AttributeError(name)
+        return getattr(self._torch, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accelerate's; the order of an epoch follows from the job's position here."""
+
+
+class TrainingBatches(_Prepared):
+    """This rank's micro-batches, one by one; the last one of a global batch sets `sync_gradients`.
+
+    A change of the world takes effect between two global batches. It reads from the engine once there is one, see
+    `bind`.
+    """
+
+    remainder = 0
+    """What Accelerate has filled the last batch up with: nothing."""
+
+    def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
+        super().__init__(accelerator, loader)
+        self.end_of_dataloader = False
+        self._ours: TrainLoader | None = None
+        self._drawn = 0
+
+    @property
+    def loader(self) -> TrainLoader:
+        """The engine's; ConfigError before there is one."""
+        if self._ours is None:
+            raise ConfigError(
+                "the training DataLoader has no engine yet: prepare the model and its optimizer before the loop"
+            )
+        return self._ours
+
+    def bind(self, engine: Any) -> None:
+        """Read from `engine`; ConfigError where processes would deal in different orders."""
+        seed = None if is_in_order(self._torch) else self._seed(engine._parts.job.job_seed)
+        if engine.generation == 1 and not engine.idle:
+            seeds = set(gather_object([seed]))
+            if len(seeds) > 1:
+                raise ConfigError(
+                    f"the training DataLoader has different seeds on different processes: {sorted(seeds)}; give "
+                    "its generator the same one everywhere, or DataLoaderConfiguration(data_seed=...)"
+                )
+        reshuffle = None if seed is None else True
+        self._ours = cast("TrainLoader", engine.loader(self._torch, seed=seed, reshuffle=reshuffle, name="accelerate"))
+
+    def _seed(self, of_job: int) -> int:
+        """Epoch k has the permutation of this + k, as Accelerate's seedable sampler. of_job: rank 0's at the start."""
+        settings = self._accelerator.dataloader_config
+        generator = getattr(self._torch.sampler, "generator", None)
+        if settings.data_seed is not None:
+            return int(settings.data_seed)
+        if generator is not None and not settings.use_seedable_sampler:
+            return int(generator.initial_seed())
+        return of_job if of_job <= MOST_SET else 0
+
+    def go_to(self, steps: int) -> None:
+        """Stand behind so many optimizer steps of the job."""
+        epoch, step = divmod(steps, self.loader.order.steps)
+        state = self.loader.state_dict()
+        self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
+
+    def note_backward(self) -> None:
+        """A backward pass begins; DataError where other micro-batches were drawn before it."""
+        drawn, self._drawn = self._drawn, 0
+        if drawn > 1:
+            raise DataError(
+                f"accelerator.backward: {drawn} micro-batches of the global batch were drawn since the last one, and "
+                "what is known of their samples is that of the last; draw a micro-batch, and then train it"
+            )
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch on this rank in the present world."""
+        if self._ours is not None:
+            return len(self._ours)
+        return math.ceil(len(self._torch) / int(self._accelerator.num_processes))
+
+    def __iter__(self) -> Iterator[Any]:
+        accelerator, loader = self._accelerator, self.loader
+        state = accelerator.gradient_state
+        state._add_dataloader(self)
+        try:
+            is_last, self._drawn = True, 0
+            for batch in loader:
+                self._drawn = 1 if is_last else self._drawn + 1
+                is_last = not loader.mid_window
+                self.end_of_dataloader = is_last and loader.cursor.step == loader.order.steps
+                state._set_sync_gradients(is_last)
+                yield placed(batch, accelerator)
+        finally:
+            self.end_of_dataloader = False
+            state._remove_dataloader(self)
+
+
+class EvaluationBatches(_Prepared):
+    """Accelerate's own, made anew for each pass: it is cut for the world that there is then.
+
+    make: of torch's the one for the present world. begins: whether a pass has batches here.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        loader: DataLoader[Any],
+        name: str,
+        make: Callable[[DataLoader[Any]], Any],
+        begins: Callable[[EvaluationBatches], bool],
+    ) -> None:
+        super().__init__(accelerator, loader)
+        self.name, self._make, self._begins = name, make, begins
+
+    def stock(self) -> Any:
+        """Accelerate's for the present world."""
+        return self._make(self._torch)
+
+    def __len__(self) -> int:
+        """Batches on this rank in the present world."""
+        return len(self.stock())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stock() if self._begins(self) else ())
+
+
+def placed(batch: Any, accelerator: Any) -> Any:
+    """On the accelerator's device, as Accelerate puts it there."""
+    if not accelerator.device_placement:
+        return batch
+    return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)

@@ -1,0 +1,69 @@
+"""Schedules of the learning rate that are not the engine's: carried, and made steady in a world that changes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
+
+if TYPE_CHECKING:
+    from typing import Any as AcceleratedScheduler
+else:
+    from accelerate.scheduler import AcceleratedScheduler
+
+
+def schedule_of(scheduler: Any) -> dict[str, Any] | None:
+    """The state of a schedule; None where it is the engine's, which carries its own."""
+    if scheduler is None or isinstance(scheduler, DeepSpeedSchedulerWrapper):
+        return None
+    state: dict[str, Any] = scheduler.state_dict()
+    return {name: value for name, value in state.items() if name != "lr_lambdas"}
+
+
+def restore_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    """The inverse, with the learning rates that it gave last."""
+    lambdas = [None] * len(getattr(scheduler, "lr_lambdas", ()))
+    scheduler.load_state_dict({**state, **({"lr_lambdas": lambdas} if lambdas else {})})
+    for group, rate in zip(optimizer.param_groups, state.get("_last_lr", ()), strict=False):
+        group["lr"] = rate
+
+
+class SteadyScheduler(AcceleratedScheduler):
+    """Accelerate's, which steps a schedule once for each process; here once for each of a fixed number of them.
+
+    So the schedule means the same in every world. stock: what Accelerate has made. processes: as many as would make a
+    global batch of one DataLoader's batch each. engine: of ds_dynatrain.
+    """
+
+    def __init__(self, stock: AcceleratedScheduler, processes: int, engine: Any) -> None:
+        super().__init__(stock.scheduler, stock.optimizers, stock.step_with_optimizer, stock.split_batches)
+        self._processes, self._engine = processes, engine
+
+    def step(self, *arguments: Any, **named: Any) -> None:
+        """After an optimizer step; one that was skipped or discarded is none here either."""
+        if self._engine.is_discarded:
+            return
+        if not self.step_with_optimizer:
+            self.scheduler.step(*arguments, **named)
+            return
+        if not self.gradient_state.sync_gradients or any(each.step_was_skipped for each in self.optimizers):
+            return
+        for _ in range(self._processes):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):  # as Accelerate's
+                self.scheduler.step(*arguments, **named)
+
+
+class CarriedSchedule:
+    """A `SteadyScheduler` among the engine's objects."""
+
+    def __init__(self, steady: SteadyScheduler) -> None:
+        self._scheduler = steady.scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, but for what a scheduler says of itself."""
+        return schedule_of(self._scheduler) or {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        restore_schedule(self._scheduler, self._scheduler.optimizer, state)
