@@ -60,6 +60,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "Other tools": (
         "ds_dynatrain.integrations.transformers.elastic",
         "ds_dynatrain.integrations.transformers.make_trainers_elastic",
+        "ds_dynatrain.integrations.accelerate.Accelerator",
         "ds_dynatrain.integrations.mpi.join",
         "ds_dynatrain.integrations.ray.coordinate",
         "ds_dynatrain.integrations.ray.join",
