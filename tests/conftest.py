@@ -35,6 +35,8 @@ RESOLVER = "timeout:1 attempts:1"
 """torch's stores ask a name server at each connection who that is, for their log; a lost answer is worth no 5 s."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
+SHARED = "tests/elastic/", "tests/integrations/"
+"""Static runs and the process that forks jobs; ranks that have imported Trainer."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,12 +88,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers each takes a file at a time; jobs under torchrun share static runs, and are one worker's."""
+    """Of several workers each takes a file at a time; folders whose files share what is slow to start are one's."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/elastic" if nodeid.startswith("tests/elastic/") else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in SHARED if file.startswith(folder)), file)
 
     config.option.loadscopereorder = False  # those of few tests would come last: of ranks, and not the shortest at all
     return ByFile(config, log)

@@ -30,7 +30,7 @@ SIZES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 @pytest.fixture(scope="module")
 def pools(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
     """Ranks by the size of their world: stock DeepSpeed takes all there are."""
-    pair = RankPool(2, tmp_path_factory.mktemp("pair"))
+    pair = RankPool(2, tmp_path_factory.mktemp("pair"), beside=pool)
     yield {2: pair, 4: pool}
     pair.stop()
 

@@ -83,11 +83,11 @@ def free_port() -> int:
 class Nursery:
     """The process that has imported everything and forks ranks; see rank_process.py.
 
-    module: what it runs, `rank_process.py` or another one that ends in it.
+    module: what it runs, `rank_process.py` or another one that ends in it. imports: what ranks would import, each.
     """
 
-    def __init__(self, log: Path, accelerator: str, module: str) -> None:
-        slow = [models for name, models in SLOW.items() if name in sys.modules]
+    def __init__(self, log: Path, accelerator: str, module: str, imports: Sequence[str]) -> None:
+        slow = [*(models for name, models in SLOW.items() if name in sys.modules), *imports]
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
         names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", **surroundings()}
         names |= {"MKL_CBWR": "COMPATIBLE"}  # what exact jobs ask for
@@ -137,12 +137,17 @@ class Nursery:
 
 @dataclass
 class RankPool:
-    """`size` ranks, started at the first `run`."""
+    """`size` ranks, started at the first `run`.
+
+    beside: another pool, whose process forks these ranks, too; it is stopped after this one.
+    """
 
     size: int
     folder: Path
     accelerator: str = "cpu"
     module: str = "tests.engine.rank_process"
+    imports: Sequence[str] = ()
+    beside: RankPool | None = None
     ranks: list[Rank] = field(default_factory=list)
     nursery: Nursery | None = None
     starts: int = 0
@@ -204,9 +209,9 @@ class RankPool:
     def stop(self) -> None:
         """End all ranks and the process that forks them."""
         self._end_ranks()
-        if self.nursery is not None:
+        if self.nursery is not None and self.beside is None:
             self.nursery.stop()
-            self.nursery = None
+        self.nursery = None
 
     def _end_ranks(self) -> None:
         for rank in self.ranks:
@@ -221,18 +226,25 @@ class RankPool:
             self.reaped[rank.process] = self.nursery.reap(rank.process)
         return self.reaped[rank.process]
 
+    def started(self) -> Nursery:
+        """The process that forks its ranks."""
+        if self.beside is not None:
+            return self.beside.started()
+        if self.nursery is None:
+            self.nursery = Nursery(self.folder / "nursery.log", self.accelerator, self.module, self.imports)
+        return self.nursery
+
     def _start_if_needed(self) -> None:
         if self.ranks:
             return
-        if self.nursery is None:
-            self.nursery = Nursery(self.folder / "nursery.log", self.accelerator, self.module)
+        self.nursery = self.started()
         port = free_port()
         self.starts += 1
         files = [self.folder / f"{self.starts}_{rank}.log" for rank in range(self.size)]
         try:
             self.ranks = self.nursery.start(port, files)
         except TimeoutError:  # its answer would be taken for that to the next request
-            self.stop()
+            (self.beside or self).stop()
             raise
         failed = [answer for answer in self._collect(START_SECONDS, frozenset()) if isinstance(answer, str)]
         if failed:

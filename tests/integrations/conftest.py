@@ -10,16 +10,16 @@ from tests.engine.pool import RankPool
 
 
 @pytest.fixture(scope="package")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """One rank."""
-    ranks = RankPool(1, tmp_path_factory.mktemp("alone"))
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four ranks."""
+    ranks = RankPool(4, tmp_path_factory.mktemp("four"), imports=["tests.integrations.trainers"])
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="package")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four."""
-    ranks = RankPool(4, tmp_path_factory.mktemp("four"))
+def alone(four: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """One."""
+    ranks = RankPool(1, tmp_path_factory.mktemp("alone"), beside=four)
     yield ranks
     ranks.stop()
