@@ -58,6 +58,8 @@ demo: $(STAMP)  ## train a GPT with plain DeepSpeed, with two live switches, and
 	@echo "The plot of both runs: $(DEMO_OUT)/losses.png. Now nodes that come, go and die:"
 	$(BIN)/python examples/elastic/nodes.py --out $(DEMO_OUT)/elastic
 
+# Hundreds of processes import the package: it is compiled once for all of them, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)  ## run the tests, the long sets apart
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) $(ARGS)
 

@@ -35,8 +35,8 @@ RESOLVER = "timeout:1 attempts:1"
 """torch's stores ask a name server at each connection who that is, for their log; a lost answer is worth no 5 s."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
-SHARED = "tests/elastic/", "tests/integrations/"
-"""Static runs and the process that forks jobs; ranks that have imported Trainer."""
+SHARED = "tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py"
+"""All of one worker: what has static runs, jobs that are forked, and ranks that have imported Trainer."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((folder for folder in SHARED if file.startswith(folder)), file)
+            return SHARED[0] if file.startswith(SHARED) else file
 
     config.option.loadscopereorder = False  # those of few tests would come last: of ranks, and not the shortest at all
     return ByFile(config, log)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -19,12 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tools.nodes import ROOT, Job
 
@@ -109,6 +111,34 @@ def nursery() -> Nursery:
     return Nursery()
 
 
+def torchrun(words: Sequence[str], seconds: float, is_warm: bool = True) -> tuple[int, str]:
+    """A launch of torchrun's on this machine: its exit code, and all that was printed. TimeoutError with that, too.
+
+    is_warm: its processes are forked; else they are new ones.
+    """
+    command = ["torch.distributed.run", "--standalone", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile() as log:
+        process = nursery().start(command, env, ROOT, log.fileno()) if is_warm else _new(command, env, log)
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.terminate()  # it ends its workers
+            process.wait()
+        log.seek(0)
+        printed = log.read().decode(errors="replace")
+    if code is None:
+        raise TimeoutError(f"{' '.join(words)}: no end within {seconds:g} s\n{printed[-6000:]}")
+    return code, printed
+
+
+def _new(command: Sequence[str], env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
+
+
 class WarmJob(Job):
     """Whose agents, coordinators and workers are forked, but those on other hosts."""
 
@@ -175,7 +205,10 @@ def become(
     code = 1
     try:
         _as_new(env, cwd, output)
-        code = _run(command, is_module)
+        try:
+            code = _run(command, is_module)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
@@ -207,7 +240,9 @@ def _as_new(env: Mapping[str, str], cwd: str, output: Sequence[int | None]) -> N
 def _run(command: Sequence[str], is_module: bool) -> int:
     """The exit code."""
     sys.argv = list(command)
-    script = command[0]
+    if command[0] == "-m":
+        sys.argv, is_module = sys.argv[1:], True
+    script = sys.argv[0]
     sys.path[0] = os.getcwd() if is_module else str(Path(script).parent)
     for place in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if place and place not in sys.path:
@@ -244,6 +279,9 @@ def _warm_up() -> None:
     import ds_dynatrain.cli.main
     import ds_dynatrain.elastic.handler
     import ds_dynatrain.engine.initialize  # noqa: F401
+
+    if importlib.util.find_spec("transformers") is not None:
+        import tests.integrations.trainers  # noqa: F401
 
     def popen(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Forked:
         files = (handler._stdout, handler._stderr)

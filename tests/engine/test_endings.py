@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.elastic.warm import torchrun
+
+SCRIPT = Path(__file__).parent / "scripts" / "ending.py"
 LIMIT = 90.0
 REPEATS = 5
 MOST_SECONDS = 30.0
@@ -29,26 +27,10 @@ class End:
     at: float
 
 
-def launch(how: str, limit: float = LIMIT) -> End:
-    """`scripts/ending.py` with four processes."""
-    names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    script = [str(ROOT / "tests/engine/scripts/ending.py"), how]
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *script],
-        cwd=ROOT,
-        env={**os.environ, **names},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            output, _ = process.communicate()
-            pytest.fail(f"{how}: no end within {limit:g} s\n{output[-6000:]}")
-    return End(process.returncode, output, time.time())
+def launch(how: str, is_warm: bool = False) -> End:
+    """`scripts/ending.py` with four processes, new ones or forked."""
+    code, output = torchrun(["--nproc-per-node=4", str(SCRIPT), how], LIMIT, is_warm)
+    return End(code, output, time.time())
 
 
 def working_ends(end: End) -> list[int]:
@@ -89,15 +71,16 @@ def test_it_ends_every_time(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "words", "is_warm"),
     [
-        ("working raises", "ValueError: wrong on working member 1"),
-        pytest.param("idle raises", "ValueError: wrong on idle member 3", marks=pytest.mark.full),
-        pytest.param("one loops once more", "Error", marks=pytest.mark.full),
+        ("working raises", "ValueError: wrong on working member 1", True),
+        pytest.param("working raises", "ValueError: wrong on working member 1", False, marks=pytest.mark.full),
+        pytest.param("idle raises", "ValueError: wrong on idle member 3", False, marks=pytest.mark.full),
+        pytest.param("one loops once more", "Error", False, marks=pytest.mark.full),
     ],
 )
-def test_an_error_is_seen_and_ends_the_job(how: str, words: str) -> None:
-    end = launch(how)
+def test_an_error_is_seen_and_ends_the_job(how: str, words: str, is_warm: bool) -> None:
+    end = launch(how, is_warm)
     assert end.code != 0, end.output[-6000:]
     assert words in end.output, end.output[-6000:]
     begin = re.search(r"error at ([\d.]+)", end.output)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +11,31 @@ import pytest
 
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.run import main
+from tests.elastic.warm import torchrun
 from tests.integrations import trainers
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "integrations" / "plain_trainer.py"
+SECONDS = 240.0
 
 
-def torchrun(processes: int, *command: str) -> str:
-    """What all printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
+def launched(processes: int, *command: str, is_warm: bool = False) -> str:
+    """What all printed, of processes that are new or forked."""
+    code, printed = torchrun([f"--nproc-per-node={processes}", *command], SECONDS, is_warm)
+    assert code == 0, printed[-3000:]
+    return printed
 
 
-def run(folder: Path, config: dict[str, Any], processes: int, *script: str) -> tuple[list[float], str]:
+def run(folder: Path, config: dict[str, Any], processes: int, *script: str, is_warm: bool) -> tuple[list[float], str]:
     """What rank 0 logged, and what all printed."""
     file = folder / "ds.json"
     file.write_text(json.dumps({**trainers.CONFIG, "gradient_accumulation_steps": 1, **config}))
-    printed = torchrun(processes, "-m", "ds_dynatrain.run", *script, str(file), str(folder))
+    printed = launched(processes, "-m", "ds_dynatrain.run", *script, str(file), str(folder), is_warm=is_warm)
     return json.loads((folder / "log.json").read_text()), printed
 
 
-def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_warm", [True, pytest.param(False, marks=pytest.mark.full, id="new processes")])
+def test_a_script_that_knows_nothing_of_it(tmp_path: Path, is_warm: bool) -> None:
     """With the block its trainer is elastic, with idle processes too; without one it is stock. A file, and a module."""
     logs = []
     for name, block, script in (
@@ -54,7 +48,7 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     ):
         folder = tmp_path / name
         folder.mkdir()
-        losses, printed = run(folder, block, 3 if name == "ours" else 2, *script)
+        losses, printed = run(folder, block, 3 if name == "ours" else 2, *script, is_warm=is_warm)
         assert ("DynatrainEngine" in printed) == (name == "ours")
         logs.append(losses)
     assert logs[0] == pytest.approx(logs[1], rel=2e-5) and len(logs[0]) == 4
@@ -69,9 +63,9 @@ def test_nothing_to_run() -> None:
 def test_the_example(tmp_path: Path) -> None:
     """Both of its commands."""
     command = ("-m", "tests.integrations.on_cpu", "examples/huggingface/train.py", "--out", str(tmp_path))
-    torchrun(4, *command, "--steps", "44")
+    launched(4, *command, "--steps", "44")
     assert (tmp_path / "checkpoint-40").is_dir()
-    printed = torchrun(3, *command, "--steps", "46", "--resume")
+    printed = launched(3, *command, "--steps", "46", "--resume")
     assert "train_loss" in printed and (tmp_path / "checkpoint-46").is_dir()
 
 
@@ -87,4 +81,4 @@ def test_a_script_of_the_page(tmp_path: Path, name: str, said: str) -> None:
     assert found is not None
     script = tmp_path / f"{name}.py"
     script.write_text(found[1].replace('"out"', f'"{tmp_path}"'))
-    assert said in torchrun(4, "-m", "tests.integrations.on_cpu", str(script))
+    assert said in launched(4, "-m", "tests.integrations.on_cpu", str(script))
