@@ -23,7 +23,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-SHELL = ("bash", "")
+SHELL = ("bash", "text", "")
 
 
 def prose(page: Path) -> str:
@@ -101,7 +101,7 @@ def test_scripts_are_whole_and_have_one_name_each() -> None:
     assert "toy" in modules
     here = {path.name for path in (ROOT / "examples").rglob("*.py")} | {"train.py"}
     for page in PAGES:
-        for block in blocks(page, "bash"):
+        for block in blocks(page, "bash", "text"):
             for line in block.replace("\\\n", " ").splitlines():
                 if "torchrun" in line and (found := re.search(r"(\w+\.py)\b", line)):
                     assert found[1] in {name for name, _ in named} | here, line

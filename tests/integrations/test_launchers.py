@@ -211,7 +211,7 @@ def is_node(pod: dict[str, Any]) -> bool:
 
 def test_torchrun_has_the_options_that_the_page_names() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in joined(block)]
+    lines = [line for block in re.findall(r"```(?:bash|text)\n(.*?)```", text, re.DOTALL) for line in joined(block)]
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("torchrun ")]
     assert found
     for words in found:
