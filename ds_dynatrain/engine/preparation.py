@@ -86,13 +86,13 @@ class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
 
     board: where the switch is negotiated; control: the same over the connection for work in the background, which
-    nobody else may use meanwhile. on_device: the state kinds whose present
-    buffers are on accelerators. make: the module's next children for a rank of a layout. made: these, for this
-    member. number: of the engine in its process. has_sequence: as `World`. budget_bytes: of staging. way: as
-    `dynatrain.transport`. check: raises SwitchRefused if this member cannot take part. building: around the building of
-    groups; present: the world that this member trains in. stop: called in every wait, raises if the switch will not
-    come about; committed: called as soon as it has. is_lean: nothing of the target is made, for it has to wait until
-    the source is gone. connect_at: the step at which the next world's members are connected, once that is decided (see
+    nobody else may use meanwhile. on_device: the state kinds whose present buffers are on accelerators. make: the
+    module's next children for a rank of a layout. made: these, for this member. number: of the engine in its
+    process. has_sequence: as `World`. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises
+    SwitchRefused if this member cannot take part. building: around the building of groups; present: the world that
+    this member trains in. stop: called in every wait, raises if the switch will not come about; committed: called
+    as soon as it has. is_lean: nothing of the target is made, for it has to wait until the source is gone.
+    connect_at: the step at which the next world's members are connected, once that is decided (see
     `agreement.connecting_step`); connections: what came of it.
     """
 

@@ -77,7 +77,7 @@ def execute(
         places.among(target)
     moved = np.flatnonzero(read.addresses() != written.addresses())
     check_disjoint(
-        [read, *(sends for sends, _ in exchanges)],
+        [read, *(sends for sends, _ in exchanges), *pulling.lent],
         [written.rows(moved), *(receives for _, receives in exchanges), *pulling.into],
     )
     pulling.start()

@@ -87,7 +87,7 @@ class Pull:
 class Pulling:
     """This member's side of all its pulls, of which there are none without `memory`.
 
-    Before it starts the device has done whatever fills the source buffers.
+    lent, into: the regions that others read, and those that this member fills.
     """
 
     memory: DeviceMemory | None
@@ -95,21 +95,22 @@ class Pulling:
     source: Buffers
     target: Buffers
     transport: Transport
+    lent: list[Regions] = field(init=False)
     into: list[Regions] = field(init=False)
-    _lent: list[Regions] = field(init=False)
     _places: list[tuple[torch.Tensor, Handle]] = field(default_factory=list)
     _waits: list[Handle] = field(default_factory=list)
     _ends: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.lent = [pull.lent.among(self.source) for pull in self.pulls]
         self.into = [pull.mine.among(self.target) for pull in self.pulls]
-        self._lent = [pull.lent.among(self.source) for pull in self.pulls]
 
     def start(self) -> None:
         """Say where this member's buffers are, and ask for theirs."""
         if self.memory is None:
             return
-        for pull, lent in zip(self.pulls, self._lent, strict=True):
+        self.memory.synchronize()  # others do not wait for what is queued here
+        for pull, lent in zip(self.pulls, self.lent, strict=True):
             if lent.data:
                 held = dict(zip(pull.lent.keys, lent.data, strict=True))
                 table = torch.from_numpy(np.concatenate([_record(self.memory, key, held[key]) for key in sorted(held)]))
