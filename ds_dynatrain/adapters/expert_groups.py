@@ -189,7 +189,7 @@ def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
         routed = [is_moe_param(held) for held in group["params"]]
         if any(routed) and not (all(routed) and group.get("moe")):
             raise UnsupportedError(
-                f"optimizer group {number} holds experts and is not marked as a group of theirs alone: give the "
+                f"optimizer group {number} holds experts and is not marked as a group of experts alone: give the "
                 "optimizer in the configuration, or a function that makes it from "
                 "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(...)"
             )

@@ -168,7 +168,7 @@ def series_of(version: str) -> Series:
     if series is None or parsed.release < Version(series.tested).release:
         raise ImportError(
             f"DeepSpeed {version} is installed; ds_dynatrain is tested with {versions_tested()}. Install one of these "
-            "(or a newer patch of theirs), or a newer ds_dynatrain"
+            "(or a newer patch), or a newer ds_dynatrain"
         )
     return series
 

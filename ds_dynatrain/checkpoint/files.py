@@ -40,7 +40,9 @@ def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes
     with open(open_regular(path, links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise CheckpointDamaged(f"{path.name} has {size} bytes, which is too many to be true: at most {most}")
+            raise CheckpointDamaged(
+                f"{path.name} has {size} bytes, and at most {most} are read: it was changed after it was saved"
+            )
         return file.read(size)
 
 
@@ -65,7 +67,9 @@ def dumped(content: object) -> bytes:
 def parsed(data: bytes, name: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
     """JSON of one object; CheckpointDamaged for anything else. pairs: makes the dictionary of an object."""
     if _values(data) > MOST_VALUES:
-        raise CheckpointDamaged(f"{name} has {_values(data)} values, which is too many to be true")
+        raise CheckpointDamaged(
+            f"{name} has {_values(data)} values, and at most {MOST_VALUES} are read: it was changed"
+        )
     try:
         found = json.loads(data, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:

@@ -78,7 +78,7 @@ class Coordinator:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
         self._checks_users = self._token is None and tells_users(listener.getsockname())
         if self._token is None and not self._checks_users:
-            logger.warning("this kernel does not tell users apart: whoever is on this machine can be in the job")
+            logger.warning("this kernel does not tell users apart: any user of this machine can be in the job")
         asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
         server = await asyncio.start_server(self._take, sock=listener, backlog=BACKLOG)
         keeper = asyncio.create_task(self._keep_time())

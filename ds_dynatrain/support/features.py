@@ -9,7 +9,7 @@ _DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
 _EXPERTS = "tests/engine/test_transitions.py::test_walk"
 _PIPELINE = "tests/engine/test_pipeline.py"
 _TENSOR = "tests/engine/test_tensor.py"
-_ORDER = "it orders ranks otherwise than a layout does"
+_ORDER = "it orders ranks in another way than a layout does"
 
 FEATURES = (
     *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only", _CHECKPOINTING),
@@ -62,7 +62,7 @@ PARALLELISM = (
         "",
         "pipeline",
         "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with, "
-        'of all numbers if it is ["profile"](balance.md#boundaries-of-the-start); '
+        'of all numbers if it is ["profile"](balance-job.md#boundaries-of-the-start); '
         "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
         _PIPELINE,
         below=True,

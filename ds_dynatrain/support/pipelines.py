@@ -17,21 +17,21 @@ PIPELINES = (
         "training_data of a pipeline",
         Verdict.NOTE,
         "read in its own order, as in DeepSpeed's pipeline engine; an epoch is a whole number of global batches, or "
-        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline.md#batches)",
+        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline-batches.md#batches)",
         proof="tests/engine/test_pipeline_data.py::test_training_data_is_what_deepspeed_trains_on",
     ),
     Row(
         "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
         Verdict.NOTE,
         "it serves until a switch changes pipe, data, shares or the members, then train_batch asks for another one: "
-        "see [pipelines](pipeline.md#batches)",
+        "see [pipelines](pipeline-batches.md#batches)",
         proof="tests/engine/test_pipeline_data.py::test_iterators_of_ones_own_across_changes",
     ),
     Row(
         "pipelines side by side with different numbers of micro-batches",
         Verdict.NOTE,
         "by layout.shares, or where data does not divide them; refused with BatchNorm, with experts that drop tokens "
-        "and with an expert axis: see [pipelines](pipeline.md#batches)",
+        "and with an expert axis: see [pipelines](pipeline-batches.md#batches)",
         proof="tests/engine/test_columns.py::test_walks",
     ),
     Row(

@@ -192,12 +192,12 @@ USAGE = (
     ),
     _works(
         "late switches",
-        "masters and moments move during the first global batch; see [switching](switching.md)",
+        "masters and moments move during the first global batch; see [late switches](late.md)",
         f"{_LATE}::test_changes_train_as_without_it",
     ),
     _works(
         "late switches where members come and go",
-        "where one cannot be late, members come and go without it; see [elastic membership](elastic.md#late)",
+        "where one cannot be late, members come and go without it; see [elastic jobs](dev/elastic-protocol.md#late)",
         "tests/elastic/test_late_switches.py::test_members_come_and_go",
     ),
     _switch(
@@ -281,7 +281,7 @@ USAGE = (
     _works(
         "balance",
         "layers of a PipelineModule and the members of any model are timed, and move to where the time is: see "
-        "[balance](balance.md#in-a-job)",
+        "[balance](balance-job.md#in-a-job)",
         "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
     ),
     _switch(

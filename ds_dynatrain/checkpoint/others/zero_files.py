@@ -106,7 +106,9 @@ class ZeroFolder:
         layers = {int(found[1]): found[0] for found in _matches(_LAYER, names)}
         numbers = [*layers, *(number for place in (*models, *optimizers) for number in place)]
         if max(numbers) >= MOST_RANKS:
-            raise CheckpointDamaged(f"{path} has a file of rank or layer {max(numbers)}, which is too many to be true")
+            raise CheckpointDamaged(
+                f"{path} has a file of rank or layer {max(numbers)}, and at most {MOST_RANKS} are read"
+            )
         folder = ZeroFolder(path, trust_pickle, models, optimizers, layers, prefixes)
         folder._check_complete()
         return folder

@@ -55,8 +55,8 @@ class Reading:
         if self.token is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             listener.close()
             raise ElasticError(
-                f"{self.address} can be reached from other machines: what the job does is shown there only to whoever "
-                "has a token for it; put one into a file and name it (--http-token-file FILE, or "
+                f"{self.address} can be reached from other machines: what the job does is shown there only to those "
+                "who have a token for it; put one into a file and name it (--http-token-file FILE, or "
                 "--rdzv-conf http_token_file=FILE), or listen at 127.0.0.1"
             )
         return listener
