@@ -50,8 +50,7 @@ def execute(
     budget_bytes: int,
     on_host: bool = True,
 ) -> TransferStats:
-    """Fill the target buffers: local moves, what is read from others' accelerators, the exchanges in the plan's order,
-    and then the derived moves.
+    """Fill the target buffers: local moves, reads of others' accelerators, the plan's exchanges in order, derived moves.
 
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
@@ -64,8 +63,6 @@ def execute(
     Raises TransferError before the first byte for buffers that do not fit the plan, MemberMissing when the deadline
     passes, TransferError when a connection fails. After an error the target buffers and the transport are of no use.
     """
-    if budget_bytes < MINIMUM_BUDGET_BYTES:
-        raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
     begin = time.monotonic()
     deadline = begin + deadline_seconds
     ready = _ready(plan, budget_bytes, on_host)
@@ -89,10 +86,7 @@ def execute(
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
     pulling.run(deadline)
-    for number, (incoming, outgoing) in enumerate(streams):
-        _exchange(incoming, outgoing, deadline)
-        for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
-            stream.advance()
+    _exchange_all(streams, at_once, deadline)
     exchange_done = time.monotonic()
     for cast in ready.casts:
         _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
@@ -110,7 +104,9 @@ def execute(
 
 
 def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> ReadyPlan:
-    """The plan, made ready for this budget, if it is not yet."""
+    """The plan, made ready for this budget, if it is not yet; TransferError for too small a one."""
+    if budget_bytes < MINIMUM_BUDGET_BYTES:
+        raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
     if not isinstance(plan, ReadyPlan):
         return ReadyPlan.of(plan, budget_bytes, on_host)
     fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
@@ -139,6 +135,14 @@ def _streams(
     peer, out, into = ready.exchanges[number]
     incoming = Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging)
     return incoming, Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging)
+
+
+def _exchange_all(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
+    """One after the other; when one is over, the next of those that wait begins."""
+    for number, (incoming, outgoing) in enumerate(streams):
+        _exchange(incoming, outgoing, deadline)
+        for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
+            stream.advance()
 
 
 def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
