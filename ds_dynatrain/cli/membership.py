@@ -112,8 +112,10 @@ def show_status(status: Status) -> None:
 
 def _members(status: Status) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
+    longest = max(len(one.member) for one in status.members)  # whole in a narrow window, too: `leave` asks for it
+    whole = {"rank": 4, "member": longest}
     for title in ("rank", "member", "phase", "step", "layout", "last pause", "protected", "heard of", "waits for"):
-        table.add_column(title, no_wrap=True)
+        table.add_column(title, no_wrap=True, min_width=whole.get(title))
     for one in status.members:
         table.add_row(
             "" if one.rank is None else str(one.rank),

@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train until all steps are made, or until there is a file OUT/stop; rank 0 writes a line for each step."""
     args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
     config = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

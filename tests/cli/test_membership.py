@@ -49,6 +49,16 @@ def test_status_for_eyes_and_for_programs() -> None:
         b.close()
 
 
+def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what `leave` asks for."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with serving() as served:
+        a = served.join("a-node-with-a-long-name-19030")
+        enter(a, told(a).generation)
+        a.send(Report(ready=True, entered=1, step=12, layout="data=1 zero_stage=1", pause_ms=84))
+        assert "0     a-node-with-a-long-name-19030/0 " in run("status", served.address).stdout
+
+
 def test_status_of_nothing_is_an_error() -> None:
     with serving() as served:
         address = served.address
