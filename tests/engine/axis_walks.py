@@ -22,7 +22,8 @@ from tests.engine.pool import RankPool
 from tests.engine.walks import continued
 from tools.minimum import bytes_minimum
 
-STEPS = 4
+STEPS, LONG_STEPS = 2, 4
+"""After each arrival; the long walks of the full set make more of them."""
 WARM_STEPS = 3
 BATCH = 12
 """Samples of a global batch, in one micro-batch a rank: 1, 2, 3 and 4 data ranks have equal shares."""
@@ -74,15 +75,17 @@ def compare(
     dtype: str = "fp32",
     furthest: float = 1e-6,
     seconds: float = 240,
+    steps: int = STEPS,
 ) -> int:
     """Walk, and compare: states bit by bit, bytes with the minimum, the next losses with those of static runs.
 
     find: a module-level function that gives the subject, called on every rank. furthest: the largest relative distance
-    of a loss. Returns how many continuations are bitwise those of static runs.
+    of a loss. steps: after each arrival. Returns how many continuations are bitwise those of static runs.
     """
     same: dict[str, Any] = {"find": find, "dtype": dtype}
     state, position, answer = pool.once(reference_case, seconds=seconds, **same)[0]
     reference = {"state": state, "position": position}
+    same |= {"steps": steps}
     static = {
         layout: continued(pool.once(static_case, layout=layout, seconds=seconds, following=reference, **same))
         for layout in dict.fromkeys(path[1:])
@@ -113,7 +116,7 @@ def started(subject: Subject, dtype: str, layout: Layout, **block: Any) -> Any:
     """A job in a layout; see `jobs.job` and `configured`."""
     model = subject.build()
     arguments = {} if subject.groups is None else {"model_parameters": subject.groups(model)}
-    count = BATCH * (WARM_STEPS + STEPS + 2)
+    count = BATCH * (WARM_STEPS + LONG_STEPS + 2)
     return jobs.job(configured(subject, dtype, layout, **block), model, subject.data(count), groups=False, **arguments)
 
 
@@ -132,7 +135,12 @@ def reference_case(
 
 
 def static_case(
-    find: Callable[[], Subject], dtype: str, layout: Layout, state: oracle.State, position: dict[str, Any]
+    find: Callable[[], Subject],
+    dtype: str,
+    layout: Layout,
+    state: oracle.State,
+    position: dict[str, Any],
+    steps: int = STEPS,
 ) -> list[float]:
     """Losses of the next steps from the reference state, in an engine that starts in a layout; none if idle there."""
     subject = find()
@@ -140,7 +148,7 @@ def static_case(
         batches = iter(made.loader)
         subject.step(made.engine, next(batches))  # moments exist after it
         set_back(made, subject, state, position)
-        return some_steps(made, subject, batches, next(batches))
+        return some_steps(made, subject, batches, next(batches), steps)
     return []
 
 
@@ -151,6 +159,7 @@ def walk_case(
     state: oracle.State,
     position: dict[str, Any],
     answer: Answer | None,
+    steps: int,
 ) -> Losses:
     """Walk the path; per place on it the losses of the steps after arriving. Everything else is checked here."""
     subject, found = find(), dict[int, list[float]]()
@@ -172,7 +181,7 @@ def walk_case(
                     _check_event(engine, path[number - 1], path[number], least + taken)
                 assert oracle.differences(state, oracle.gather(engine, subject.places), counters=False) == []
                 _check_answer(subject, engine, dtype, answers)
-                found[number] = some_steps(made, subject, batches, batch)
+                found[number] = some_steps(made, subject, batches, batch, steps)
             if number + 1 == len(path):
                 return found
             set_back(made, subject, state, position)
@@ -193,10 +202,10 @@ def set_back(made: jobs.Job, subject: Subject, state: oracle.State, position: di
     made.loader.load_state_dict(position)
 
 
-def some_steps(made: jobs.Job, subject: Subject, batches: Iterator[Any], batch: Any) -> list[float]:
+def some_steps(made: jobs.Job, subject: Subject, batches: Iterator[Any], batch: Any, steps: int) -> list[float]:
     """The local loss of each of the next steps, the first on a batch that is there already."""
     losses = []
-    for number in range(STEPS):
+    for number in range(steps):
         batch = next(batches) if number else batch
         losses.append(subject.step(made.engine, batch))
     return losses

@@ -27,7 +27,8 @@ from tests.engine.subjects import SUBJECTS, language_model
 from tests.engine.test_zero_init import under_init
 from tests.engine.transitions import layout
 
-STEPS = 10
+STEPS = 6
+SAVED_AT = 3
 Switches = Mapping[int, str]
 """Optimizer steps done -> the layout to switch to then, in the short form of `transitions`."""
 
@@ -62,9 +63,9 @@ def from_init() -> Subject:
     return Subject(partial(under_init, jobs.config(start=(4, 3))), Sequences, groups=named_groups)
 
 
-ACTOR = Kind(partial(language_model, "llama of 4 kv"), "d4z1", {2: "d2t2z1", 5: "t4z2", 8: "d4z3"})
-CRITIC = Kind(partial(dropping, width=12, hidden=18), "d4z3", {4: "d4z2", 7: "d4z0"})
-REWARD = Kind(dropping, "d4z1", {2: "d4z3"}, dtype="bf16")
+ACTOR = Kind(partial(language_model, "llama of 4 kv"), "d4z1", {1: "d2t2z1", 3: "t4z2", 5: "d4z3"})
+CRITIC = Kind(partial(dropping, width=12, hidden=18), "d4z3", {3: "d4z2", 5: "d4z0"})
+REWARD = Kind(dropping, "d4z1", {3: "d4z3"}, dtype="bf16")
 
 
 class Run:
@@ -151,11 +152,11 @@ def test_each_trains_as_if_alone(pool: RankPool) -> None:
 
 
 AXES = {
-    "zero.Init": Kind(from_init, "d4z3", {3: "d4z1", 6: "d4z3"}),
-    "pipe": Kind(SUBJECTS["PipelineModule"], "p2d2z1", {3: "p4z1", 6: "d4z0"}),
-    "AutoEP": Kind(SUBJECTS["AutoEP"], "d4e2z1", {3: "d4e4z3", 6: "d4z2"}),
-    "moe": Kind(SUBJECTS["deepspeed.moe"], "d4z1", {3: "d4e2z1", 6: "d4e4z2"}),
-    "sequence": Kind(SUBJECTS["Ulysses"], "d2s2z1", {3: "s4z3", 6: "d4z1"}),
+    "zero.Init": Kind(from_init, "d4z3", {2: "d4z1", 4: "d4z3"}),
+    "pipe": Kind(SUBJECTS["PipelineModule"], "p2d2z1", {2: "p4z1", 4: "d4z0"}),
+    "AutoEP": Kind(SUBJECTS["AutoEP"], "d4e2z1", {2: "d4e4z3", 4: "d4z2"}),
+    "moe": Kind(SUBJECTS["deepspeed.moe"], "d4z1", {2: "d4e2z1", 4: "d4e4z2"}),
+    "sequence": Kind(SUBJECTS["Ulysses"], "d2s2z1", {2: "s4z3", 4: "d4z1"}),
     "autocast": Kind(
         partial(language_model, "llama of 4 kv", torch_autocast={"enabled": True, "dtype": "bfloat16"}),
         "d2t2z1",
@@ -239,8 +240,10 @@ def ending(first: int) -> list[float]:
         runs[first].engine.destroy()
         kept = runs[1 - first]
         kept.step()
-        with running(replace(REWARD, seed=None)) as (third,):  # the kept one has the process to itself
-            for _ in range(3):
+        with running(replace(REWARD, switches={1: "d4z3"}, seed=None)) as (
+            third,
+        ):  # the kept one has the process to itself
+            for _ in range(2):
                 third.step()
                 kept.step()
         while kept.engine.global_steps < STEPS:
@@ -291,7 +294,7 @@ def saving(folder: Path) -> list[Any]:
     """The actor saves, goes on, and loads in another layout; the critic saves in DeepSpeed's format meanwhile."""
     with running(ACTOR, CRITIC) as runs:
         actor, critic = runs
-        for _ in range(4):
+        for _ in range(SAVED_AT):
             for run in runs:
                 run.step()
         actor.engine.save(folder / "actor")
@@ -302,7 +305,7 @@ def saving(folder: Path) -> list[Any]:
         for _ in range(2):
             critic.step()
         actor.engine.load(folder / "actor")
-        same = actor.state() == saved and actor.engine.global_steps == 4
+        same = actor.state() == saved and actor.engine.global_steps == SAVED_AT
         while critic.engine.global_steps < STEPS:
             critic.step()
         critic.engine.load_checkpoint(str(folder / "critic"))
@@ -312,7 +315,7 @@ def saving(folder: Path) -> list[Any]:
 def test_checkpoints_are_those_of_one_engine(pool: RankPool, tmp_path: Path) -> None:
     alone = pool.once(trained, given=[CRITIC])
     for (same, losses, step), expected in zip(pool.run(saving, folder=tmp_path, seconds=120), alone, strict=True):
-        assert same and losses == expected[0][0] and step == 4
+        assert same and losses == expected[0][0] and step == SAVED_AT
 
 
 def neutral() -> list[Any]:

@@ -92,7 +92,7 @@ def test_offloaded(pool: RankPool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_all_pairs(pool: RankPool, dtype: str, name: str) -> None:
-    walks.compare(pool, settings(dtype, name), circuit(7), seconds=900)
+    walks.compare(pool, settings(dtype, name), circuit(7), seconds=900, steps=walks.LONG_STEPS)
 
 
 # ---- what DeepSpeed itself says of a parameter's fragments ----------------------------------------------------------

@@ -16,8 +16,8 @@ from tests.engine.pool import RankPool
 
 WARM_UP = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 3e-3}}
 DECAY = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3, "total_num_steps": 12}}
-SCHEDULE = {3: (4, 3), 6: (1, 2), 8: (3, 0)}
-STEPS = 10
+SCHEDULE = {2: (4, 3), 4: (1, 2), 6: (3, 0)}
+STEPS = 8
 
 
 def configured_case(more: dict[str, Any], schedule: jobs.Schedule) -> jobs.Record:

@@ -26,7 +26,7 @@ def test_a_part_of_all_pairs(pool: RankPool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_part_of_all_pairs_with_fused_adam(pool: RankPool, dtype: str) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 2e-3}}
-    walks.compare(pool, walks.settings(dtype, optimizer=optimizer), part(SEED, SMALL_PART))
+    walks.compare(pool, walks.settings(dtype, optimizer=optimizer), part(SEED, SMALL_PART), steps=walks.LONG_STEPS)
 
 
 @pytest.mark.full
@@ -35,5 +35,5 @@ def test_a_part_of_all_pairs_with_fused_adam(pool: RankPool, dtype: str) -> None
 def test_all_pairs(pool: RankPool, dtype: str) -> None:
     path = circuit(SEED)
     assert sorted(pairwise(path)) == sorted((one, other) for one in LAYOUTS for other in LAYOUTS)
-    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900)
+    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900, steps=walks.LONG_STEPS)
     print(f"{dtype}: {bitwise} of {len(path) - 1} continuations are bitwise those of a static run")

@@ -73,13 +73,13 @@ def test_state_and_losses_over_a_walk(pool: RankPool, dtype: str, size: str) -> 
 @pytest.mark.parametrize(("dtype", "param"), [("fp32", True), ("bf16", False), ("fp16", True)])
 def test_state_and_losses_over_a_long_walk(pool: RankPool, dtype: str, param: bool) -> None:
     config = settings(dtype, (2, 1), param=param)
-    walks.compare(pool, config, LONG, seconds=300, furthest=1e-6 if dtype == "fp32" else 1e-4)
+    walks.compare(pool, config, LONG, seconds=300, furthest=1e-6 if dtype == "fp32" else 1e-4, steps=walks.LONG_STEPS)
 
 
 @pytest.mark.full
 def test_gradients_of_bf16_accumulated_in_fp32(pool: RankPool) -> None:
     path = [sizes for sizes in LONG if sizes[1]]  # DeepSpeed has no stage 0 for it
-    walks.compare(pool, settings("bf16 in fp32", (2, 1)), path, seconds=300, furthest=1e-4)
+    walks.compare(pool, settings("bf16 in fp32", (2, 1)), path, seconds=300, furthest=1e-4, steps=walks.LONG_STEPS)
 
 
 def training(dtype: str, start: jobs.Sizes, steps: int, schedule: jobs.Schedule, more: dict[str, Any]) -> jobs.Record:

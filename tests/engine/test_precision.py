@@ -221,7 +221,7 @@ def test_other_types_in_some_layouts(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16 in fp32", "fp16 in fp32"])
 def test_all_pairs(pool: RankPool, dtype: str) -> None:
     path = all_but_stage_0() if "in fp32" in dtype else circuit(SEED)
-    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900)
+    bitwise = walks.compare(pool, walks.settings(dtype), path, seconds=900, steps=walks.LONG_STEPS)
     print(f"{dtype}: {bitwise} of {len(path) - 1} continuations are bitwise those of a static run")
 
 

@@ -17,7 +17,7 @@ from tests.engine.pipelines import pipeline
 from tests.engine.pool import RankPool
 
 FULL = pytest.mark.full
-STEPS, OVERFLOWS_AT, PIPELINE_STEPS = 50, (7, 31), 12
+STEPS, OVERFLOWS_AT, PIPELINE_STEPS = 36, (7, 31), 12
 
 
 def three_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def test_walk(pool: RankPool, kind: str) -> None:
 def test_all(pool: RankPool, kind: str) -> None:
     rows = TABLE[kind]
     walk = path(pairs(rows.first + rows.others))
-    bitwise = axis_walks.compare(pool, SUBJECTS[kind], walk, seconds=600)
+    bitwise = axis_walks.compare(pool, SUBJECTS[kind], walk, seconds=600, steps=axis_walks.LONG_STEPS)
     print(f"{kind}: {bitwise} of {len(walk) - 1} continuations are bitwise those of a static run")
 
 

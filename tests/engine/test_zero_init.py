@@ -83,16 +83,20 @@ def twin_case(dtype: str, start: jobs.Sizes, how: str, target: jobs.Sizes, sizes
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+CHANGES: list[tuple[jobs.Sizes, jobs.Sizes]] = [
+    ((2, 0), (4, 3)),
+    ((2, 3), (4, 3)),
+    ((3, 1), (2, 2)),
+    ((1, 2), (3, 0)),
+    ((4, 3), (2, 1)),
+]
+TWINS = [(dtype, *change) for change in CHANGES for dtype in ("fp32", "bf16")]
+DAILY = ("fp32", *CHANGES[0]), ("bf16", *CHANGES[1])
+
+
 @pytest.mark.parametrize(
-    ("start", "target"),
-    [
-        ((2, 0), (4, 3)),
-        pytest.param((3, 1), (2, 2), marks=pytest.mark.full),
-        pytest.param((1, 2), (3, 0), marks=pytest.mark.full),
-        ((2, 3), (4, 3)),
-        pytest.param((4, 3), (2, 1), marks=pytest.mark.full),
-    ],
+    ("dtype", "start", "target"),
+    [twin if twin in DAILY else pytest.param(*twin, marks=pytest.mark.full) for twin in TWINS],
 )
 def test_equal_to_its_whole_twin(pool: RankPool, dtype: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
     sizes = WIDE if start[0] == 2 else {}

@@ -16,7 +16,8 @@ from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 from tools.minimum import bytes_minimum
 
-STEPS = 8
+STEPS, LONG_STEPS = 3, 8
+"""After each arrival; the long walks of the full set make more of them."""
 WARM_STEPS = 3
 Losses = dict[int, list[float]]
 Sizes = Mapping[str, int]
@@ -50,14 +51,17 @@ def compare(
     model: Sizes | None = None,
     seconds: float = 120,
     furthest: float = 1e-6,
+    steps: int = STEPS,
 ) -> int:
     """Walk, and compare: states bit by bit, bytes with the minimum, the next losses with those of static runs.
 
-    furthest: the largest relative distance of a loss. Returns how many continuations are bitwise those of static runs.
+    furthest: the largest relative distance of a loss. steps: after each arrival. Returns how many continuations are
+    bitwise those of static runs.
     """
-    same = {"config": config, "model": dict(model or {})}
+    same: dict[str, Any] = {"config": config, "model": dict(model or {})}
     state, position = pool.once(reference_case, seconds=seconds, **same)[0]
     reference = {"state": state, "position": position}
+    same |= {"steps": steps}
     static = {
         sizes: continued(pool.once(static_case, sizes=sizes, seconds=seconds, following=reference, **same))
         for sizes in dict.fromkeys(path[1:])
@@ -81,7 +85,7 @@ def continued(ranks: Sequence[list[float] | None]) -> list[float]:
 
 
 def data() -> Sequences:
-    return Sequences(12 * (WARM_STEPS + STEPS + 2))
+    return Sequences(12 * (WARM_STEPS + LONG_STEPS + 2))
 
 
 def reference_case(config: dict[str, Any], model: Sizes) -> tuple[oracle.State, dict[str, Any]] | None:
@@ -93,19 +97,29 @@ def reference_case(config: dict[str, Any], model: Sizes) -> tuple[oracle.State, 
 
 
 def static_case(
-    config: dict[str, Any], model: Sizes, sizes: jobs.Sizes, state: oracle.State, position: dict[str, Any]
+    config: dict[str, Any],
+    model: Sizes,
+    sizes: jobs.Sizes,
+    state: oracle.State,
+    position: dict[str, Any],
+    steps: int,
 ) -> list[float]:
     """Losses of the next steps from the reference state, in an engine that starts in a layout; none if idle there."""
     with jobs.job(starting(config, sizes), small_gpt(**model), data()) as made:
         iterator = iter(made.loader)
         jobs.one_micro_batch(made.engine, next(iterator), jobs.Record())  # moments exist after it
         set_back(made, state, position)
-        return some_steps(made, iterator, next(iterator))
+        return some_steps(made, iterator, next(iterator), steps)
     return []
 
 
 def walk_case(
-    config: dict[str, Any], model: Sizes, path: list[jobs.Sizes], state: oracle.State, position: dict[str, Any]
+    config: dict[str, Any],
+    model: Sizes,
+    path: list[jobs.Sizes],
+    state: oracle.State,
+    position: dict[str, Any],
+    steps: int,
 ) -> Losses:
     """Walk the path; per place on it the losses of the steps after arriving. Everything else is checked here."""
     found: Losses = {}
@@ -118,7 +132,7 @@ def walk_case(
             number = engine.generation - 1
             if number:
                 _check_arrival(engine, path[number], state, came_from=path[number - 1])
-                found[number] = some_steps(made, iterator, batch)
+                found[number] = some_steps(made, iterator, batch, steps)
             if number + 1 == len(path):
                 return found
             set_back(made, state, position)
@@ -140,10 +154,10 @@ def set_back(made: jobs.Job, state: oracle.State, position: dict[str, Any]) -> N
     made.loader.load_state_dict(position)
 
 
-def some_steps(made: jobs.Job, iterator: Any, batch: Any) -> list[float]:
+def some_steps(made: jobs.Job, iterator: Any, batch: Any, steps: int) -> list[float]:
     """The local loss of each of the next steps, the first on a batch that is there already."""
     record = jobs.Record()
-    for number in range(STEPS):
+    for number in range(steps):
         batch = next(iterator) if number else batch
         jobs.one_micro_batch(made.engine, batch, record)
     return [loss for parts in record.losses.values() for loss, _ in parts]
