@@ -50,7 +50,7 @@ def execute(
     budget_bytes: int,
     on_host: bool = True,
 ) -> TransferStats:
-    """Fill the target buffers: local moves, reads of others' accelerators, the plan's exchanges in order, derived moves.
+    """Fill the target buffers: local moves, reads of other accelerators, the plan's exchanges in order, derived moves.
 
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
