@@ -7,7 +7,6 @@ Import it before an Accelerator is made: where nodes come and go that would look
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator
@@ -16,17 +15,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.engine.changes import Change
-from ds_dynatrain.errors import CheckpointError, DataError, UnsupportedError
-from ds_dynatrain.integrations.huggingface import accelerators, folders, names, numbers, states
+from ds_dynatrain.errors import DataError, UnsupportedError
+from ds_dynatrain.integrations.huggingface import accelerators, names, numbers
 from ds_dynatrain.integrations.huggingface.calls import install
 from ds_dynatrain.integrations.huggingface.carried import Counts
 from ds_dynatrain.integrations.huggingface.collectives import Collectives
 from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches, is_in_order
 from ds_dynatrain.integrations.huggingface.schedules import CarriedSchedule, SteadyScheduler
-from ds_dynatrain.report import logger
+from ds_dynatrain.integrations.huggingface.states import Checkpoints
 
 __all__ = ["Accelerator"]
 
@@ -42,7 +40,7 @@ else:
 EVALUATES = "accelerator.prepare_data_loader(loader, evaluation=True)"
 
 
-class Accelerator(Collectives, Below):
+class Accelerator(Collectives, Checkpoints, Below):
     """Accelerate's, of a DeepSpeed configuration with a `dynatrain` block.
 
     The DataLoader that shuffles trains, or the first one if none does; others evaluate. ConfigError without a block,
@@ -53,7 +51,6 @@ class Accelerator(Collectives, Below):
         self._training: TrainingBatches | None = None
         self._evaluations = 0
         self._processes = 1
-        self._has_loaded = False
         self._tracked: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         super().__init__(*arguments, **named)
         accelerators.refuse_given(self)
@@ -106,7 +103,7 @@ class Accelerator(Collectives, Below):
         device_placement: Any = None,
         slice_fn_for_dispatch: Any = None,
         *,
-        evaluation: Any = None,
+        evaluation: bool | None = None,
     ) -> Any:
         """Accelerate's; evaluation: whether it evaluates, which is guessed otherwise.
 
@@ -123,10 +120,11 @@ class Accelerator(Collectives, Below):
                 "a second DataLoader that trains: a global batch is of one; join the data sets "
                 f"(torch.utils.data.ConcatDataset), or, if it evaluates, take {EVALUATES}"
             )
-        self._training = TrainingBatches(self, data_loader)
+        training = TrainingBatches(self, data_loader)
         if self.engine is not None:
-            self._training.bind(self.engine)
-        return self._kept(self._training)
+            training.bind(self.engine)
+        self._training = training
+        return self._kept(training)
 
     def _kept(self, loader: Any) -> Any:
         self._dataloaders.append(loader)
@@ -220,50 +218,6 @@ class Accelerator(Collectives, Below):
 
     def _carry(self, number: int, value: Any) -> None:
         self.engine.register_for_checkpointing(f"accelerate object {number}", value)
-
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Accelerate's, in one format for every world. One that cannot be saved is an error on the log of all."""
-        if named:
-            raise UnsupportedError(
-                f"save_state({', '.join(named)}): these are DeepSpeed's, and this checkpoint is of ds_dynatrain; "
-                "leave them out, or call engine.save_checkpoint"
-            )
-        if self.engine.idle:
-            return None
-        stock = accelerate.accelerator
-        with (
-            replaced(self.engine, "save_checkpoint", self._save),
-            replaced(stock, "save_accelerator_state", states.nothing),
-        ):
-            try:
-                return super().save_state(output_dir, safe_serialization)
-            except CheckpointError as error:
-                logger.error("save_state(%s): %s", output_dir, error)
-                return None
-
-    def _save(self, folder: Any, tag: str) -> None:
-        folders.save(self.engine, Path(folder) / tag)
-
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **named: Any) -> None:
-        """Accelerate's, in any world and layout, of its own checkpoints too. A newcomer has the job's state already."""
-        self._has_loaded = True
-        if self.engine.idle or self.engine.is_newcomer:
-            return
-        with states.without_ours() as rest:
-            super().load_state(input_dir, load_kwargs, **named)
-        if rest and self._training is not None:
-            self._training.go_to(self.engine.global_steps)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Accelerate's; the training loader stands where `load_state` has gone to, and leaves out nothing more."""
-        if isinstance(dataloader, EvaluationBatches):
-            return super().skip_first_batches(dataloader.stock(), num_batches)
-        if not self._has_loaded and num_batches:
-            raise UnsupportedError(
-                f"skip_first_batches({num_batches}) without load_state: batches are micro-batches of one world; "
-                "load_state goes to the next sample by itself"
-            )
-        return dataloader
 
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's, which ends the engine's job."""

@@ -94,7 +94,8 @@ def config_of(accelerator: Any) -> dict[str, Any]:
 
 def layout_of(accelerator: Any) -> dict[str, Any]:
     """The layout of the start, as far as it is given."""
-    found: dict[str, Any] = config_of(accelerator)[BLOCK].get("layout") or {}
+    block = {} if accelerator.deepspeed_plugin is None else config_of(accelerator).get(BLOCK, {})
+    found: dict[str, Any] = block.get("layout") or {}
     return found
 
 

@@ -61,6 +61,11 @@ class TrainingBatches(_Prepared):
             )
         return self._ours
 
+    @property
+    def samples(self) -> int:
+        """Samples of its own in the micro-batch that was dealt last; 0 for one that repeats another's sample."""
+        return self.loader.samples
+
     def bind(self, engine: Any) -> None:
         """Read from `engine`; ConfigError where processes would deal in different orders."""
         seed = None if is_in_order(self._torch) else self._seed(engine._parts.job.job_seed)

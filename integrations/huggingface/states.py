@@ -1,17 +1,94 @@
-"""Files that an Accelerator has beside a checkpoint, and does without where that is one of `engine.save`."""
+"""`save_state` and `load_state` of an Accelerator by the engine's checkpoints.
+
+Files that Accelerate has beside its own it does without where one is of `engine.save`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator
 from accelerate.utils import MODEL_NAME
 
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_dynatrain.integrations.huggingface import folders
+from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = object
+
+
+class Checkpoints(Below):
+    """Over `accelerate.Accelerator`: one format for every world."""
+
+    engine: Any
+    """Of ds_dynatrain; None before there is one."""
+    _training: TrainingBatches | None
+    _has_loaded = False
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
+        """Accelerate's, in one format for every world. One that cannot be saved is an error on the log of all."""
+        if named:
+            raise UnsupportedError(
+                f"save_state({', '.join(named)}): these are DeepSpeed's, and this checkpoint is of ds_dynatrain; "
+                "leave them out, or call engine.save_checkpoint"
+            )
+        engine, stock = self._working("save_state"), accelerate.accelerator
+        if engine is None:
+            return None
+        with (
+            replaced(engine, "save_checkpoint", self._save),
+            replaced(stock, "save_accelerator_state", nothing),
+        ):
+            try:
+                return super().save_state(output_dir, safe_serialization)
+            except CheckpointError as error:
+                logger.error("save_state(%s): %s", output_dir, error)
+                return None
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **named: Any) -> None:
+        """Accelerate's, in any world and layout, of its own checkpoints too; who begins to work later has that."""
+        self._has_loaded = True
+        engine = self._working("load_state")
+        if engine is None:
+            return
+        with replaced(engine, "load_checkpoint", self._load), without_ours() as rest:
+            super().load_state(input_dir, load_kwargs, **named)
+        if rest and self._training is not None:
+            self._training.go_to(engine.global_steps)
+
+    def _working(self, call: str) -> Any:
+        """The engine, None where it is idle; ConfigError before there is one."""
+        if self.engine is None:
+            raise ConfigError(f"accelerator.{call}: there is no engine yet; prepare the model and its optimizer first")
+        return None if self.engine.idle else self.engine
+
+    def _save(self, folder: Any, tag: str) -> None:
+        folders.save(self.engine, Path(folder) / tag)
+
+    def _load(self, folder: Any, tag: str, **named: Any) -> None:
+        if folders.is_ours(Path(folder) / tag):
+            self.engine.load(folder, tag)
+        else:
+            type(self.engine).load_checkpoint(self.engine, folder, tag, **named)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Accelerate's; the training loader stands where `load_state` has gone to, and leaves out nothing more."""
+        if isinstance(dataloader, EvaluationBatches):
+            return super().skip_first_batches(dataloader.stock(), num_batches)
+        if not self._has_loaded and num_batches:
+            raise UnsupportedError(
+                f"skip_first_batches({num_batches}) without load_state: batches are micro-batches of one world; "
+                "load_state goes to the next sample by itself"
+            )
+        return dataloader
 
 
 def nothing(output_dir: Any, *arguments: Any, **named: Any) -> Any:

@@ -93,3 +93,32 @@ def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, stock: Rows
     job = {**OF_FOUR, "block": {"layout": {"data": data}}, "config": {"train_batch_size": loops.BATCH}}
     answers = four.run(loops.run, folder=kept, load=True, **job, seconds=120)
     assert furthest(of_rank_0(answers)["rows"], [row for row in stock if row["step"] > 6]) < NEAR
+
+
+@pytest.mark.full
+def test_a_loop_without_accumulate(four: RankPool, stock: Rows, tmp_path: Path) -> None:
+    """A step is a whole global batch all the same, of two micro-batches after the switch."""
+    job = {**OF_FOUR, "block": {}, "accumulates": False, "schedule": {3: {"data": 2}}}
+    answers = four.run(loops.run, folder=tmp_path, **job, seconds=120)
+    assert furthest(of_rank_0(answers)["rows"], stock) < NEAR
+
+
+def test_by_configuration(alone: RankPool, tmp_path: Path) -> None:
+    """What DeepSpeed's configuration has, names of checkpoints, hooks and trackers are stock Accelerate's."""
+    theirs, ours = (
+        alone.run(loops.by_configuration, folder=tmp_path / name, block=block)[0]
+        for name, block in (("stock", None), ("ours", {}))
+    )
+    assert theirs == ours
+    assert (ours["names"], ours["is what was saved"], ours["steps"]) == (["checkpoint_1", "checkpoint_2"], True, 6)
+    assert len(ours["rows"]) == 9
+
+
+@pytest.mark.full
+def test_a_batch_that_does_not_divide(alone: RankPool, four: RankPool, tmp_path: Path) -> None:
+    """10 samples on four ranks are 3, 3, 2 and 2."""
+    job = {"folder": tmp_path, "samples": 50, "batch": 5}
+    theirs = alone.run(loops.run, block=None, accumulation=2, **job)[0]["rows"]
+    config = {"train_batch_size": 10}
+    ours = four.run(loops.run, block={}, accumulation=1, processes=2, config=config, **job, seconds=120)
+    assert furthest(of_rank_0(ours)["rows"], theirs) < NEAR

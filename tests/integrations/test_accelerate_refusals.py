@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DataLoaderConfiguration
+from accelerate import DataLoaderConfiguration, DeepSpeedPlugin
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ds_dynatrain.errors import ConfigError, DataError, UnsupportedError
@@ -45,6 +45,8 @@ def given_case() -> dict[str, str]:
         name: said_by(lambda asked=asked: loops.accelerator_of(**{"block": {}, **asked}))
         for name, asked in ASKED.items()
     }
+    loops.begin()
+    found["no block"] = said_by(lambda: loops.ours(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})))
     made = loops.accelerator_of({})
     for name, place, attribute, value in (  # their own constructors want more than there is here
         ("several DeepSpeed plug-ins", made.state, "deepspeed_plugins", {"one": None, "other": None}),
@@ -62,6 +64,7 @@ def given_case() -> dict[str, str]:
 
 def test_what_it_is_given(alone: RankPool) -> None:
     said = alone.run(given_case)[0]
+    assert "no 'dynatrain' block in its configuration" in said.pop("no block")
     assert set(said) == {refusal.name for refusal in GIVEN}
     for refusal in GIVEN:
         assert said[refusal.name] == f"{refusal.name}: {refusal.why}; {refusal.instead}"
@@ -112,17 +115,16 @@ def used_case(folder: Path) -> dict[str, str]:
     model = trainers.model()
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator = loops.accelerator_of({}, config={"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3})
+    found = {"save before prepare": said_by(lambda: accelerator.save_state(str(folder)))}
     engine, optimizer = accelerator.prepare(model, optimizer)
-    found = {
+    found |= {
         "stream": said_by(lambda: accelerator.prepare(DataLoader(Stream(), batch_size=3))),
         "second model": said_by(lambda: accelerator.prepare(model, optimizer.optimizer)),
     }
-    accelerator._training = None
     sampler = WeightedRandomSampler([1.0] * 24, 24)
     found["sampler"] = said_by(
         lambda: accelerator.prepare(DataLoader(trainers.Texts(24), batch_size=3, sampler=sampler))
     )
-    accelerator._training = None
     training, evaluating = accelerator.prepare(texts(shuffle=True), texts())
     (inputs,) = list(evaluating)[:1]
     found["evaluating"] = said_by(lambda: accelerator.backward(engine(**inputs).loss))
@@ -137,6 +139,7 @@ def used_case(folder: Path) -> dict[str, str]:
 
 def test_how_it_is_used(alone: RankPool, tmp_path: Path) -> None:
     said = alone.run(used_case, folder=tmp_path)[0]
+    assert "there is no engine yet" in said["save before prepare"]
     assert "Stream is an iterable dataset" in said["stream"]
     assert "a second model" in said["second model"]
     assert "WeightedRandomSampler" in said["sampler"]
