@@ -19,8 +19,8 @@ from tests.docs.pages import FENCE, INDEX, README, ROOT, blocks, text_of
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 NOW = {"README.md", "docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
 """What `make test` runs; `make test-all` runs all."""
-ELSEWHERE = {"docs/accelerate.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"}
-"""Pages with tests of their own."""
+ELSEWHERE = {"docs/accelerate.md", "docs/figures.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"}
+"""Pages with tests of their own, and that of measurements."""
 NOT_STANDING_ALONE = {"docs/tutorial-switch.md": ["README.md", "docs/trust.md"]}
 """Pages that start the scripts of others."""
 SET_BY_CONSTRUCTORS = {"device", "global_rank", "global_samples", "global_steps", "module", "optimizer"}
