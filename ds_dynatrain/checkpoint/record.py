@@ -111,7 +111,9 @@ def from_bytes(data: bytes) -> Record:
             f"ds_dynatrain that wrote it ({content.get('written_by') or 'unknown'}) or a later one"
         )
     if content.pop("sum", None) != sum_of(_canonical(content)):
-        raise CheckpointDamaged(f"{RECORD} is not what was saved: its sum is another")
+        raise CheckpointDamaged(
+            f"{RECORD} is not what was saved: its checksum is another; load another checkpoint by its tag"
+        )
     names = [each.name for each in fields(Record) if each.name in content or each.name != SINCE_1_1]
     missing = [name for name in names if name not in content]
     if missing:
@@ -206,5 +208,7 @@ def sizes_of(path: Path) -> dict[str, int]:
 def _checked(path: Path, record: Record, name: str) -> bytes:
     data = read_small(path / name)
     if sum_of(data) != record.sums.get(name):
-        raise CheckpointDamaged(f"{name} is not what was saved: its sum is another")
+        raise CheckpointDamaged(
+            f"{path / name} is not what was saved: its checksum is another; load another checkpoint"
+        )
     return data

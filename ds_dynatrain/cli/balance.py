@@ -38,6 +38,8 @@ def balance(
 
     It predicts, and changes nothing. Needs neither torch nor DeepSpeed.
 
+    Example: ds-dynatrain balance profile.json --stages 4 --memory 80e9
+
     Exit code: 0, or 2 if the profile cannot be used or nothing fits.
     """
     from ds_dynatrain.balance.links import Link

@@ -55,6 +55,8 @@ def doctor(
 ) -> None:
     """Say whether a job would start here, with a configuration if one is given, and what to do if not.
 
+    Example: ds-dynatrain doctor ds_config.json --processes 8
+
     Exit code: 0 it would start, 1 it would be refused or not be exact, 2 the configuration cannot be read.
     """
     from ds_dynatrain.cli import show
@@ -106,6 +108,8 @@ def coordinator(
     It may be killed and started again: members go on, come back, and tell it what it has to know. With --announce it
     may be started elsewhere, at any port; one that runs still ends then.
 
+    Example: ds-dynatrain coordinator 10.0.0.1:29400 --nnodes 2:8 --job run-7 --token-file run-7.token
+
     Exit code: 0 the job has finished, 2 it could not listen, or another one has taken its place.
     """
     from ds_dynatrain.cli import membership
@@ -126,6 +130,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which members an elastic job has, what they do, and what changed last.
+
+    Example: ds-dynatrain status 10.0.0.1:29400 --token-file run-7.token
 
     Exit code: 0, or 2 if no coordinator answers or it refuses.
     """
@@ -149,6 +155,8 @@ def leave(
 
     Returns as soon as its workers were told; the status shows when they have gone.
 
+    Example: ds-dynatrain leave 10.0.0.1:29400 NODE --token-file run-7.token
+
     Exit code: 0, or 2 if there is no such node, no coordinator answers, or it refuses.
     """
     from ds_dynatrain.cli import membership
@@ -161,20 +169,23 @@ def leave(
 @app.command()
 def compare(
     size: Annotated[
-        list[str] | None, typer.Option(help="Model: tiny, 8M, 30M, 125M; again for more. Without it: all but tiny.")
+        list[str] | None,
+        typer.Option(help="Model: tiny, 8M, 30M, 125M; repeat the option for more. Default: all but tiny."),
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option(help="As data=4,zero_stage=1:data=3,zero_stage=2; again for more. Without it: two usual ones."),
+        typer.Option(
+            help="As data=4,zero_stage=1:data=3,zero_stage=2; repeat the option for more. Default: two usual ones."
+        ),
     ] = None,
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="live, live-gloo, late, lean, here, restart, deepspeed, dcp; again for more. Without it: all."
+            help="live, live-gloo, late, lean, here, restart, deepspeed, dcp; repeat the option for more. Default: all."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
-    repeats: Annotated[int, typer.Option(min=1, help="Measure each way so often, and show the one in the middle.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 1,
     limit_seconds: Annotated[float, typer.Option(min=1, help="For one launch of ranks.")] = 300.0,
     scratch: Annotated[
         Path | None, typer.Option(help="Where checkpoints go. Without it: the temporary folder.")
@@ -187,6 +198,8 @@ def compare(
 
     Takes about forty minutes on two quiet cores, most of it for 125M. Needs DeepSpeed, and matplotlib for the page.
     What is measured is in compare.json after every way; --from draws it if the rest is never measured.
+
+    Example: ds-dynatrain compare --size 8M --way live --way restart --out compare
 
     Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
     """
@@ -212,6 +225,8 @@ def compare_exact(
     """Say whether two runs of an exact job are bit-identical, or name the first step that differs, and what in it.
 
     Needs neither torch nor DeepSpeed.
+
+    Example: ds-dynatrain compare-exact two_ranks.jsonl four_ranks.jsonl
 
     Exit code: 0 they are in all steps that both have, 1 they are not, 2 a file cannot be read or they are of two jobs.
     """
@@ -243,6 +258,8 @@ def inspect(
     path: Where, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
     """Say what is in a checkpoint: steps, layout, state kinds, bytes. Tensors are not read.
+
+    Example: ds-dynatrain checkpoint inspect checkpoints
 
     Exit code: 0, or 2 if there is none or what it says of itself is damaged.
     """
@@ -287,6 +304,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in the format of another tool, or with --to universal another tool's in ours.
 
+    Example: ds-dynatrain checkpoint convert checkpoints model.safetensors --dtype bfloat16
+
     It goes tensor by tensor. Exit code: 0, or 2 if there is no checkpoint to read, it is damaged, or the other one
     cannot be written.
     """
@@ -300,6 +319,8 @@ def convert(
 @checkpoint.command()
 def verify(path: Where) -> None:
     """Read a whole checkpoint and compare it with its digests.
+
+    Example: ds-dynatrain checkpoint verify checkpoints
 
     Exit code: 0 all is as it was saved, 1 something is not (a line each), 2 there is none to read.
     """

@@ -88,7 +88,9 @@ class Switcher:
                 self.engine.control, self.place_in_training(), request, self.engine.members, proposal
             )
         except (td.DistError, WorldChanged) as error:
-            raise SwitchRefused(f"the board is gone: {error}", "ask again later") from error
+            raise SwitchRefused(
+                f"the job's key-value store does not answer: {error}", "training goes on; ask again later"
+            ) from error
         if self._gives_way(reason):
             self._attempts.withdraw("the script asks for another switch, which goes first")
         self._attempts.prepare(agreed)

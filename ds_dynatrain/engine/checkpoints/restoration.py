@@ -200,8 +200,9 @@ class Restoration:
             self.shared = source.shared()
             if len(self.shared["groups"]) != len(engine.host.basic_optimizer.param_groups):
                 raise CheckpointError(
-                    f"it has {len(self.shared['groups'])} optimizer groups, and there are "
-                    f"{len(engine.host.basic_optimizer.param_groups)} here"
+                    f"the checkpoint has {len(self.shared['groups'])} optimizer groups, and this job has "
+                    f"{len(engine.host.basic_optimizer.param_groups)}: build the optimizer with the groups of the job "
+                    "that saved it"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None

@@ -49,7 +49,7 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         if self._path is None:
-            raise CheckpointError("the save was given up")
+            raise CheckpointError("the save was given up before it was written: save again")
         return self._path
 
     def finish(self, path: Path | None, error: Exception | None) -> None:
@@ -184,7 +184,7 @@ class _Saving:
         """This member's files are in the hidden folder, and the others can know."""
         try:
             if self.error is not None or self.snapshot is None:
-                raise self.error or CheckpointError("nothing was taken")
+                raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
             hidden = Path(self.session.first("open", lambda: str(self._open(stack)), "saving a checkpoint"))
             if not hidden.is_dir():
                 raise CheckpointError(

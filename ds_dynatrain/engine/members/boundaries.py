@@ -311,7 +311,9 @@ class Boundaries:
                 board.read("alive")
         except td.DistError as lost:
             if world is None:
-                raise SwitchRefused(f"the board is gone: {lost}", "ask again later") from lost
+                raise SwitchRefused(
+                    f"the job's key-value store does not answer: {lost}", "training goes on; ask again later"
+                ) from lost
             try:
                 boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
             except (td.DistError, OSError) as error:
