@@ -27,6 +27,7 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.zero.muon.original_muon  # slow and imported late by DeepSpeed: paid once, here
 import numpy as np
+import pyarrow
 import pytest  # noqa: F401 - the modules of the cases import it
 import torch
 import torch._dynamo  # likewise
@@ -49,7 +50,9 @@ def main(descriptor: int, modules: Sequence[str], backend: str = "gloo") -> None
     _end_with_parent()
     for module in modules:
         importlib.import_module(module)
+    pyarrow.array([0])  # imports pandas, if that is there
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.utils.nvtx.enable_nvtx = False  # for a profiler that nobody runs: two calls around each of DeepSpeed's
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
     gc.collect()
