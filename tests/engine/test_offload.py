@@ -86,8 +86,10 @@ def training(dtype: str, start: jobs.Sizes, steps: int, schedule: jobs.Schedule,
     return jobs.run(settings(dtype, start, **more), steps, schedule)
 
 
-def losses(pool: RankPool, dtype: str, start: jobs.Sizes, schedule: jobs.Schedule, **more: Any) -> list[float]:
-    records = pool.run(training, dtype=dtype, start=start, steps=8, schedule=schedule, more=more)
+def losses(
+    pool: RankPool, dtype: str, start: jobs.Sizes, schedule: jobs.Schedule, steps: int = 8, **more: Any
+) -> list[float]:
+    records = pool.run(training, dtype=dtype, start=start, steps=steps, schedule=schedule, more=more)
     return jobs.global_losses(records)
 
 
@@ -96,7 +98,8 @@ def losses(pool: RankPool, dtype: str, start: jobs.Sizes, schedule: jobs.Schedul
     [("fp32", (2, 3), (4, 2)), pytest.param("bf16", (4, 1), (3, 3), marks=pytest.mark.full)],
 )
 def test_before_the_first_step(pool: RankPool, dtype: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
-    assert losses(pool, dtype, start, {0: target}, param=True) == losses(pool, dtype, target, {}, param=True)
+    switched = losses(pool, dtype, start, {0: target}, 4, param=True)
+    assert switched == losses(pool, dtype, target, {}, 4, param=True)
 
 
 def test_with_accumulation(pool: RankPool) -> None:
