@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.engine.checkpoints.fallback import TERMINATED
+from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.version import __version__
 from tests.docs.pages import README, ROOT, blocks, in_words, section, text_of
 
@@ -63,6 +65,18 @@ def test_the_version_is_one() -> None:
 def test_exit_codes() -> None:
     listed = section(ROOT / "docs" / "troubleshoot.md", "Exit codes")
     assert all(f"| {code} |" in listed for code in (*(int(each) for each in Ending), TERMINATED))
+
+
+def test_every_field_of_an_event_is_described() -> None:
+    said = section(ROOT / "docs" / "switching.md", "What a switch reports")
+    assert [field.name for field in fields(SwitchEvent) if f"`{field.name}`" not in said] == []
+
+
+def test_every_metric_is_described() -> None:
+    code, page = (ROOT / place for place in ("ds_dynatrain/elastic/monitoring/metrics.py", "docs/monitoring.md"))
+    names = set(re.findall(r'\(\s*"(dynatrain_\w+)"', text_of(code)))
+    said = {name.removesuffix("_total") for name in re.findall(r"`(dynatrain_\w+)", text_of(page))}
+    assert len(names) > 20 and names == said
 
 
 def formats() -> Iterator[tuple[str, str, str]]:
