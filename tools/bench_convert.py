@@ -100,12 +100,13 @@ def measure(path: str, out: str, to: str) -> None:
 
     import ds_dynatrain.engine.checkpoints.conversion  # noqa: F401
     from ds_dynatrain.cli import conversion
+    from ds_dynatrain.cli.choices import Format
 
     with FakeTensorMode():
         torch.empty(1)
     before, begin = resident(), time.perf_counter()
     reset_high_water()
-    list(conversion.convert(Path(path), Path(out), conversion.format_of(to), None, False))
+    list(conversion.convert(Path(path), Path(out), Format(to), None, False))
     seconds = time.perf_counter() - begin
     whole = sum(each.stat().st_size for each in Path(path).rglob("*") if each.is_file()) or Path(path).stat().st_size
     print(json.dumps({"bytes": high_water() - before, "seconds": seconds, "whole": whole}))

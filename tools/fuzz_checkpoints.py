@@ -40,6 +40,7 @@ from specimens import Specimen, specimens
 
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.cli import checkpoints, conversion
+from ds_dynatrain.cli.choices import Format
 from ds_dynatrain.errors import CheckpointError
 
 MIB = 1 << 20
@@ -259,7 +260,7 @@ def read(path: Path, out: Path, to: str, is_ours: bool) -> str:
     said = ""
     if is_ours:
         said = "; ".join(checkpoints.damage(Saved.open(path)))[:500]
-    list(conversion.convert(path, out, conversion.format_of(to), None, False))
+    list(conversion.convert(path, out, Format(to), None, False))
     return said
 
 

@@ -12,9 +12,10 @@ import argparse
 import inspect
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
@@ -148,9 +149,18 @@ def table(command: Any) -> list[str]:
         is_plain = (
             one.default is None or isinstance(one.default, bool) or one.default in ("", ()) or callable(one.default)
         )
-        given = "needed" if one.required else "" if is_plain else f"`{one.default}`"
-        rows.append(f"| `{name}` | {given} | {(one.help or '').replace('|', chr(92) + '|')} |")
+        given = "needed" if one.required else "" if is_plain else f"`{getattr(one.default, 'value', one.default)}`"
+        words = ", ".join(f"`{word}`" for word in choices(one))
+        meaning = f"{one.help or ''} One of {words}." if words else one.help or ""
+        rows.append(f"| `{name}` | {given} | {meaning.replace('|', chr(92) + '|')} |")
     return ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
+
+
+def choices(one: Any) -> list[str]:
+    """The words that an option takes; none where it takes any text."""
+    kind = one.type_descriptor.annotation
+    kinds = [each for each in (kind, *get_args(kind)) if inspect.isclass(each) and issubclass(each, Enum)]
+    return [each.value for kind in kinds for each in kind]
 
 
 def is_argument(one: Any) -> bool:

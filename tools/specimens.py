@@ -13,6 +13,7 @@ from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.zips import members_of
 from ds_dynatrain.cli import conversion
+from ds_dynatrain.cli.choices import Format
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (3,), "b": (2, 2, 3)}
 RANKS, STEP = 2, "step3"
@@ -63,7 +64,7 @@ def specimens(folder: Path) -> list[Specimen]:
 
 
 def _convert(path: Path, out: Path, to: str) -> None:
-    list(conversion.convert(path, out, conversion.format_of(to), None, False))
+    list(conversion.convert(path, out, Format(to), None, False))
 
 
 def _specimen(name: str, path: Path) -> Specimen:

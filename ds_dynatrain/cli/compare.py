@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ds_dynatrain.comparison import markdown
 from ds_dynatrain.comparison.comparison import compare
-from ds_dynatrain.comparison.job import SHAPES, WAYS, Change
+from ds_dynatrain.comparison.job import WAYS, Change
 from ds_dynatrain.comparison.results import Comparison, way_of
 from ds_dynatrain.errors import ConfigError
 
@@ -31,12 +31,9 @@ def measure(
 ) -> Comparison:
     """Measure, with a line on the terminal for each way, and what was measured so far as JSON in the folder.
 
-    ConfigError for a size, change or way that there is not.
+    ConfigError for a change or way that there is not.
     """
     check_drawing()
-    unknown = [size for size in sizes if size not in SHAPES]
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no size; there are {', '.join(SHAPES)}")
     wanted = [way_of(name) for name in ways] or list(WAYS)
     parsed = [Change.parse(text) for text in changes or CHANGES]
     console, command = Console(highlight=False, soft_wrap=True), " ".join(["ds-dynatrain", *sys.argv[1:]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,14 @@ from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.universal import to_universal
 from ds_dynatrain.checkpoint.taking import bytes_of
 from ds_dynatrain.cli.checkpoints import COLUMNS, found
+from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError
 
 MOST_NAMED = 10
 """Parts that are left out."""
 
 
-class Format(str, Enum):
-    """What a checkpoint is converted to."""
-
-    SAFETENSORS = "safetensors"
-    DEEPSPEED = "deepspeed-universal"
-    DCP = "dcp"
-    OURS = "universal"
-
-
-def format_of(name: str) -> Format:
-    """The format of that name; CheckpointError, naming all, if there is none."""
-    try:
-        return Format(name)
-    except ValueError:
-        raise CheckpointError(f"no format {name!r}: give one of {', '.join(each.value for each in Format)}") from None
-
-
-def convert(path: Path, out: Path, to: Format, dtype: str | None, trust_pickle: bool) -> Iterator[str]:
+def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
     """Convert what lies at `path`; in words, line by line, what was written.
 
     CheckpointError as `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
@@ -50,10 +33,10 @@ def convert(path: Path, out: Path, to: Format, dtype: str | None, trust_pickle: 
     if to is Format.OURS:
         yield from _to_ours(path, out, dtype, trust_pickle)
     else:
-        yield _from_ours(found(path), out, to, None if dtype is None else named(dtype))
+        yield _from_ours(found(path), out, to, None if dtype is None else named(dtype.value))
 
 
-def _to_ours(path: Path, out: Path, dtype: str | None, trust_pickle: bool) -> Iterator[str]:
+def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
     from ds_dynatrain.engine.checkpoints.conversion import convert_foreign
 
     if dtype is not None:

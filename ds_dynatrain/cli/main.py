@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ds_dynatrain.cli.balance import balance
+from ds_dynatrain.cli.choices import Format, Size, WayName, WeightType
 from ds_dynatrain.cli.exits import REFUSED, saying
 from ds_dynatrain.version import __version__
 
@@ -169,8 +170,8 @@ def leave(
 @app.command()
 def compare(
     size: Annotated[
-        list[str] | None,
-        typer.Option(help="Model: tiny, 8M, 30M, 125M; repeat the option for more. Default: all but tiny."),
+        list[Size] | None,
+        typer.Option(help="Model; repeat the option for more. Default: all but tiny."),
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -179,10 +180,8 @@ def compare(
         ),
     ] = None,
     way: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="live, live-gloo, late, lean, here, restart, deepspeed, dcp; repeat the option for more. Default: all."
-        ),
+        list[WayName] | None,
+        typer.Option(help="How the change is made; repeat the option for more. Default: all."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 1,
@@ -207,7 +206,8 @@ def compare(
 
     with saying("compare"):
         if figures is None:
-            found = comparison.measure(size or [], change or [], way or [], repeats, limit_seconds, scratch, out)
+            sizes, ways = [each.value for each in size or ()], [each.value for each in way or ()]
+            found = comparison.measure(sizes, change or [], ways, repeats, limit_seconds, scratch, out)
         else:
             found = comparison.read(figures)
         comparison.write(found, out)
@@ -289,10 +289,10 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="safetensors (weights), deepspeed-universal, dcp, or universal: ours.")
-    ] = "safetensors",
+        Format, typer.Option(help="The format to write. safetensors has weights alone; universal is ours.")
+    ] = Format.SAFETENSORS,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16, for all weights. Without it: as they were.")
+        WeightType | None, typer.Option(help="The type that all weights get. Without it: as they were.")
     ] = None,
     trust_pickle: Annotated[
         bool,
@@ -312,7 +312,7 @@ def convert(
     from ds_dynatrain.cli import conversion
 
     with saying("checkpoint convert"):
-        for line in conversion.convert(path, out, conversion.format_of(to), dtype, trust_pickle):
+        for line in conversion.convert(path, out, to, dtype, trust_pickle):
             typer.echo(line)
 
 

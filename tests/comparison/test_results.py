@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_dynatrain.cli import compare as command
+from ds_dynatrain.cli.choices import Size, WayName
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.comparison import charts, markdown
 from ds_dynatrain.comparison import comparison as measuring
@@ -140,10 +141,12 @@ def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypa
     assert [each.way for each in kept.measures] == ["live", "deepspeed"] and kept.measures[0].change == str(change)
 
 
-def test_the_help_names_all_ways() -> None:
+def test_the_choices_are_all_sizes_and_ways() -> None:
+    assert [each.value for each in Size] == list(SHAPES)
+    assert [each.value for each in WayName] == [way.name for way in WAYS]
     said = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     for way in WAYS:
-        assert f"{way.name}," in said or f"{way.name};" in said, way.name
+        assert re.search(rf"(?<=[<\[|]){way.name}(?=[|>\]])", said), way.name
 
 
 @pytest.mark.parametrize("text", ["", "data=2", "data=2,zero_stage=1", "data=5,zero_stage=1:data=2,zero_stage=1"])
@@ -158,7 +161,8 @@ def test_what_is_no_change_is_refused(text: str, tmp_path: Path) -> None:
 def test_unknown_names_are_refused(wrong: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", *wrong, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "there are" in result.output
+    said = " ".join(result.output.replace("│", " ").split())
+    assert f"'{wrong[1]}' is not one of" in said and ("'tiny'" in said or "'live'" in said)
 
 
 def test_defaults_are_what_they_are_called() -> None:
