@@ -81,21 +81,29 @@ class Reader:
 
     # ---- whole states ------------------------------------------------------------------------------------------------
 
-    def fill(self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> None:
+    def fill(
+        self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kept: Pieces | None = None
+    ) -> None:
         """Fill every buffer of a rank of the layout whose kind is in the checkpoint; the rest is left as it is.
 
-        A weight is read, or cast from its master where the checkpoint says so or has it in another type.
+        A weight is read, or cast from its master where the checkpoint says so or has it in another type. kept: weights
+        that are left as they are.
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
             stored, _ = self._requests(vps, kind, vps.holding(layout, rank, kind))
             self._read(stored, of_kind(buffers, kind))
         if WEIGHT in kinds:
-            self._fill_weights(vps, layout, rank, buffers)
+            wanted = vps.holding(layout, rank, WEIGHT)
+            if kept is not None:
+                wanted = wanted.subtract(*interval.union(kept.start, kept.stop))
+            self._fill_weights(vps, layout, rank, buffers, wanted)
 
-    def _fill_weights(self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> None:
+    def _fill_weights(
+        self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, wanted: Pieces
+    ) -> None:
         weights, masters = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
-        stored, cast = self._requests(vps, WEIGHT, vps.holding(layout, rank, WEIGHT))
+        stored, cast = self._requests(vps, WEIGHT, wanted)
         self._read(stored, weights)
         held = vps.holding(layout, rank, MASTER) if masters else Pieces.empty()
         for weight, master in placed(vps.line, cast.intersect(held), (weights, masters)):

@@ -285,6 +285,7 @@ class OverridingEngine(HostEngine):
 
         That is one step for all members, as `engine.load`, which see also for `trust_pickle`; CheckpointError says
         why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
+        With `load_module_strict=False` frozen weights that it was saved without stay as they are.
 
         On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
         state it returns what JSON has a word for.

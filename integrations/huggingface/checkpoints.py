@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME as STATE
+from transformers.trainer import _is_peft_model
 
 from ds_dynatrain.checkpoint import Saved, record
 from ds_dynatrain.checkpoint.files import read_small
@@ -102,11 +103,13 @@ def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
 def resume(trainer: Any, engine: Any, folder: str) -> None:
     """Go on from a checkpoint; a newcomer has the job's state already, and loads nothing.
 
-    ConfigError for one that was saved with another global batch: steps would not mean the same samples.
+    A stock Trainer's with adapters has no frozen weights, which stay as the base model has them. ConfigError for one
+    that was saved with another global batch: steps would not mean the same samples.
     """
     path = Path(folder)
     ours = is_ours(path)
-    _, client = engine.load_checkpoint(str(path.parent), path.name) if ours else engine.load_checkpoint(str(path))
+    where = (str(path.parent), path.name) if ours else (str(path),)
+    _, client = engine.load_checkpoint(*where, load_module_strict=not _is_peft_model(trainer.model))
     if ours or engine.is_newcomer:
         return
     batch, held = trainer._settings.global_batch, (client or {}).get("ds_config", {}).get("train_batch_size")

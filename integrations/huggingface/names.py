@@ -9,7 +9,7 @@ from typing import Any
 from ds_dynatrain.errors import ConfigError
 
 TRAINER = {
-    "transformers.trainer": "Trainer",
+    "transformers.trainer": "Trainer _is_peft_model",
     "transformers.trainer.Trainer": (
         "_get_dataloader _init_training_state _prepare_for_training get_batch_samples _get_num_items_in_batch "
         "training_step _maybe_log_save_evaluate _save_checkpoint _save_optimizer_and_scheduler _save_rng_state "

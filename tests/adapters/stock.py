@@ -19,6 +19,7 @@ from ds_dynatrain.adapters.stage3 import reset_counters, restore_linear
 def stock_engine(model: nn.Module, config: dict[str, Any], **arguments: Any) -> Iterator[Any]:
     """The engine of `deepspeed.initialize`; its groups, hooks and process-wide state are gone after the block."""
     with own_groups():
+        reset_counters()  # ranks may have had different engines before
         engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
         try:
             yield engine

@@ -152,6 +152,8 @@ LIES: list[Callable[[dict[str, Any]], object]] = [
     lambda said: said["frozen_param_shapes"].update(frozen=torch.Size([5])),
     lambda said: said["frozen_param_shapes"].update(a=torch.Size([4])),
     lambda said: said.pop("module"),
+    lambda said: said["module"].pop("frozen"),
+    lambda said: said["module"].update(frozen=4),
     lambda said: said.update(global_steps="three"),
     lambda said: said.update(buffer_names=3),
     lambda said: said["module"].update(frozen=FROZEN.expand(1 << 10, 4)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 
 from ds_dynatrain.checkpoint.others import members_of
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 from tests.adapters.stock import stock_engine
 from tests.engine import axis_walks, jobs, oracle
@@ -20,6 +24,7 @@ from tests.engine.axis_walks import Subject
 from tests.engine.models import Sequences, decay_groups, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
+from tests.engine.test_lora import adapted
 from tests.engine.transitions import layout
 
 STEPS, MORE = 3, 2
@@ -136,6 +141,74 @@ def test_written_by_stock_deepspeed(pool: RankPool, tmp_path: Path, options: dic
     state = pool.run(stock_case, folder=tmp_path, options=options)[0]
     for found in pool.run(taking_case, sizes=(2, 3), folder=tmp_path)[:2]:
         assert oracle.differences(state, found) == []
+
+
+# ---- saved without the frozen weights --------------------------------------------------------------------------------
+
+
+def adapters_case(folder: Path, stage: int) -> oracle.State:
+    """DeepSpeed without ds_dynatrain trains adapters on all ranks, and saves them alone, as transformers does."""
+    settings = {key: value for key, value in jobs.config("bf16", (4, stage)).items() if key != "dynatrain"}
+    model = adapted()
+    trained = [held for held in model.parameters() if held.requires_grad]
+    with stock_engine(model, settings, model_parameters=trained) as engine:
+        data = Sequences()
+        for step in range(STEPS):
+            rows = [data[12 * step + 3 * engine.global_rank + number] for number in range(3)]
+            engine.backward(engine(*(torch.stack(part) for part in zip(*rows, strict=True))))
+            engine.step()
+        engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+        return oracle.gather(engine)
+
+
+def other_base_case(sizes: jobs.Sizes, folder: Path) -> Any:
+    """Load adapters beside other frozen weights; what is said without the flag, the state before and after."""
+    model = adapted()
+    with torch.no_grad():
+        for held in model.parameters():
+            held.mul_(1 if held.requires_grad else 2)
+    trained, frozen = ([held for held in model.parameters() if held.requires_grad is flag] for flag in (True, False))
+    with jobs.job(jobs.config("bf16", sizes), model=model, model_parameters=trained) as made:
+        if made.engine.idle:
+            return None
+        before, logged = oracle.gather(made.engine), list[str]()
+        with pytest.raises(CheckpointError) as refused:
+            made.engine.load_checkpoint(str(folder))
+        assert oracle.differences(before, oracle.gather(made.engine)) == []
+        with listening(logged):
+            assert made.engine.load_checkpoint(str(folder), load_module_strict=False)[0] is not None
+        assert [f"without {len(frozen)} frozen" in line for line in logged] == [True] * (made.engine.rank == 0)
+        after = oracle.gather(made.engine)
+        jobs.train(made, STEPS + 1)
+        return str(refused.value), before, after
+    return None
+
+
+@contextmanager
+def listening(lines: list[str]) -> Iterator[None]:
+    """Warnings of ours, as they are written."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("saved", [1, 3])
+def test_frozen_weights_that_are_not_in_it_stay(pool: RankPool, tmp_path: Path, saved: int) -> None:
+    """Four ranks of stock DeepSpeed, read on two: what is trained is as it was saved, the rest as the script has it."""
+    there = pool.run(adapters_case, folder=tmp_path, stage=saved)[0]
+    frozen = {name for name, held in adapted().named_parameters() if not held.requires_grad}
+    for stage in (1, 2, 3):
+        for said, before, found in pool.run(other_base_case, sizes=(2, stage), folder=tmp_path)[:2]:
+            assert f"without {len(frozen)} frozen" in said and "load_module_strict=False" in said
+            wanted = replace(there, tensors=dict(there.tensors))
+            for key in [key for key in there.tensors if key[0] in frozen]:
+                wanted.tensors[key] = before.tensors[key]
+            assert oracle.differences(there, found) != []
+            assert oracle.differences(wanted, found) == []
 
 
 # ---- what cannot be read --------------------------------------------------------------------------------------------

@@ -117,6 +117,21 @@ def test_packed_texts(four: RankPool, alone: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_of_a_stock_trainer_go_on_in_another_world(four: RankPool, tmp_path: Path, stage: int) -> None:
+    """Saved on 4 ranks without the frozen weights, which the base model has."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "stage": stage}
+    whole = four.run(lora, folder=tmp_path, block=None, **saves, seconds=120)
+    for file in (tmp_path / "checkpoint-3").glob("global_step3/*model_states.pt"):
+        said = torch.load(file, weights_only=False)
+        assert not said["frozen_param_fragments"]
+        assert not any("attn.c_attn.base_layer" in name for name in said["module"])
+    resume = {"resume": str(tmp_path / "checkpoint-3"), "config": {"train_batch_size": 12}}
+    again = four.run(lora, folder=tmp_path / "again", block=BLOCK, **resume, seconds=180)
+    assert losses(again) == pytest.approx(losses(whole), rel=2e-5) and len(losses(again)) == 6
+
+
+@pytest.mark.full
 def test_adapters_alone_are_saved(four: RankPool, tmp_path: Path) -> None:
     """In the files of the model, after a change of world too; and it goes on from there in yet another one."""
     saves = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}

@@ -24,9 +24,9 @@ from ds_dynatrain.checkpoint.others.zero_files import (
     configured_type,
     frozen_shapes,
 )
-from ds_dynatrain.checkpoint.others.zero_rows import layout_of, rows_of, rules_then, scalars_of
+from ds_dynatrain.checkpoint.others.zero_rows import frozen_left_out, layout_of, rows_of, rules_then, scalars_of
 from ds_dynatrain.checkpoint.reading import Reader
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, Kind, LogicalTensor, VirtualParameterSpace, ZeroRules
 from ds_dynatrain.space import standard_kinds as kinds_of
 
@@ -53,6 +53,8 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     for alone in parts:
         space = space_of(alone, others)
         found = Manifest.of(rows_of(alone, space, weight_type(alone)))
+        for number in frozen_left_out(space, found):
+            raise CheckpointDamaged(f"{path} names the frozen {space.tensors[number].name!r}, and has no values of it")
         if alone.model(0).get("param_shapes") is None:
             _check_casts(alone, found)
         new = {each.name: each for each in space.tensors if each.name not in tensors}  # stages share tied ones

@@ -15,7 +15,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent, placed
-from ds_dynatrain.checkpoint.manifest import Row
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, ZeroFolder
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
@@ -46,8 +46,8 @@ Held = dict[tuple[str, BufferId], Stored]
 def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[Row]:
     """Where every element of masters, moments and frozen weights lies; trained weights are casts of their masters.
 
-    vps: of `then`. weight: the type of weights that are cast. Digests are left 0. CheckpointError, naming the
-    parameter, for a checkpoint of another model.
+    vps: of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that it was saved
+    without have no rows (`frozen_left_out`). CheckpointError, naming the parameter, for a checkpoint of another model.
     """
     layout = vps.layout
     rows = [
@@ -64,9 +64,18 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
             if kind in present:
                 pieces = vps.owned(layout, rank, kind)
                 if kind == WEIGHT:
-                    pieces = _of_frozen(vps.line, pieces)
+                    pieces = _of_frozen(vps.line, pieces, held)
                 rows += _rows(vps, kind, pieces, held)
     return rows
+
+
+def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int, ...]:
+    """Numbers of the frozen tensors that a checkpoint was saved without."""
+    return tuple(
+        number
+        for number, each in enumerate(vps.tensors)
+        if not each.trainable and each.numel and (each.name, WEIGHT) not in manifest.rows
+    )
 
 
 def layout_of(folder: ZeroFolder) -> Layout:
@@ -208,16 +217,17 @@ def _frozen(folder: ZeroFolder, part: int, rank: int, local: LocalSpace) -> Held
             name = BufferId("partition", number)
         else:
             held, name = folder.weights(part).get(tensor.name), BufferId("tensor", number)
-        if not isinstance(held, Stored):
-            raise CheckpointError(f"the frozen {tensor.name!r} is not in it: it was saved without, or trained there")
-        found[WEIGHT, name] = held
+        if isinstance(held, Stored):
+            found[WEIGHT, name] = held
+        elif held is not None:
+            raise CheckpointDamaged(f"the frozen {tensor.name!r} is a {type(held).__name__} in it, and no tensor")
     return found
 
 
-def _of_frozen(line: Line, pieces: Pieces) -> Pieces:
-    """The pieces of frozen tensors, which stand behind the others."""
-    first = int(line.bases[line.trainable_count])
-    return pieces.restrict(np.array([first]), np.array([len(line)])) if first < len(line) else Pieces.empty()
+def _of_frozen(line: Line, pieces: Pieces, held: Held) -> Pieces:
+    """The pieces of the frozen tensors that are held; no other weight is."""
+    numbers = np.array(sorted(name.index for kind, name in held if kind == WEIGHT), dtype=np.int64)
+    return pieces.restrict(line.bases[numbers], line.bases[numbers + 1])
 
 
 def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[Row]:

@@ -42,8 +42,8 @@ class Checkpoints:
         in_the_way = self._switcher.in_the_way(of_reading=True)
         return how(folder, name, f"save/{self._switcher.place_in_training()}", in_the_way, None)
 
-    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool) -> Restored:
-        """See `DynatrainEngine.load`; it uses a generation up, as a switch does."""
+    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, strict: bool = True) -> Restored:
+        """See `DynatrainEngine.load`; it uses a generation up, as a switch does. strict: see `from_checkpoint`."""
         agreed = self._arrive("load", path, tag)
         if agreed is None:
             raise CheckpointError(f"load({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
@@ -52,7 +52,7 @@ class Checkpoints:
         engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
         engine.attempt += 1
         engine.begin_segment()
-        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle)
+        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, strict)
         engine.settle_fallback()
         return found
 
@@ -83,7 +83,7 @@ class Checkpoints:
             return None, {}
         folder, tag = agreed
         if not engine.idle and self._reads(folder, tag, trust_pickle, part):
-            found = self.load(folder, tag, trust_pickle)
+            found = self.load(folder, tag, trust_pickle, part.load_module_strict)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             if not engine.idle:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import Reader
@@ -19,17 +21,21 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import side_digests, state_digest
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
-from ds_dynatrain.space import WEIGHT
+from ds_dynatrain.report import logger
+from ds_dynatrain.space import WEIGHT, Pieces
 
 
-def from_checkpoint(path: Path, trust_pickle: bool = False) -> Opener:
-    """What opens the checkpoint in a folder; see `opening.opened`."""
+def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True) -> Opener:
+    """What opens the checkpoint in a folder; see `opening.opened`.
+
+    strict: whether one that was saved without the frozen weights is refused; else they stay as they are.
+    """
 
     @contextmanager
     def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
         source = opened(path, engine, present, trust_pickle)
         with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
-            yield FromCheckpoint(engine, goal, source, reader)
+            yield FromCheckpoint(engine, goal, source, reader, strict)
 
     return opener
 
@@ -37,8 +43,8 @@ def from_checkpoint(path: Path, trust_pickle: bool = False) -> Opener:
 class FromCheckpoint:
     """See `StateSource`."""
 
-    def __init__(self, engine: EngineCore, goal: Goal, source: Source, reader: Reader) -> None:
-        self._engine, self._goal, self._source, self._reader = engine, goal, source, reader
+    def __init__(self, engine: EngineCore, goal: Goal, source: Source, reader: Reader, strict: bool = True) -> None:
+        self._engine, self._goal, self._source, self._reader, self._strict = engine, goal, source, reader, strict
         self._vps = engine.vps.with_layout(goal.layout, goal.members)
         self._memory: dict[str, Memory] = {}
         self._numbers: dict[int, int] = {}
@@ -53,6 +59,7 @@ class FromCheckpoint:
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         self._numbers = self._checked_tensors()
+        self._check_kept()
         there = [kind for kind in self._source.kinds if kind not in ALWAYS]
         here = [kind for kind in memory if kind not in ALWAYS]
         if there and set(there) != set(here):
@@ -84,8 +91,35 @@ class FromCheckpoint:
             raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
         return found
 
+    def _check_kept(self) -> None:
+        kept = self._source.kept
+        if kept and self._strict:
+            raise CheckpointError(
+                f"it was saved without {len(kept)} frozen parameters that this model has, such as "
+                f"{self._vps.tensors[kept[0]].name!r}: load_checkpoint(..., load_module_strict=False) leaves them as "
+                "they are in this model"
+            )
+
     def fill(self, rank: int, buffers: Buffers) -> None:
-        self._reader.fill(self._vps, self._goal.layout, rank, buffers)
+        self._reader.fill(self._vps, self._goal.layout, rank, buffers, self._keep(rank, buffers))
+
+    def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
+        """Copy what stays as it is from the engine, which is in this layout; the pieces of it."""
+        vps, kept = self._vps, np.array(self._source.kept, dtype=np.int64)
+        if not len(kept):
+            return None
+        pieces = vps.holding(self._goal.layout, rank, WEIGHT).restrict(vps.bases[kept], vps.bases[kept + 1])
+        present, _ = self._engine.host.state_buffers()
+        for number in np.unique(pieces.buffer).tolist():
+            key = WEIGHT, pieces.buffers[number]
+            buffers[key].copy_(present[key])
+        if rank == 0:
+            logger.warning(
+                "%s was saved without %d frozen parameters, which stay as they are in this model",
+                self._source.path,
+                len(kept),
+            )
+        return pieces
 
     def shared(self) -> dict[str, Any]:
         return self._source.shared(self._numbers)

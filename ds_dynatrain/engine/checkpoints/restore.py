@@ -34,10 +34,11 @@ def load(
     generation: int,
     is_open: str,
     trust_pickle: bool = False,
+    strict: bool = True,
 ) -> Restored:
     """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
-    place, is_open: as for `registration.register`.
+    place, is_open: as for `registration.register`. strict: as for `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
     request = Request(
@@ -51,7 +52,7 @@ def load(
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
     found = _chosen(engine, goal, lambda: _named(where, tag))
-    return _restored(engine, goal, found, Old.of(engine), trust_pickle)
+    return _restored(engine, goal, found, Old.of(engine), trust_pickle, strict)
 
 
 def restore(
@@ -116,9 +117,14 @@ def take_back(
 
 
 def _restored(
-    engine: EngineCore, goal: Goal, path: Path, old: Old | None = None, trust_pickle: bool = False
+    engine: EngineCore,
+    goal: Goal,
+    path: Path,
+    old: Old | None = None,
+    trust_pickle: bool = False,
+    strict: bool = True,
 ) -> Restored:
-    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle), str(path), old)
+    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle, strict), str(path), old)
     restoration.run()
     return Restored(path, engine.global_steps, restoration.client_state, restoration.kinds, restoration.digest)
 

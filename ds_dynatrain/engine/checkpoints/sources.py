@@ -17,6 +17,7 @@ from ds_dynatrain.checkpoint.crcs import Crcs
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.others import (
     ZeroFolder,
+    frozen_left_out,
     members_of,
     rows_of,
     scalars_of,
@@ -59,7 +60,10 @@ NO_CLIENT_STATE = frozenset(
 
 
 class Source(Protocol):
-    """A checkpoint that is open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back."""
+    """A checkpoint that is open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back.
+
+    kept: numbers of the frozen tensors that it was saved without.
+    """
 
     @property
     def path(self) -> Path: ...
@@ -69,6 +73,8 @@ class Source(Protocol):
     def kinds(self) -> list[str]: ...
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]: ...
+    @property
+    def kept(self) -> tuple[int, ...]: ...
     @property
     def client_state(self) -> dict[str, Any]: ...
 
@@ -110,6 +116,10 @@ class Universal:
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return self.saved.record.logical_tensors()
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -163,6 +173,10 @@ class Stock:
     def kinds(self) -> list[str]:
         held = {kind for _, kind in self.manifest.rows}
         return [kind for kind in self.space.present_kinds() if kind in held]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return frozen_left_out(self.space, self.manifest)
 
     @property
     def client_state(self) -> dict[str, Any]:

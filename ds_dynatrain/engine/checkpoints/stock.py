@@ -23,8 +23,10 @@ class Part(NamedTuple):
     load_module_only: bool = False
     custom_load_fn: Callable[..., Any] | None = None
 
-
-EVERYTHING = Part()
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the state; not strict, without the frozen weights that it was saved without."""
+        return self._replace(load_module_strict=True) == Part()
 
 
 def is_for_us(
@@ -38,10 +40,9 @@ def is_for_us(
     """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout.
 
     A part of the state is left to DeepSpeed. Rank 0 looks, and tells all working members: what follows is a matter of
-    all. key: of nothing else on the notice
-    board. CheckpointError, on all alike, if it cannot be told.
+    all. key: of nothing else on the notice board. CheckpointError, on all alike, if it cannot be told.
     """
-    if part != EVERYTHING or engine.deepspeed.load_universal_checkpoint():
+    if not part.is_whole or engine.deepspeed.load_universal_checkpoint():
         return False
     session = Session(engine.control, key, engine.members, "load_checkpoint", is_patient=True)
     return session.first(
