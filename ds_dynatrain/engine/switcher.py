@@ -271,9 +271,12 @@ class Switcher:
         else:
             self._see_given_up()
 
+    def tell_changes(self) -> None:
+        """On an idle member: what has changed, also where the job ends before there is work again."""
+        self._changes.look()
+
     def pass_time(self, seconds: float) -> None:
         """An idle member's turn: the user's `on_idle`, or a short sleep."""
-        self._changes.look()
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)

@@ -188,7 +188,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
             with patch.object(self, "source", {**self.source, **moved}):
                 return own(self, plan, transport)
         if name == "corrupted message":
-            with _corrupted(plan, transport):
+            with corrupted(plan, transport):
                 return own(self, plan, transport)
         return own(self, plan, transport)
 
@@ -197,7 +197,7 @@ def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator
 
 
 @contextmanager
-def _corrupted(plan: ReadyPlan, transport: Transport) -> Iterator[None]:
+def corrupted(plan: ReadyPlan, transport: Transport) -> Iterator[None]:
     """One bit of each message is another, and of each matrix that is read from another member's accelerator."""
     alive: list[torch.Tensor] = []
     send = type(transport).send

@@ -118,7 +118,7 @@ def injected(names: list[str]) -> Iterator[None]:
         if name == "failing thread" and is_late and self.control.member == WHERE:
             raise RuntimeError("injected")
         if name == "corrupted message" and is_late and any(len(each.sends) for each in plan.plan.rounds):
-            with patch.object(type(transport), "send", faults._corrupting(type(transport).send)):
+            with faults.corrupted(plan, transport):
                 return own(self, plan, transport)
         stats = own(self, plan, transport)
         is_due = (name == "bit flip" and is_late) or (name == "bit flip in the pause" and not is_late)

@@ -174,6 +174,7 @@ class Boundaries:
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
+                self.first.switcher.tell_changes()
                 if self.elastic.member.is_finished or self._have_ended(watch):
                     raise SystemExit(0)
                 self._advance()

@@ -132,6 +132,7 @@ class FixedLaunch:
             switcher.look_for_proposal()
             switcher.meet_idle(place)
             if engine.idle:
+                switcher.tell_changes()
                 if watch.look(engine.members):
                     engine.attempts.cancel()
                     engine.control.post(f"left/{engine.control.member}", True)
