@@ -31,7 +31,10 @@ def read_config(config: Config) -> dict[str, Any]:
         else:
             read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=_once)
     except (OSError, UnicodeError, binascii.Error, hjson.HjsonDecodeError) as error:
-        raise ConfigError(f"configuration {name!r}: neither a readable file nor JSON in base64 ({error})") from error
+        raise ConfigError(
+            f"configuration {name!r}: neither a readable file nor JSON in base64 ({error}); give the path of a JSON "
+            "file"
+        ) from error
     if not isinstance(read, dict):
         raise ConfigError(f"configuration {name!r}: expected an object of keys, got {type_name(read)}")
     return read

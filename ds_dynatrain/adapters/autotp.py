@@ -93,7 +93,10 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
     for name, module in made.named_modules():
         origin = template.module.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
         if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
-            raise UnsupportedError(f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear")
+            raise UnsupportedError(
+                f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear; name it otherwise, or "
+                "leave it out of the plan (tensor_parallel.partition_config)"
+            )
     found = {name: _cut(name, tuple(before[name].shape), held) for name, held in after.items()}
     if all(cut.tensor is None for cut in found.values()):
         raise UnsupportedError("its rules cut none of the parameters")
@@ -115,7 +118,8 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
         sizes = [sum(each) for each in zip(*blocks, strict=True)]
         if 0 in sizes:
             raise LayoutError(
-                f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank"
+                f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank; "
+                "choose a smaller tensor size"
             )
 
 

@@ -97,7 +97,7 @@ class AutoEPShaper(Shaper):
             try:
                 validate(self._config, layout)
             except ValueError as error:
-                raise LayoutError(f"{layout}: {error}") from error
+                raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
         if layout.expert not in self._cuts:
             made = convert(self._template.copy(), self._block, layout.expert, 0)
             self._cuts[layout.expert] = cuts_of(made)

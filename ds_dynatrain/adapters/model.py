@@ -144,5 +144,5 @@ def _only_dtype(names: dict[int, str], known: dict[int, nn.Parameter]) -> torch.
                 "give all parameters one type (`keep_in_fp32_modules` is not supported yet)"
             )
     if first is None:
-        raise UnsupportedError("the model has no parameter")
+        raise UnsupportedError("the model has no parameter; give a module that has some")
     return first[1]

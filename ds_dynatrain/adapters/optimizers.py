@@ -324,10 +324,15 @@ def _refuse_by_name(cls: type) -> None:
 def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Number]) -> None:
     names = [*moments, *scalars]
     if len(set(names)) != len(names):
-        raise ConfigError(f"optimizer {full_name(cls)}: a state is named twice in {names}")
+        raise ConfigError(
+            f"optimizer {full_name(cls)}: a state is named twice in {names}; name each once, in moments or in scalars"
+        )
     taken = sorted({WEIGHT, MASTER, STALE_GRAD, HOST_GRAD} & set(moments))
     if taken:
-        raise ConfigError(f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here")
+        raise ConfigError(
+            f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here; give it "
+            "another name"
+        )
     for name, value in scalars.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
             raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} starts as {value!r}; give a number")

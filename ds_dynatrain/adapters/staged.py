@@ -153,7 +153,10 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]
         if any(mark[:2] != marks[0][:2] for mark in marks):
-            raise UnsupportedError(f"buffer {name!r} has another shape or type where another stage builds its layer")
+            raise UnsupportedError(
+                f"buffer {name!r} has another shape or type where another stage builds its layer; register it alike "
+                "on all stages"
+            )
         if any(mark != marks[0] for mark in marks):
             value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
             td.broadcast(value, owners.get(layer_of(name), 0))

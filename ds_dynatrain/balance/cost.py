@@ -75,7 +75,7 @@ def step_time(
     differ in size.
     """
     if len(deal.shares) != layout.data:
-        raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices")
+        raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices; give {layout.data} shares")
     if layout.pipe > 1 and not deal.has_one_size:
         raise LayoutError(f"{layout}: shares {deal.shares} are no micro-batches of {deal.size:g} samples")
     return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()

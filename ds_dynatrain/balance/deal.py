@@ -47,7 +47,10 @@ class Deal:
         batch, data = profile.train_batch_size, layout.data
         dealt = layout.shares or tuple(batch // data + (k < batch % data) for k in range(data))
         if sum(dealt) != batch:
-            raise LayoutError(f"shares {dealt} are {sum(dealt)} samples over {len(dealt)}: {batch} go over data={data}")
+            raise LayoutError(
+                f"shares {dealt} are {sum(dealt)} samples over {len(dealt)}: {batch} go over data={data}; give {data} "
+                f"shares that are {batch} together"
+            )
         if pipeline or (pipeline is None and layout.pipe > 1):
             return cls.in_columns(_columns(profile, layout, micro_batches))
         return cls(dealt, micro_batches or math.ceil(max(dealt) / profile.micro_batch_size))
@@ -101,7 +104,9 @@ def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None
     if there are too few.
     """
     if samples < len(pace):
-        raise LayoutError(f"{samples} samples over {len(pace)} data indices: each needs one")
+        raise LayoutError(
+            f"{samples} samples over {len(pace)} data indices: each needs one; take at most {samples} data ranks"
+        )
     begins = [0.0] * len(pace) if first is None else first
     due = [(begins[index] + 2 / speed, index) for index, speed in enumerate(pace)]
     heapq.heapify(due)

@@ -44,7 +44,10 @@ class Problem:
         """Check the shapes."""
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
-            raise LayoutError(f"{len(self.names)} layers cannot be cut into {stages} stages with a layer each")
+            raise LayoutError(
+                f"{len(self.names)} layers cannot be cut into {stages} stages with a layer each; give at most "
+                f"{len(self.names)}"
+            )
         wanted = (self.taken.shape, self.room.shape, self.moved.shape)
         if wanted != ((stages, layers), (stages,), (layers,)):
             raise LayoutError(f"{stages} stages and {layers} layers do not go with arrays of the shapes {wanted}")

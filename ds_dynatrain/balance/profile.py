@@ -165,7 +165,7 @@ class Profile:
         try:
             said = json.loads(text)
         except ValueError as error:
-            raise ProfileError(f"no JSON, or the end is missing: {error}") from None
+            raise ProfileError(f"no JSON, or the end is missing: {error}; save the profile again") from None
         _check(isinstance(said, dict), "no JSON object")
         version = said.get("version")
         _check(version == VERSION, f"version {version!r}: this is made for version {VERSION}; profile again")

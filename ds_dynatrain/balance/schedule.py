@@ -79,7 +79,7 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
     two messages for each other in the same order, so a step is one meeting and one pass.
     """
     if micro_batches < 1:
-        raise LayoutError(f"{micro_batches} micro-batches: a batch has one at least")
+        raise LayoutError(f"{micro_batches} micro-batches: a batch has one at least; give 1 or more")
     stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
     step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
     forward = (step - stage) % 2 == 0

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
+WHERE_DAMAGED = "copy the checkpoint again, or take another one"
+"""What to do with files that are not what was saved."""
 MOST_BYTES = 1 << 30
 """Of a small file."""
 MOST_VALUES = 1 << 24
@@ -22,16 +25,28 @@ MOST_OF_NOTE = 4096
 """Bytes of a file that names another one."""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors inside the block name the checkpoint, and those of damage what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        said = str(error) if str(path) in str(error) else f"{path}: {error}"
+        if isinstance(error, CheckpointDamaged) and WHERE_DAMAGED not in said:
+            said = f"{said}; {WHERE_DAMAGED}"
+        raise type(error)(said) from error
+
+
 def open_regular(path: Path, links: bool = False) -> int:
     """A descriptor to read a file by; CheckpointDamaged if it is none. links: one that a link leads to will do."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
         file = os.open(path, flags)
     except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"{path.name} cannot be read: {error}") from None
+        raise CheckpointDamaged(f"{path} cannot be read: {error}; {WHERE_DAMAGED}") from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise CheckpointDamaged(f"{path.name} cannot be read: it is no regular file")
+        raise CheckpointDamaged(f"{path} cannot be read: it is no regular file; {WHERE_DAMAGED}")
     return file
 
 

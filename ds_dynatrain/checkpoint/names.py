@@ -25,7 +25,9 @@ def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
     for name in tensors:
         parts = name.split("/")
         if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
-            raise CheckpointDamaged(f"a tensor is named {name!r}, which is a path and no name: nothing is written")
+            raise CheckpointDamaged(
+                f"a tensor is named {name!r}, which is a path and no name: nothing is written; rename it in the model"
+            )
     for kind in kinds:
         if not is_component(kind):
             raise CheckpointDamaged(f"a state kind is named {kind!r}, which is no name: nothing is written")

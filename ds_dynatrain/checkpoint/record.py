@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import ConfigDict, Field, Strict, ValidationError, create_model
 
-from ds_dynatrain.checkpoint.files import dumped, parsed, read_small
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, dumped, naming, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor
@@ -111,9 +111,7 @@ def from_bytes(data: bytes) -> Record:
             f"ds_dynatrain that wrote it ({content.get('written_by') or 'unknown'}) or a later one"
         )
     if content.pop("sum", None) != sum_of(_canonical(content)):
-        raise CheckpointDamaged(
-            f"{RECORD} is not what was saved: its checksum is another; load another checkpoint by its tag"
-        )
+        raise CheckpointDamaged(f"{RECORD} is not what was saved: its checksum is another")
     names = [each.name for each in fields(Record) if each.name in content or each.name != SINCE_1_1]
     missing = [name for name in names if name not in content]
     if missing:
@@ -128,7 +126,7 @@ def from_bytes(data: bytes) -> Record:
         first = error.errors(include_url=False)[0]
         raise CheckpointDamaged(f"{RECORD}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except LayoutError as error:
-        raise CheckpointDamaged(f"{RECORD}: {error}") from None
+        raise CheckpointDamaged(f"{RECORD}: {error}; {WHERE_DAMAGED}") from None
     if len(record.rests) != ranks or not all(rank < ranks for rank in record.rests):
         raise CheckpointDamaged(f"{RECORD}: a rest for each of {ranks} ranks is expected, not {record.rests!r}")
     return record
@@ -181,17 +179,22 @@ class Saved:
         """
         if not (path / RECORD).is_file():
             raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}")
-        record = from_bytes(read_small(path / RECORD))
-        saved = Saved(path, record, Manifest.from_bytes(_checked(path, record, MANIFEST)))
-        found = sizes_of(path)
-        for name, size in record.sizes.items():
+        with naming(path):
+            record = from_bytes(read_small(path / RECORD))
+            saved = Saved(path, record, Manifest.from_bytes(_checked(path, record, MANIFEST)))
+            saved._check()
+        return saved
+
+    def _check(self) -> None:
+        """CheckpointDamaged if files, manifest and tensors do not fit one another."""
+        found = sizes_of(self.path)
+        for name, size in self.record.sizes.items():
             if found.get(name) != size:
                 raise CheckpointDamaged(
-                    f"{name} has {found.get(name, 0)} bytes, and {size} were saved: a part is missing"
+                    f"{name} has {found.get(name, 0)} bytes, and {size} were saved: a part is missing; {WHERE_DAMAGED}"
                 )
-        saved.manifest.check(path)
-        check_agreement(record.logical_tensors(), {*record.kinds, WEIGHT}, saved.manifest)
-        return saved
+        self.manifest.check(self.path)
+        check_agreement(self.record.logical_tensors(), {*self.record.kinds, WEIGHT}, self.manifest)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What belongs to one of the ranks that saved."""
@@ -208,7 +211,5 @@ def sizes_of(path: Path) -> dict[str, int]:
 def _checked(path: Path, record: Record, name: str) -> bytes:
     data = read_small(path / name)
     if sum_of(data) != record.sums.get(name):
-        raise CheckpointDamaged(
-            f"{path / name} is not what was saved: its checksum is another; load another checkpoint"
-        )
+        raise CheckpointDamaged(f"{path / name} is not what was saved: its checksum is another; {WHERE_DAMAGED}")
     return data

@@ -95,7 +95,10 @@ def _members(profile: Profile, question: Question) -> Members:
     if len(measured) not in (1, count):
         raise ConfigError(f"--members {count}: the profile has the speeds of {len(measured)} members")
     if question.zero_stage > 1 and stages > 1:
-        raise ConfigError(f"--stages {stages} --zero-stage {question.zero_stage}: pipelines have ZeRO stages 0 and 1")
+        raise ConfigError(
+            f"--stages {stages} --zero-stage {question.zero_stage}: pipelines have ZeRO stages 0 and 1; give "
+            "--zero-stage 1, or --stages 1"
+        )
     if question.memory is not None and not 1 <= question.memory < PLENTY:
         raise ConfigError(f"--memory {question.memory:g}: give the bytes of a member, such as 80e9")
     speeds = measured if len(measured) == count else measured * count

@@ -40,7 +40,9 @@ def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool
     from ds_dynatrain.engine.checkpoints.conversion import convert_foreign
 
     if dtype is not None:
-        raise CheckpointError("--dtype is for formats of weights; what is converted to ours keeps its types")
+        raise CheckpointError(
+            "--dtype is for formats of weights; what is converted to ours keeps its types; leave --dtype out"
+        )
     foreign = told_at(path, trust_pickle)
     with _bar(bytes_of(foreign)) as advance:
         written = convert_foreign(foreign, out, advance)
@@ -58,7 +60,9 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
         carry, buffers = _rest_of(saved)
         if to is Format.DEEPSPEED:
             if dtype is not None:
-                raise CheckpointError("--dtype is for weights; DeepSpeed's universal format has masters and states")
+                raise CheckpointError(
+                    "--dtype is for weights; DeepSpeed's universal format has masters and states; leave --dtype out"
+                )
             return str(to_universal(saved, carry, buffers, out, advance))
         return str(to_dcp(saved, carry, out, dtype, advance))
 

@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str], notes: Path, limit_seconds: float, what: str)
         try:
             status = process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"{what}: not done after {limit_seconds:.0f} s") from None
+            raise LaunchError(f"{what}: not done after {limit_seconds:.0f} s; give a larger --limit-seconds") from None
         finally:
             _end(process)
     read = Read.all_of(notes)

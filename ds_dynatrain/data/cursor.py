@@ -20,7 +20,10 @@ class Cursor:
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.step < 0:
-            raise DataError(f"a position in the data cannot be negative: epoch {self.epoch}, step {self.step}")
+            raise DataError(
+                f"a position in the data cannot be negative: epoch {self.epoch}, step {self.step}; give what "
+                "state_dict() returned"
+            )
 
     def advance(self) -> Cursor:
         """The next global batch of the same epoch."""
@@ -40,5 +43,8 @@ class Cursor:
         fields = {name: state.get(name) for name in ("epoch", "step")}
         numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
         if len(numbers) < len(fields):
-            raise DataError(f"a position in the data needs the integers epoch and step, not {fields}")
+            raise DataError(
+                f"a position in the data needs the integers epoch and step, not {fields}; give what state_dict() "
+                "returned"
+            )
         return cls(**numbers)

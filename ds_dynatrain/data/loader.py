@@ -333,7 +333,10 @@ class Pass(Iterator[Any]):
             announce()
         except StopIteration as error:
             self.close()
-            raise DataError(f"loader {loader.name!r}: the data set raised StopIteration") from error
+            raise DataError(
+                f"loader {loader.name!r}: the data set raised StopIteration in global batch {loader._at.step}, epoch "
+                f"{loader._at.epoch}; let __getitem__ and collate_fn return a value for every index below len(dataset)"
+            ) from error
         except BaseException:
             self.close()
             raise

@@ -87,7 +87,9 @@ class EpochOrder:
     def samples(self, step: int) -> int:
         """Samples in global batch `step` of an epoch; `DataError` if the epoch has no such step."""
         if not 0 <= step < self.steps:
-            raise DataError(f"step {step} is outside an epoch of {self.steps} global batches")
+            raise DataError(
+                f"step {step} is outside an epoch of {self.steps} global batches; give 0 to {self.steps - 1}"
+            )
         return min(self.train_batch_size, self.length - step * self.train_batch_size)
 
     def permutation(self, epoch: int) -> torch.Tensor:

@@ -163,7 +163,7 @@ class Coordinator:
         members = tuple(member for member in self._workers if node_of(member) == node)
         if not members:
             there = ", ".join(sorted(nodes_of(self._workers))) or "none"
-            raise PeerRefused(f"no worker of node {node!r} is in this job; nodes: {there}")
+            raise PeerRefused(f"no worker of node {node!r} is in this job; nodes: {there}; give one of these")
         logger.info("node %s is told to go", node)
         self._send_all(encode(Leave()), members)
         return Dismissed(members=members)

@@ -46,7 +46,10 @@ class Peer:
             raise MessageError(f"{hello.kind}: a connection begins with hello")
         channel = Channel(token, (nonce, hello.nonce), "coordinator")
         if not channel.is_next(wire, tag):
-            raise PeerRefused("the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN)")
+            raise PeerRefused(
+                "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that "
+                "of the coordinator"
+            )
         self._channel = channel
         return hello
 

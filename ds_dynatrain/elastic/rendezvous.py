@@ -68,7 +68,10 @@ class NodeRendezvous(RendezvousHandler):
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
             if is_host or not is_elsewhere:
-                raise ElasticError(f"the coordinator cannot listen at {self._endpoint}: {error}") from error
+                raise ElasticError(
+                    f"the coordinator cannot listen at {self._endpoint}: {error}; give --rdzv-endpoint another port, "
+                    "or end the process that has this one"
+                ) from error
             return None
         host.start()
         return host

@@ -61,7 +61,9 @@ class Roster:
         if said.local_rank >= said.local_size:
             raise PeerRefused(f"{member}: local rank {said.local_rank} of {said.local_size} workers")
         if member in self._entries:
-            raise PeerRefused(f"{member} is here already, with process {self._entries[member].pid}")
+            raise PeerRefused(
+                f"{member} is here already, with process {self._entries[member].pid}; end that process first"
+            )
         if len(self._entries) >= MOST_MEMBERS:
             raise PeerRefused(f"{member}: there are {MOST_MEMBERS} members, and no room for more")
         for other in self:

@@ -41,7 +41,10 @@ def _others_who_read(file: os.stat_result) -> str:
 def checked_token(token: str, where: str) -> str:
     """The token; ConfigError, which does not repeat it, if it is too short to be a secret."""
     if len(token) < SHORTEST_TOKEN:
-        raise ConfigError(f"{where}: {len(token)} characters, a token has at least {SHORTEST_TOKEN}")
+        raise ConfigError(
+            f"{where}: {len(token)} characters, a token has at least {SHORTEST_TOKEN}; make one with: openssl rand "
+            "-hex 32"
+        )
     return token
 
 

@@ -38,7 +38,7 @@ def first_layout(
         if processes % wide:
             raise ConfigError(
                 f"pipe={pipe} x sequence={sequence} x tensor={tensor} does not divide the {processes} processes of "
-                "this launch"
+                f"this launch; start a multiple of {wide} processes, or choose smaller sizes"
             )
         stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
         if grows and settings.exact:

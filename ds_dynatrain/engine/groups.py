@@ -74,7 +74,8 @@ class OwnGroups:
             wrong = [one for one in everyone if not 0 <= one < layout.world_size or everyone.count(one) > 1]
             if wrong:
                 raise ConfigError(
-                    f"new_group {number}: in {layout} rank {wrong[0]} is no rank, or stands in two groups: {groups}"
+                    f"new_group {number}: in {layout} rank {wrong[0]} is no rank, or stands in two groups: {groups}; "
+                    f"let the rule return each of 0 to {layout.world_size - 1} at most once"
                 )
             found.update({f"{OF_A_USER}{number}": group for group in groups if rank in group})
         return found

@@ -49,7 +49,8 @@ def assign_slots(
     slots = target_layout.world_size
     if len(order) < slots:
         raise LayoutError(
-            f"{target_layout} has {slots} ranks and only {len(order)} members may take one: {sorted(order)}"
+            f"{target_layout} has {slots} ranks and only {len(order)} members may take one: {sorted(order)}; "
+            f"choose a layout of at most {len(order)} ranks"
         )
     cost = slot_costs(vps, target_layout, order, kinds)
     if vps.members[0] in order:

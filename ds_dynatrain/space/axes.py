@@ -59,6 +59,11 @@ def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layo
         for axis in ("expert", "tensor"):
             cut, size = getattr(cuts, axis), getattr(layout, axis)
             if cut is not None and cut.count != size:
-                raise LayoutError(f"{name!r} is dealt out in {cut.count} by the {axis} axis, and {layout} has {size}")
+                raise LayoutError(
+                    f"{name!r} is dealt out in {cut.count} by the {axis} axis, and {layout} has {size}; give "
+                    f"{axis}={cut.count}"
+                )
         if tensor.expert and cuts.tensor is not None and layout.tensor > 1:
-            raise LayoutError(f"{name!r} belongs to experts and is cut by the tensor axis, too; {layout} has it whole")
+            raise LayoutError(
+                f"{name!r} belongs to experts and is cut by the tensor axis, too; {layout} has it whole: give tensor=1"
+            )

@@ -28,7 +28,9 @@ class Columns:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if self.size < 1 or not self.counts or min(self.counts) < 1:
-            raise LayoutError(f"columns of {self.counts} micro-batches of {self.size} samples: each has one at least")
+            raise LayoutError(
+                f"columns of {self.counts} micro-batches of {self.size} samples: each has one at least; give 1 or more"
+            )
 
     @classmethod
     def of(cls, samples: int, limit: int, columns: int, shares: tuple[int, ...] | None = None) -> Columns:
@@ -44,7 +46,10 @@ class Columns:
     def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
         """In micro-batches of each size that there can be, the smallest first; LayoutError as `of`."""
         if samples < columns:
-            raise LayoutError(f"{samples} samples over {columns} columns: each needs one")
+            raise LayoutError(
+                f"{samples} samples over {columns} columns: each needs one; take at most {samples} pipelines side by "
+                "side"
+            )
         common = samples if shares is None else math.gcd(*shares)
         for size in range(1, samples // columns + 1):
             if common % size == 0:

@@ -159,4 +159,4 @@ def _dim(shape: tuple[int, ...], dim: int) -> int:
 
 def _check_index(cut: Cut, index: int) -> None:
     if not 0 <= index < cut.count:
-        raise LayoutError(f"index {index} of a cut in {cut.count}")
+        raise LayoutError(f"index {index} of a cut in {cut.count}: give 0 to {cut.count - 1}")

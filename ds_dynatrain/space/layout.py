@@ -48,7 +48,7 @@ class Layout:
         """Raise LayoutError with the arithmetic that fails."""
         for name, value in {**self.axes(), "zero_stage": self.zero_stage}.items():
             if not _is_whole(value):
-                raise LayoutError(f"{name}={value!r} is not a whole number")
+                raise LayoutError(f"{name}={value!r} is not a whole number; give 1, 2, ..., and for zero_stage 0 to 3")
         if self.zero_stage not in STAGES:
             raise LayoutError(f"zero_stage={self.zero_stage} is not one of {', '.join(map(str, STAGES))}")
         for name, size in self.axes().items():
@@ -122,7 +122,7 @@ class Layout:
         for axis in RANK_ORDER:
             size, index = getattr(self, axis), place.get(axis, 0)
             if not 0 <= index < size:
-                raise LayoutError(f"{axis} index {index} is not below {axis}={size}")
+                raise LayoutError(f"{axis} index {index} is not below {axis}={size}; give 0 to {size - 1}")
             rank = rank * size + index
         return rank
 

@@ -42,7 +42,10 @@ class LogicalTensor:
         if any(dim < 0 for dim in self.shape):
             raise LayoutError(f"tensor {self.name!r}: shape {self.shape} has a negative dim")
         if self.group < FROZEN:
-            raise LayoutError(f"tensor {self.name!r}: group {self.group} is below {FROZEN} (frozen)")
+            raise LayoutError(
+                f"tensor {self.name!r}: group {self.group} is below {FROZEN} (frozen); give {FROZEN} or the number of "
+                "its group"
+            )
 
     @property
     def numel(self) -> int:

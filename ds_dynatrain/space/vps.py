@@ -59,7 +59,8 @@ class VirtualParameterSpace:
             wrong = [name for name in kind.sources if sizes.get(name, kind.itemsize) != kind.itemsize]
             if wrong:
                 raise LayoutError(
-                    f"kind {kind.name!r} of {kind.itemsize} bytes reads {wrong[0]!r} of {sizes[wrong[0]]}"
+                    f"kind {kind.name!r} of {kind.itemsize} bytes reads {wrong[0]!r} of {sizes[wrong[0]]}; "
+                    "give both one type"
                 )
 
     @property
@@ -190,6 +191,9 @@ class VirtualParameterSpace:
 def check_members(layout: Layout, members: tuple[int, ...]) -> None:
     """LayoutError unless each rank of the layout has one member and no member two ranks."""
     if len(members) != layout.world_size:
-        raise LayoutError(f"{layout} has {layout.world_size} ranks and {len(members)} members are given")
+        raise LayoutError(
+            f"{layout} has {layout.world_size} ranks and {len(members)} members are given; give {layout.world_size} "
+            "members"
+        )
     if len(set(members)) != len(members):
         raise LayoutError(f"a member has two ranks in {members}")

@@ -25,7 +25,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent
-from ds_dynatrain.checkpoint.files import read_small
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of
@@ -187,7 +187,7 @@ class _Folder:
     def _shape(self, key: str) -> tuple[int, ...]:
         shape = self.shapes[key]
         if shape is None:
-            raise CheckpointError(f"{self.path}: {key!r} is no tensor")
+            raise CheckpointError(f"{self.path}: {key!r} is no tensor; {WHERE_DAMAGED}")
         return shape
 
     def _value(self, key: str) -> Any:
@@ -203,7 +203,9 @@ class _Folder:
         """The pieces of a tensor; each is a box of it, stored row by row."""
         shape, rows = self._shape(key), list[Row]()
         if shape != tensor.shape:
-            raise CheckpointError(f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}")
+            raise CheckpointError(
+                f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}; {WHERE_DAMAGED}"
+            )
         for start, file, first, length in self.places.get(key, ()) if tensor.numel else ():
             held = read_tree(self.path, file, False, (first, length))
             if not isinstance(held, Stored) or not held.is_dense or not held.numel or len(held.shape) != len(shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ds_dynatrain.checkpoint.files import read_note
+from ds_dynatrain.checkpoint.files import naming, read_note
 from ds_dynatrain.checkpoint.others.dcp_reader import METADATA, is_dcp, read_dcp
 from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.others.safetensors_reader import INDEX, is_safetensors, read_safetensors
@@ -40,12 +40,13 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
     CheckpointError for none, for one of ours, and where it is not clear, naming what was looked for.
     """
     if (path / RECORD).is_file():
-        raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already")
+        raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")
     found = [(what, read) for what, (is_there, read) in SORTS.items() if is_there(path)]
     if len(found) == 1:
         (what, read) = found[0]
         try:
-            return read(path, trust_pickle)
+            with naming(path):
+                return read(path, trust_pickle)
         except UNEXPECTED as error:  # files by strangers may say anything, of any type
             raise CheckpointDamaged(
                 f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}"

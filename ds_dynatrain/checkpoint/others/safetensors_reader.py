@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_dynatrain.checkpoint.files import open_regular, parsed, read_small
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, whole_row
@@ -133,7 +133,7 @@ def header_of(path: Path) -> dict[str, Stored]:
     for name, stored in sorted(found.items(), key=lambda each: (each[1].offset, each[1].nbytes)):
         if stored.offset != end:
             raise CheckpointDamaged(
-                f"{path}: {name!r} begins at byte {stored.offset}, and the one before ends at {end}"
+                f"{path}: {name!r} begins at byte {stored.offset}, and the one before ends at {end}; {WHERE_DAMAGED}"
             )
         end += stored.nbytes
     if end != size:

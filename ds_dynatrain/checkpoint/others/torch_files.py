@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.checkpoint.files import open_regular
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular
 from ds_dynatrain.checkpoint.others.pickles import Opaque, check_pickle, check_tree
 from ds_dynatrain.checkpoint.others.zips import Window, pickle_in
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
@@ -145,13 +145,19 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -
 def value_of(folder: Path, stored: Stored) -> torch.Tensor:
     """The values of one small tensor; CheckpointError for one that is too large to be read so."""
     if not stored.is_dense or stored.nbytes > MOST_BYTES:
-        raise CheckpointError(f"{stored.file} has a tensor of shape {stored.shape} where a small one is expected")
+        raise CheckpointError(
+            f"{folder / stored.file} has a tensor of shape {stored.shape} where a small one is expected; "
+            f"{WHERE_DAMAGED}"
+        )
     held = torch.empty(stored.nbytes, dtype=torch.uint8)
     if stored.nbytes:
         with open(open_regular(folder / stored.file, links=True), "rb") as file:
             data = os.pread(file.fileno(), stored.nbytes, stored.offset)
         if len(data) != stored.nbytes:
-            raise CheckpointDamaged(f"{stored.file} ends before byte {stored.offset + stored.nbytes}: it is cut off")
+            raise CheckpointDamaged(
+                f"{folder / stored.file} ends before byte {stored.offset + stored.nbytes}: it is cut off; "
+                f"{WHERE_DAMAGED}"
+            )
         held.numpy()[:] = memoryview(data)
     return held.view(stored.dtype).view(stored.shape)
 

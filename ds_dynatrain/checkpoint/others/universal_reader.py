@@ -21,6 +21,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of, whole_row
@@ -93,7 +94,9 @@ class _Folder:
         """Files of model states by (model-parallel rank, data rank)."""
         found = model_files(self.path)
         if (0, 0) not in found:
-            raise CheckpointDamaged(f"{self.path}: the model states of model-parallel rank 0 are not there")
+            raise CheckpointDamaged(
+                f"{self.path}: the model states of model-parallel rank 0 are not there; {WHERE_DAMAGED}"
+            )
         return found
 
     @property
@@ -132,7 +135,9 @@ class _Folder:
             groups = [number for number, group in enumerate(self.groups) for _ in group["params"]]
             groups = groups if len(groups) == len(tables) else list(range(len(self.groups)))
             if len(groups) != len(tables):
-                raise CheckpointError(f"{self.path}: {len(groups)} groups of the optimizer, and names of {len(tables)}")
+                raise CheckpointError(
+                    f"{self.path}: {len(groups)} groups of the optimizer, and names of {len(tables)}; {WHERE_DAMAGED}"
+                )
             for group, table in zip(groups, tables, strict=True):
                 for name, shape in table.items():
                     found.setdefault(name, (group, tuple(shape)))
@@ -191,7 +196,10 @@ class _Folder:
         for name, shape in frozen_shapes(self.model, self.module, self.trained).items():
             tensor, stored = LogicalTensor(name, shape, FROZEN), self.module.get(name)
             if len({part for part, _ in self.models}) > 1:
-                raise CheckpointError(f"{name!r} is frozen, and may be cut over model-parallel ranks: not read here")
+                raise CheckpointError(
+                    f"{name!r} is frozen, and may be cut over model-parallel ranks: load it into an engine of "
+                    "DeepSpeed's, and save it with engine.save"
+                )
             if not tensor.numel:
                 yield tensor, []
             elif stored is not None and stored.numel == math.prod(shape):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
 from ds_dynatrain.checkpoint.others.foreign import hyper_parameters, plain_fields
 from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
@@ -54,7 +55,7 @@ def read_table(path: Path, name: str, trust_pickle: bool, known: dict[str, Mappi
     if name not in known:
         tree = read_tree(path, name, trust_pickle)
         if not isinstance(tree, Mapping):
-            raise CheckpointDamaged(f"{path / name} is no file of a checkpoint of DeepSpeed's")
+            raise CheckpointDamaged(f"{path / name} is no file of a checkpoint of DeepSpeed's; {WHERE_DAMAGED}")
         known[name] = tree
     return known[name]
 
@@ -128,7 +129,9 @@ class ZeroFolder:
         """CheckpointDamaged if files of data ranks are missing at the end."""
         said = int(self.model(0)["dp_world_size"])
         if self.ranks != said:
-            raise CheckpointDamaged(f"{self.path} was saved by {said} data ranks, and has files of {self.ranks}")
+            raise CheckpointDamaged(
+                f"{self.path} was saved by {said} data ranks, and has files of {self.ranks}; {WHERE_DAMAGED}"
+            )
 
     def alone(self, part: int) -> ZeroFolder:
         """One model-parallel rank as a checkpoint of its own."""

@@ -15,6 +15,7 @@ import torch
 
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent, placed
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, ZeroFolder
@@ -93,7 +94,9 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
     try:
         size = int(zero.get("sub_group_size", SUB_GROUP_SIZE))
     except (TypeError, ValueError):
-        raise CheckpointError(f"sub_group_size was {zero['sub_group_size']!r}, which is no number") from None
+        raise CheckpointError(
+            f"sub_group_size was {zero['sub_group_size']!r}, which is no number; {WHERE_DAMAGED}"
+        ) from None
     return replace(
         rules,
         sub_group_size=size,
@@ -114,7 +117,10 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
     layout = layout_of(folder)
     rules, members = rules_then(folder, vps.rules), tuple(range(layout.world_size))
     if any(is_overlapping(kind, layout) for kind in vps.kinds):
-        raise CheckpointError("states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's")
+        raise CheckpointError(
+            "states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's; load it with DeepSpeed "
+            "in the layout that wrote it, and save it with engine.save"
+        )
     space = VirtualParameterSpace(vps.line, rules, vps.kinds, layout, members, vps.partitioner)
     try:
         space.mesh(layout)
@@ -142,7 +148,9 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
             raise CheckpointError(f"it has {name!r} {shape}, and this model has {mine}")
     missing = [name for name in here if name not in there]
     if missing:
-        raise CheckpointError(f"this model trains {missing[0]!r}, which was not trained there")
+        raise CheckpointError(
+            f"this model trains {missing[0]!r}, which was not trained there; freeze it, as in the job that saved it"
+        )
     for wanted, found in zip(_order(local), there, strict=True):
         if wanted != found:
             raise CheckpointError(
@@ -274,11 +282,16 @@ def _check_buffer(vps: VirtualParameterSpace, kind: str, name: BufferId, pieces:
     if name.place == "tensor":
         what = f"{kind} of {vps.tensors[name.index].name!r}"
     if stored is None:
-        raise CheckpointDamaged(f"{what} is not in it")
+        raise CheckpointDamaged(f"{what} is not in it; {WHERE_DAMAGED}")
     if not stored.is_dense:
-        raise CheckpointError(f"{what} is not stored row by row in {stored.file}")
+        raise CheckpointError(
+            f"{what} is not stored row by row in {stored.file}; save the checkpoint again with contiguous tensors"
+        )
     if stored.numel < end:
-        raise CheckpointError(f"{what} has {stored.numel} elements in {stored.file}, and {end} are expected")
+        raise CheckpointError(
+            f"{what} has {stored.numel} elements in {stored.file}, and {end} are expected; build the model of the job "
+            "that saved it"
+        )
 
 
 def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:

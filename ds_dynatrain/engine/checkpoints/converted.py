@@ -16,6 +16,7 @@ import torch
 
 from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for
 from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
@@ -151,7 +152,7 @@ class Converted(Universal):
         if not tensor.numel:
             return torch.empty(shape)
         if len(rows) != 1 or not reader.is_sound(rows[0]):
-            raise CheckpointDamaged(f"{name!r} is not what was saved")
+            raise CheckpointDamaged(f"{self.path}: {name!r} is not what was saved; {WHERE_DAMAGED}")
         return reader.values(rows[0]).to(named(rows[0].dtype)).view(shape)
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:

@@ -205,7 +205,9 @@ class Restoration:
                     "that saved it"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointDamaged(f"the carry cannot be read ({type(error).__name__}: {error})") from None
+            raise CheckpointDamaged(
+                f"the carry cannot be read ({type(error).__name__}: {error}); load another checkpoint"
+            ) from None
         self.rest = source.rest(self.rank)
         self.streams = source.streams(self.rank)
 
@@ -225,10 +227,16 @@ class Restoration:
         if lost:
             raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
         if streams.capture() != self.streams:
-            raise CheckpointError("the random streams are not those that were put in")
+            raise CheckpointError(
+                "the random streams are not those that were put in; load again while no other thread draws random "
+                "numbers"
+            )
         prints = self.session.reduce("taken", [[self.control.member, fingerprint(shared)]], _two_that_differ)
         if len(prints) > 1:
-            raise CheckpointError(f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}")
+            raise CheckpointError(
+                f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}; let load_state_dict of "
+                "registered objects give the same on all members"
+            )
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
         if saved.path.name not in left_out and is_whole and is_wanted(saved.path.name):
             return saved
     passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
-    raise CheckpointError(f"there is no whole checkpoint in {where}{passed}")
+    raise CheckpointError(f"there is no whole checkpoint in {where}{passed}; give a folder that engine.save wrote into")
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:

@@ -245,7 +245,9 @@ class _Saving:
         try:
             drifting = differing(self.session, "replicas", engine.vps, engine.layout, engine.rank, own, "source")
         except CertificateError as error:
-            raise CheckpointError(f"copies of one state are not equal ({error}): which is right is not known") from None
+            raise CheckpointError(
+                f"copies of one state are not equal ({error}): which is right is not known; load the last checkpoint"
+            ) from None
         names = {engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
         if names and self.session.is_first:
             logger.warning("copies of %s have drifted apart; the checkpoint has one of them", ", ".join(sorted(names)))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
 from ds_dynatrain.checkpoint.crcs import Crcs
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import (
     ZeroFolder,
     frozen_left_out,
@@ -163,11 +164,13 @@ class Stock:
     @cached_property
     def space(self) -> VirtualParameterSpace:
         """Under the layout that it was saved in."""
-        return then(self.folder, self.engine.vps)
+        with naming(self.path):
+            return then(self.folder, self.engine.vps)
 
     @cached_property
     def manifest(self) -> Manifest:
-        return Manifest.of(rows_of(self.folder, self.space, self.engine.host.element_types.weight))
+        with naming(self.path):
+            return Manifest.of(rows_of(self.folder, self.space, self.engine.host.element_types.weight))
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -207,7 +210,8 @@ class Stock:
         )
 
     def _scalars(self) -> dict[str, dict[str, float]]:
-        there, tensors = scalars_of(self.folder, self.space), self.space.tensors
+        with naming(self.path):
+            there, tensors = scalars_of(self.folder, self.space), self.space.tensors
         moments = [kind for kind in self.kinds if kind not in (WEIGHT, MASTER)]
 
         def find(name: str, number: int) -> float | None:

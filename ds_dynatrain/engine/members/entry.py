@@ -138,7 +138,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
     if elastic.is_newcomer and number > elastic.engine_count:
         raise ConfigError(
             f"this process cannot join the job: it makes engine {number}, and the job's processes have "
-            f"{elastic.engine_count}"
+            f"{elastic.engine_count}; start it with the script of the others, which makes {elastic.engine_count}"
         )
     try:
         while True:

@@ -105,7 +105,10 @@ def _of_function(name: str) -> Rule:
     try:
         chosen = getattr(importlib.import_module(module), function) if colon else None
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"dynatrain.layouts: {name!r} cannot be imported: {error}") from error
+        raise ConfigError(
+            f"dynatrain.layouts: {name!r} cannot be imported: {error}; give MODULE:FUNCTION, and put the module on "
+            "PYTHONPATH"
+        ) from error
     if not callable(chosen):
         raise ConfigError(
             f'dynatrain.layouts: expected "{GROWS}", "{BEST}", a table by world size or "module:function", got {name!r}'

@@ -125,7 +125,10 @@ class LeanTransaction(Meeting):
             with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
                 damaged = [str(row) for row in rows if not reader.is_sound(row)]
         if damaged:
-            raise CheckpointError(f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places)")
+            raise CheckpointError(
+                f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places); check the disk, or switch "
+                "without lean"
+            )
 
     # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
 
