@@ -103,8 +103,8 @@ def _fails(*_: Any, **__: Any) -> Any:
 
 
 def _flips(fill: Callable[..., None]) -> Callable[..., None]:
-    def filled(self: Reader, vps: Any, layout: Any, rank: int, buffers: Any) -> None:
-        fill(self, vps, layout, rank, buffers)
+    def filled(self: Reader, vps: Any, layout: Any, rank: int, buffers: Any, *more: Any) -> None:
+        fill(self, vps, layout, rank, buffers, *more)
         next(iter(buffers.values())).view(-1)[0] += 1.0
 
     return filled
