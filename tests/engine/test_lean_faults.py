@@ -34,7 +34,8 @@ REASONS = dict.fromkeys(faults.REASONS, DAMAGED) | {
 
 def stale_moment(restoration: Any) -> None:
     """A moment from the checkpoint of the switch before."""
-    path = restoration.path.with_name(_older(restoration.path))
+    present = Path(restoration.where)
+    path = present.with_name(_older(present))
     saved = Saved.open(path)
     old = {key: torch.zeros_like(buffer) for key, buffer in restoration.buffers.items()}
     with Reader(saved.path, saved.manifest, 1 << 20) as reader:
