@@ -70,6 +70,7 @@ def test_a_node_is_killed_without_zero(pair: Callable[..., Job], static: Static,
     job.kill(node_of(job, joined, 1))
     left = job.settled(2, joined.generation)
     assert processes(left) == [processes(joined)[0], processes(joined)[2]]
+    job.wait(lambda: min(len(job.rows(event)) for event in ("step", "beside")) > 3, "four steps of both engines")
     finish(job, *[name for name in ("a", "b", "c") if job.processes[name].poll() is None], "coordinator")
     check_both(job, static, kills=1)
 
