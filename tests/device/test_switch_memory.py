@@ -66,6 +66,20 @@ def test_no_third_copy_is_made(lab_pool: RankPool, dtype: str, zero: dict[str, A
             assert event.communicators_built == 0 < event.communicators_kept, "the members stay"
 
 
+def refused_for_lack_of_memory(bucket: int) -> str:
+    """Why stage 3 is refused where its bucket of gradients has so many elements; nothing if it is not."""
+    config = jobs.config("fp32", (4, 1))
+    config["zero_optimization"] |= {"reduce_bucket_size": bucket}
+    with jobs.job(config) as made:
+        return str(made.engine.plan(data=4, zero_stage=3).refusal or "")
+
+
+def test_the_bucket_of_stage_3_counts_as_memory(lab_pool: RankPool) -> None:
+    """It is there as soon as the optimizer is, and the device has 8 GiB."""
+    assert lab_pool.run(refused_for_lack_of_memory, bucket=100_000) == [""] * 4
+    assert all("memory" in said or "bytes" in said for said in lab_pool.run(refused_for_lack_of_memory, bucket=10**10))
+
+
 def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[tuple[int, int, int]]:
     """(bytes on the device, threads, descriptors) of this process after each round of switches."""
     from deepspeed.accelerator import get_accelerator

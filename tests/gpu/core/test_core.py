@@ -5,9 +5,15 @@ from __future__ import annotations
 from tests.device import test_switch_memory
 from tests.device.core.test_axes import *  # noqa: F403
 from tests.device.core.test_core import *  # noqa: F403
+from tests.engine import test_sequence
 from tests.engine.pool import RankPool
 from tests.engine.test_compile import test_compiled_parts  # noqa: F401
 from tests.engine.test_engines import test_each_trains_as_if_alone  # noqa: F401
+
+
+def test_sequence_parallel(pool: RankPool) -> None:
+    """Of the full set elsewhere, and the only one of this axis here."""
+    test_sequence.test_every_layout_computes_the_same(pool)
 
 
 def test_fused(pool: RankPool) -> None:
