@@ -7,6 +7,7 @@ and it is handed on from world to world while they stay. To make one beside runn
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -56,6 +57,11 @@ class Communicator:
     backend: Backend
     users: int = 0
     since: int = field(default_factory=time.monotonic_ns)
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_first_to_end(self) -> bool:
+        """Whether nobody has ended it, in whichever thread."""
+        return self._ending.acquire(blocking=False)
 
     def serve(self, group: td.ProcessGroup) -> None:
         """Let a group of these members send the device's tensors by it."""
@@ -64,9 +70,29 @@ class Communicator:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """All their members call it. is_broken: one of these is gone or may not have it, or a collective has failed."""
-    for each in sorted(communicators, key=lambda each: each.since):
-        each.backend.abort() if is_broken else each.backend.shutdown()
+    """All their members call it; those that were ended before are left out. is_broken: one of these is gone or may not
+    have it, or a collective has failed.
+    """
+    living = [each for each in sorted(communicators, key=lambda each: each.since) if each.is_first_to_end()]
+    if is_broken:
+        _abort_together([each.backend for each in living])
+    else:
+        for each in living:
+            each.backend.shutdown()
+
+
+def _abort_together(backends: Sequence[Any]) -> None:
+    """As torch does it: those of NCCL inside of one group call, the last one first; one by one they may wait for each
+    other (pytorch/pytorch#119797)."""
+    grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if grouping is not None:
+        grouping._group_start()
+    try:
+        for each in reversed(backends):
+            each.abort()
+    finally:
+        if grouping is not None:
+            grouping._group_end()
 
 
 @dataclass(frozen=True)

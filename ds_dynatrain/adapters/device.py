@@ -72,17 +72,17 @@ def _of_torch(name: str) -> Callable[[], Any] | None:
     return getattr(module, name, None)
 
 
-def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread that computes on the device of this one.
+def start_thread(target: Callable[[], object], name: str, device: torch.device | None = None) -> threading.Thread:
+    """Start a daemon thread that computes on a device; by default on that of this thread.
 
     Each thread has a present device of its own, which is the first one of the machine at the beginning: a thread that
     touched it would open a context there, in memory that belongs to another rank.
     """
-    device = compute_device()
+    there = compute_device() if device is None else device
 
     def run() -> None:
-        if device != HOST:
-            get_accelerator().set_device(device.index)
+        if there != HOST:
+            get_accelerator().set_device(there.index)
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

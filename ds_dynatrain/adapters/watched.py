@@ -6,14 +6,17 @@ trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import Work
 
+from ds_dynatrain.adapters.device import HOST
 from ds_dynatrain.adapters.forwarded import WAITS, ForwardedWork
+from ds_dynatrain.adapters.gate import TORN, Gate
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
@@ -31,7 +34,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class GroupStatus:
-    """What has become of the groups of one world.
+    """What has become of the groups of one world. gate: what is known of those of its collectives on an accelerator.
 
     failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
     collective at present: the world was formed anew in the middle of a global batch, and not all of its members are in
@@ -42,6 +45,7 @@ class GroupStatus:
     def __init__(self) -> None:
         self.failure: RuntimeError | None = None
         self.is_closed = self.is_deferred = self.is_lost = False
+        self.gate = Gate()
 
     def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
         """What `call` returns; WorldChanged, or None where that is deferred, if a peer is gone or the world closed."""
@@ -66,11 +70,12 @@ class GroupStatus:
 
 class WatchedWork(ForwardedWork):
     """A collective that was begun. looks: whether it may be waited for piece by piece; a message's connection ends with
-    the first wait that does."""
+    the first wait that does. on_device: whether an accelerator does it: a stream waits then, and not the host."""
 
-    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, looks: bool) -> None:
+    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, looks: bool, on_device: bool = False) -> None:
         super().__init__(work)
-        self._status, self._traffic, self._looks = status, traffic, looks
+        self._status, self._traffic = status, traffic
+        self._looks, self._on_device = looks and not on_device, on_device
         self._has_ended = False
 
     def _until_lost(self) -> bool:
@@ -90,6 +95,8 @@ class WatchedWork(ForwardedWork):
         try:
             is_open = name == "wait" and self._looks and not arguments and not named
             found = self._until_lost() if is_open else getattr(self._work, name)(*arguments, **named)
+            if self._on_device and self._status.gate.is_torn:
+                raise td.DistError(TORN)
         except BaseException:
             self._traffic.fail()
             raise
@@ -129,15 +136,35 @@ class WatchedGroup(Pair):
         """What the group returns; a lost peer's error where nothing is begun any more."""
         if not self.traffic.begin(name, arguments):
             raise td.DistError("a member of the world is gone, or a collective of it has failed")
+        on_device = is_on_device((*arguments, *named.values()))
+        if on_device:
+            self._status.gate.begin()
         try:
             work = getattr(self._group, name)(*arguments, **named)
         except BaseException:
             self.traffic.fail()
             raise
         if isinstance(work, Work):
-            return WatchedWork(work, self._status, self.traffic, looks=name not in MESSAGES)
+            return WatchedWork(work, self._status, self.traffic, name not in MESSAGES, on_device)
         self.traffic.end()
         return work
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """torch's; what several messages on an accelerator are waited for with."""
+        return self._status.call(self._begun, "_end_coalescing", device)
+
+
+def is_on_device(arguments: Sequence[Any]) -> bool:
+    """Whether an accelerator does a collective with these arguments: the first tensor, or device, says so."""
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            if each:
+                return is_on_device(each)
+            continue
+        device = each if isinstance(each, torch.device) else getattr(each, "device", None)
+        if isinstance(device, torch.device):
+            return device.type != HOST.type
+    return False
 
 
 def watched(made: Made, status: GroupStatus) -> Made:

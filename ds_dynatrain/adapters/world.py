@@ -161,6 +161,10 @@ class World:
                 ranks = self._held.ranks(kind)
                 place = Endpoint(str(held.group.group_name), ranks, ranks.index(self.rank or 0), held.store)
                 found = make_communicator(place, seconds, stop)
+                if self.status is not None:
+                    self.communicators[between] = found
+                    found.users += 1
+                    self.status.gate.take_in(found)
             if between not in self.communicators:
                 self.communicators[between] = found
                 found.users += 1
@@ -189,8 +193,15 @@ class World:
         for each in gone:
             each.users -= 1
         unused = [each for each in gone if each.users == 0]
-        has_failed = self.status is not None and self.status.failure is not None
-        return partial(end, unused, is_broken=is_broken or has_failed)
+        if self.status is not None:
+            is_broken |= self.status.failure is not None or self.status.is_lost or self.status.gate.is_torn
+            self.status.gate.communicators.clear()
+        return partial(end, unused, is_broken=is_broken)
+
+    def agree(self) -> None:
+        """See `Gate.agree`; all ranks call it. Nothing where no members are lost, and where there is no accelerator."""
+        if self.status is not None and is_accelerated() and len(self.members) > 1:
+            self.status.gate.agree(self.default)
 
     def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
         """Let go of the groups of some kinds: those that no other world holds; all other references are gone."""

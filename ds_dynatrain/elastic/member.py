@@ -55,6 +55,8 @@ class Ending(IntEnum):
     """There was no coordinator for too long."""
     TOO_FEW = 87
     """Fewer nodes than MIN were there for too long."""
+    DEVICE = 88
+    """Its accelerator takes nothing any more."""
 
 
 def end_process(ending: Ending, reason: str) -> None:

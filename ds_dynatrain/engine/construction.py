@@ -92,7 +92,7 @@ class Construction:
             own = OwnGroups(job.settings).kinds(self.layout, members, {}, entry.mine)
             world = build_world(store, 1, entry.mine, *sides, own, number, job.has_sequence, note=note)
         try:
-            world.connect(job.settings.timeout_seconds)
+            world.connect(job.settings.timeout_seconds, stop=entry.stop)
             install(world)
             return _engine_in(world, world, given)
         except BaseException:

@@ -186,10 +186,14 @@ class OverridingEngine(HostEngine):
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""
-        self._parts.is_stepping = True
-        with self._parts.watched_step():
+        parts = self._parts
+        parts.agree()
+        parts.is_stepping = True
+        with parts.watched_step():
             super()._take_model_step(*arguments)
-        self._parts.is_stepping = False
+        parts.is_stepping = False
+        if parts.world is not None and parts.world.status is not None:
+            parts.world.status.gate.end_step()
 
     def _end_window(self, samples: int) -> None:
         """After the optimizer's step; samples: `global_samples` before it."""

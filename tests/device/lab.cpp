@@ -22,9 +22,12 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -32,6 +35,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -66,6 +70,7 @@ bool is_lab(const Tensor& tensor) {
 
 std::atomic<bool> is_used{false};
 std::atomic<bool> is_forked{false};
+std::atomic<bool> is_broken{false};
 
 void after_fork() {
   is_forked = is_used.load();
@@ -73,6 +78,7 @@ void after_fork() {
 
 void use() {
   TORCH_CHECK(!is_forked, "lab: this process was forked from one that had used the device, and cannot use it");
+  TORCH_CHECK(!is_broken, "lab: an earlier access to memory was illegal, and the device takes nothing any more");
   is_used = true;
 }
 
@@ -340,6 +346,7 @@ class Streams {
 
   // Do all that a stream has up to `place`, or wait until another thread has.
   void reach(StreamId stream, uint64_t place) {
+    use();
     std::unique_lock<std::mutex> lock(mutex_);
     auto& queue = queues_[stream];
     while (queue.done < place) {
@@ -964,6 +971,11 @@ class Hosts {
       device.copy_(host);
     }
   }
+  void garble() const {
+    for (const auto& [device, host] : results_) {
+      std::memset(device.mutable_data_ptr(), kPoison, device.nbytes());
+    }
+  }
 
  private:
   template <typename T, typename F>
@@ -978,6 +990,40 @@ class Hosts {
   std::vector<std::pair<Tensor, Tensor>> results_;
 };
 
+// Whether a group was aborted, and what it is waited for by.
+struct Fate {
+  void abort() {
+    std::lock_guard<std::mutex> lock(mutex);
+    is_aborted = true;
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return is_aborted.load(); });
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<bool> is_aborted{false};
+};
+
+// As under NCCL, whoever waits for a peer that is gone waits until the group is aborted. Then nothing is raised, and what
+// was to be written is garbage. Messages cannot be waited for piece by piece, and end with their connections.
+bool arrives(c10d::Work& work, Fate& fate, bool is_message) {
+  while (true) {
+    try {
+      is_message ? work.wait() : work.wait(std::chrono::milliseconds(20));
+      return true;
+    } catch (const std::exception&) {
+      if (is_message || work.isCompleted()) {
+        fate.wait();
+      }
+      if (fate.is_aborted) {
+        return false;
+      }
+    }
+  }
+}
+
 // Gloo does it, on copies in host memory. It begins at once, so that all members begin in the same order.
 class Staged final : public c10d::Backend {
  public:
@@ -985,8 +1031,12 @@ class Staged final : public c10d::Backend {
   using Tensors = std::vector<Tensor>;
   using Lists = std::vector<std::vector<Tensor>>;
 
-  explicit Staged(c10::intrusive_ptr<c10d::Backend> gloo)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(next_stream++) {}
+  // sockets: descriptor and inode of each that gloo has opened.
+  Staged(c10::intrusive_ptr<c10d::Backend> gloo, std::map<int, uint64_t> sockets)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()),
+        gloo_(std::move(gloo)),
+        sockets_(std::move(sockets)),
+        stream_(next_stream++) {}
 
   const std::string getBackendName() const override {
     return "staged";
@@ -1008,7 +1058,16 @@ class Staged final : public c10d::Backend {
     return gloo_->getSequenceNumberForGroup();
   }
   void abort() override {
-    gloo_->abort();
+    fate_->abort();
+    for (const auto& [descriptor, inode] : sockets_) {
+      struct stat found;
+      int listens = 1;  // gloo ends the process without the socket that it listens at
+      socklen_t length = sizeof(listens);
+      const bool is_there = fstat(descriptor, &found) == 0 && found.st_ino == inode;
+      if (is_there && getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && !listens) {
+        ::shutdown(descriptor, SHUT_RDWR);
+      }
+    }
   }
   void shutdown() override {
     gloo_->shutdown();
@@ -1119,13 +1178,13 @@ class Staged final : public c10d::Backend {
     return begin([&](Hosts& hosts) {
       auto there = hosts.in(tensors);
       return gloo_->send(there, to, tag);
-    });
+    }, false, true);
   }
   Handle recv(Tensors& tensors, int from, int tag) override {
     return begin([&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->recv(there, from, tag);
-    });
+    }, false, true);
   }
   Handle barrier(const c10d::BarrierOptions& options) override {
     return begin([&](Hosts&) { return gloo_->barrier(options); }, true);
@@ -1133,19 +1192,39 @@ class Staged final : public c10d::Backend {
 
  private:
   template <typename F>
-  Handle begin(F&& start, bool is_barrier = false) {
+  Handle begin(F&& start, bool is_barrier = false, bool is_message = false) {
+    TORCH_CHECK_WITH(DistBackendError, !fate_->is_aborted, "staged: the group was aborted");
     streams.drain(present);
     Plainly plainly;
     Hosts hosts;
-    auto work = start(hosts);
-    streams.queue(stream_, [work, hosts] {
-      work->wait();
-      hosts.land();
+    auto work = started(start, hosts);
+    streams.queue(stream_, [work, hosts, is_message, fate = fate_] {
+      if (work) {
+        arrives(*work, *fate, is_message) ? hosts.land() : hosts.garble();
+      } else {
+        fate->wait();
+        hosts.garble();
+      }
     });
     return c10::make_intrusive<Begun>(stream_, is_barrier);
   }
 
+  // Null where a peer is gone already, which is none of its business either.
+  template <typename F>
+  Handle started(F&& start, Hosts& hosts) {
+    try {
+      return start(hosts);
+    } catch (const std::exception& error) {
+      if (std::string(error.what()).find("gloo/") == std::string::npos) {
+        throw;
+      }
+      return nullptr;
+    }
+  }
+
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::map<int, uint64_t> sockets_;
+  std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   StreamId stream_;
 };
 
@@ -1159,6 +1238,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   poison_file();  // one for all processes that are forked from here
   m.def("is_forked", [] { return is_forked.load(); });
   m.def("is_used", [] { return is_used.load(); });
+  m.def("break_down", [] { is_broken = true; }, "As after an illegal access: whatever is asked of the device raises.");
   m.def("memory", [] {
     std::lock_guard<std::mutex> lock(memory_mutex);
     return std::map<std::string, int64_t>{
@@ -1179,7 +1259,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("waiting", [] { return streams.waiting(); }, "Pieces of work that are queued on all streams.");
   m.def("default_generator", [] { return default_generator(); });
   m.def("synchronize", [] { streams.drain_all(); }, py::call_guard<py::gil_scoped_release>());
-  m.def("staged", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Staged>(std::move(gloo));
+  using Sockets = std::map<int, uint64_t>;
+  m.def("staged", [](c10::intrusive_ptr<c10d::Backend> gloo, Sockets sockets) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Staged>(std::move(gloo), std::move(sockets));
   });
 }

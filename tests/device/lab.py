@@ -18,6 +18,8 @@ import torch
 import torch.distributed as td
 from torch.utils import cpp_extension
 
+from ds_dynatrain.elastic.abort import new_sockets, open_sockets
+
 NAME = "lab"
 BACKEND = "staged"
 """What torch.distributed calls its collectives."""
@@ -43,7 +45,9 @@ def load() -> Any:
 
 
 def _staged(compiled: Any, store: td.Store, rank: int, size: int, timeout: timedelta) -> td.Backend:
-    return compiled.staged(td.ProcessGroupGloo(store, rank, size, timeout=timeout))
+    before = open_sockets()
+    gloo = td.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    return compiled.staged(gloo, new_sockets(before, open_sockets()))
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -95,6 +99,11 @@ def device(index: Any = 0) -> AbstractContextManager[None]:
 def synchronize(device: Any = None) -> None:
     """Until all that is queued on all streams is done."""
     load().synchronize()
+
+
+def break_down() -> None:
+    """From here on all that is asked of the device raises, as after an illegal access to memory on a card."""
+    load().break_down()
 
 
 def waiting() -> int:

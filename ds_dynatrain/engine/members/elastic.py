@@ -65,6 +65,8 @@ class Elastic:
         self._aborted_at = 0
         self.lose: Lose = _lose_all
         """Lets the worlds of this process begin nothing any more."""
+        self.abandon: Callable[[], None] = _nothing
+        """Ends what is under way in a world in which an engine is being made."""
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._teardowns = Teardowns()
@@ -167,6 +169,7 @@ class Elastic:
     def _hear(self, world: World) -> bool:
         """On the member's thread, before anybody else learns of a generation; whether it aborts the one that trains."""
         if world.change == "failure":
+            self.abandon()
             for sockets in list(self._coming.values()):
                 sockets.abort(self.member.descriptors())
         with self._lock:
@@ -263,3 +266,7 @@ class Elastic:
 def _lose_all(known: Collection[str], there: Collection[int]) -> Collection[str]:
     """While there are no engines: no group may go on."""
     return ()
+
+
+def _nothing() -> None:
+    """While there is no membership around it."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ds_dynatrain.adapters.gate import abort
 from ds_dynatrain.adapters.incoming import refuse_cut
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.member import Ending, end_process
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -43,7 +48,10 @@ class ElasticMembership:
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
-        elastic.lose = lose_worlds
+        elastic.lose, elastic.abandon = self.lose, self.abandon
+        self._first = weakref.WeakSet[GroupStatus]()
+        """Of the worlds in which engines are being made."""
+        self._abort: threading.Thread | None = None
         self._boundaries = Boundaries(elastic)
         self._jobs: list[Job] = []
         self._is_in_call = False
@@ -85,7 +93,9 @@ class ElasticMembership:
 
     def new_status(self) -> GroupStatus | None:
         """One that makes WorldChanged of a lost peer."""
-        return GroupStatus()
+        made = GroupStatus()
+        self._first.add(made)
+        return made
 
     @contextmanager
     def building(self, generation: int, engine: int) -> Iterator[Note]:
@@ -115,6 +125,7 @@ class ElasticMembership:
         if self.elastic.world is None:
             registry = Registry().extended(world.members)
             self.elastic.enter(world, registry, registry.ids_of(members))
+        self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
         """On the board, unless this process leaves and the job goes on."""
@@ -143,6 +154,28 @@ class ElasticMembership:
     def activate_between(self, engine: EngineCore) -> None:
         """The first engine's world."""
         engine.activate()
+
+    # ---- a loss, in any thread ---------------------------------------------------------------------------------------
+
+    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
+        """See `Lose`. Communicators of an accelerator are aborted at once.
+
+        No group may stay where a switch is prepared or carried out: this thread does not know which groups are whose
+        then. Nor of several engines, whose groups may have been built side by side.
+        """
+        engines = PROCESS.engines
+        is_clear = len(engines) == 1 and not engines[0].is_switching
+        worlds = [engine.world for engine in engines if engine.world is not None]
+        self._tear([world.status for world in worlds if world.status is not None])
+        return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
+
+    def abandon(self) -> None:
+        """A failure has overtaken a world in which an engine is being made."""
+        self._tear(list(self._first))
+
+    def _tear(self, statuses: Sequence[GroupStatus]) -> None:
+        thread = abort([status.gate for status in statuses], partial(end_process, Ending.DEVICE))
+        self._abort = thread or self._abort
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -199,6 +232,9 @@ class ElasticMembership:
     def guard(self, preparation: Preparation) -> None:
         """Let a failure break it off: it must not wait for the dead."""
         elastic, generation = self.elastic, self._generation_ahead
+        if self._abort is not None:  # nothing is built beside that
+            self._abort.join()
+            self._abort = None
         preparation.building = lambda: elastic.building(generation, preparation.number)
         preparation.stop = lambda: elastic.stop_if_over(generation)
         preparation.status = GroupStatus()
@@ -257,16 +293,3 @@ class ElasticMembership:
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
         """In the coordinator's store, where it outlives generations."""
         self.elastic.say_replaced(stretch)
-
-
-def lose_worlds(known: Collection[str], there: Collection[int]) -> frozenset[str]:
-    """Begin nothing in the worlds of this process's engines; the groups that may stay open: see `World.lose`. In any
-    thread.
-
-    None where a switch is prepared or carried out: this thread does not know which groups are whose then. Nor of
-    several engines, whose groups may have been built side by side.
-    """
-    engines = PROCESS.engines
-    is_clear = len(engines) == 1 and not engines[0].is_switching
-    worlds = [engine.world for engine in engines if engine.world is not None]
-    return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))

@@ -66,7 +66,7 @@ class Entry:
         self.control.post(f"{key}/{self.mine}", mine)
         deadline = time.monotonic() + START_SECONDS
         what = "initialize on every process of the launch"
-        return self.control.gather(key, range(self.size), what, deadline, self._stop)
+        return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
         """Those of the start. records: what all have posted of themselves."""
@@ -81,7 +81,8 @@ class Entry:
     def _generation(self) -> int:
         return 0 if self.world is None else self.world.generation
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """WorldChanged where what is being made will not come about."""
         self.membership.stop_if_over(self._generation)
 
 

@@ -27,7 +27,7 @@ def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[
         attempt=engine.attempt,
         generation=engine.generation,
         step=engine.global_steps,
-        is_clean=not engine.is_stepping,
+        is_clean=not engine.is_stepping and not engine.is_in_doubt,
         is_switching=engine.is_switching,
         can_restore=engine.settings.fallback is not None,
         registered=len(engine.registered),
