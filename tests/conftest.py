@@ -25,9 +25,9 @@ collect_ignore = [] if present().has_autotp else NEWEST_ALONE
 
 OPERATORS = {
     "cpu_adam": "CPUAdamBuilder",
+    "shared_memory": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
     "cpu_lion": "CPULionBuilder",
-    "shared_memory": "ShareMemCommBuilder",
     "lab_pool": "lab",
 }
 """What is compiled, by DeepSpeed and for the test device, by the fixture that a test asks for it with."""

@@ -22,6 +22,7 @@ import pytest
 BUILD_SECONDS = 280
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "torch_extensions" / metadata.version("torch")
+COMPILER = ROOT / "tests" / "compile.sh"
 BUILT = "built"
 BUILD = f"""
 import sys
@@ -87,7 +88,7 @@ def _builder_process() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", BUILD],
         cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", **surroundings()},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "CXX": str(COMPILER), **surroundings()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import README, ROOT, blocks
+from tests.ops import surroundings
 
 SECONDS = 600
 BEHIND = "import site; site.addsitedir({packages!r})\n"
 """The torch and the DeepSpeed that are there already."""
 
 
-@pytest.mark.full
+@pytest.mark.usefixtures("shared_memory")
 @pytest.mark.timeout(2 * SECONDS)
 def test_the_first_ten_minutes(tmp_path: Path) -> None:
     """Needs an index of packages, for what builds the package."""
@@ -32,7 +33,8 @@ def test_the_first_ten_minutes(tmp_path: Path) -> None:
     (clone / "first_switch.py").write_text(script)
     (install, *_), (start, *_) = list(blocks(README, "text")), list(blocks(README, "bash"))
     assert install.startswith("pip install .")
-    env = {**os.environ, "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
+    there = {**os.environ, **surroundings()}
+    env = {**there, "PATH": f"{home / 'bin'}{os.pathsep}{there['PATH']}", "DS_ACCELERATOR": "cpu"}
     for commands in (install, "python -m torch.distributed.run" + re.sub(r"^.*?torchrun", "", start)):
         done = subprocess.run(
             ["bash", "-euc", commands], cwd=clone, env=env, capture_output=True, text=True, timeout=SECONDS

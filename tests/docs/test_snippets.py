@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from tests.docs.pages import FENCE, INDEX, README, ROOT, blocks, text_of
+from tests.ops import surroundings
 
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-NOW = {"README.md", "docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
-"""What `make test` runs; `make test-all` runs all."""
+NOW = {"docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
+"""What `make test` runs, besides the README (test_install); `make test-all` runs all."""
 ELSEWHERE = {"docs/accelerate.md", "docs/figures.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"}
 """Pages with tests of their own, and that of measurements."""
 NOT_STANDING_ALONE = {"docs/tutorial-switch.md": ["README.md", "docs/trust.md"]}
@@ -70,6 +70,7 @@ WITH_COMMANDS = [page for page in PAGES if runs(page) and name_of(page) not in E
 
 
 @pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.usefixtures("shared_memory")
 @pytest.mark.parametrize(
     "page",
     [
@@ -79,13 +80,12 @@ WITH_COMMANDS = [page for page in PAGES if runs(page) and name_of(page) not in E
 )
 def test_commands_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     lays_out(page, tmp_path)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     for command, printed in runs(page):
         ran = subprocess.run(
             ["bash", "-euc", command],
             cwd=tmp_path,
-            env={**os.environ, **quiet, "PATH": path},
+            env={**os.environ, **surroundings(), **quiet},
             capture_output=True,
             text=True,
             timeout=SECONDS,
