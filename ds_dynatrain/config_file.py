@@ -6,6 +6,7 @@ import base64
 import binascii
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ds_dynatrain.errors import ConfigError
@@ -24,28 +25,32 @@ def read_config(config: Config) -> dict[str, Any]:
     import hjson  # comes with DeepSpeed; not needed for a dictionary
 
     name = os.fspath(config)
+    once = partial(_once, name)
     try:
         if os.path.exists(name):
             with open(name, encoding="utf-8") as file:
-                read = hjson.load(file, object_pairs_hook=_once)
+                read = hjson.load(file, object_pairs_hook=once)
         else:
-            read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=_once)
+            read = hjson.loads(base64.urlsafe_b64decode(name).decode("utf-8"), object_pairs_hook=once)
     except (OSError, UnicodeError, binascii.Error, hjson.HjsonDecodeError) as error:
         raise ConfigError(
             f"configuration {name!r}: neither a readable file nor JSON in base64 ({error}); give the path of a JSON "
             "file"
         ) from error
     if not isinstance(read, dict):
-        raise ConfigError(f"configuration {name!r}: expected an object of keys, got {type_name(read)}")
+        raise ConfigError(
+            f"configuration {name!r}: expected an object of keys, got {type_name(read)}; write it in braces, with a "
+            "key for each setting"
+        )
     return read
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of one JSON object, whose keys must differ."""
+def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dictionary of one JSON object of a configuration, whose keys must differ."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"configuration: the key {key!r} stands twice in one object; remove one of them")
+            raise ConfigError(f"configuration {name!r}: the key {key!r} stands twice in one object; remove one of them")
         found[key] = value
     return found
 

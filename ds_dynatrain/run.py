@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     is_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if is_module else arguments
     if not rest or rest[0].startswith("-"):
-        raise ConfigError(f"nothing to run: {USAGE}")
+        raise ConfigError(f"no script was given; {USAGE}")
     from ds_dynatrain.integrations.transformers import make_trainers_elastic
 
     make_trainers_elastic()

@@ -3,9 +3,10 @@
 python tools/messages.py                      # 100 messages, seed 2026
 python tools/messages.py --count 20 --seed 7
 
-Sampled are the `raise` statements of errors that answer what a user gave: a key, an argument, a file, a layout. Those
-that only pass on another one's text are left out, and so are failures of a switch (`SwitchFailed` and below), to which
-there is one answer.
+Sampled are the `raise` statements of errors that answer what a user gave (a key, an argument, a file, a layout) and the
+lines that are logged as a warning or an error. Those that only pass on another one's text are left out, and so are
+failures of a switch (`SwitchFailed` and below), to which there is one answer. Errors of damaged checkpoints are printed
+as they are met: `checkpoint.files.naming` puts the path before them, and what to do behind them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
+
 ROOT = Path(__file__).parents[1]
 CLASSES = {
     *("ConfigError", "UnsupportedError", "DataError", "LayoutError", "ProfileError", "SwitchRefused"),
     *("CheckpointError", "CheckpointDamaged", "ElasticError", "PeerRefused", "CoordinatorUnproved", "LaunchError"),
+    "ImportError",
 }
+LEVELS = ("warning", "error")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A `raise` statement."""
+    """A `raise` statement, or a line of the log."""
 
     path: Path
     line: int
@@ -40,8 +45,9 @@ def messages() -> list[Message]:
     """All of the package, in the order of files and lines."""
     found = []
     for path in sorted((ROOT / "ds_dynatrain").rglob("*.py")):
-        for call in raised(ast.parse(path.read_text(encoding="utf-8"))):
-            found.append(Message(path.relative_to(ROOT), call.lineno, ast.unparse(call)))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for call in (*raised(tree), *logged(tree)):
+            found.append(Message(path.relative_to(ROOT), call.lineno, as_met(path, ast.unparse(call))))
     return sorted(found, key=lambda each: (each.path, each.line))
 
 
@@ -50,8 +56,23 @@ def raised(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in CLASSES:
-            if any(isinstance(each, ast.Constant) and isinstance(each.value, str) for each in ast.walk(call)):
+            if any(isinstance(each, ast.Constant) and " " in str(each.value) for each in ast.walk(call)):
                 yield call
+
+
+def logged(tree: ast.AST) -> Iterator[ast.Call]:
+    """Warnings and errors of the log with words of their own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
+            first = node.args[0] if node.args and ast.unparse(node.func.value) == "logger" else None
+            if isinstance(first, ast.Constant) and len(str(first.value).replace("%s", "").split()) > 2:
+                yield node
+
+
+def as_met(path: Path, text: str) -> str:
+    """With what `naming` adds."""
+    is_read = "checkpoint" in str(path.parent) and text.startswith("CheckpointDamaged")
+    return f"PATH: {text}; {WHERE_DAMAGED}" if is_read else text
 
 
 def main() -> None:

@@ -89,7 +89,10 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
     before = dict(template.module.named_parameters())
     after = dict(made.named_parameters())
     if set(before) != set(after):
-        raise UnsupportedError(f"{min(set(before) ^ set(after))!r} is no longer tied to the parameter it was tied to")
+        raise UnsupportedError(
+            f"{min(set(before) ^ set(after))!r} is no longer tied to the parameter it was tied to; untie the two "
+            "before initialize"
+        )
     for name, module in made.named_modules():
         origin = template.module.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
         if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
@@ -99,7 +102,9 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
             )
     found = {name: _cut(name, tuple(before[name].shape), held) for name, held in after.items()}
     if all(cut.tensor is None for cut in found.values()):
-        raise UnsupportedError("its rules cut none of the parameters")
+        raise UnsupportedError(
+            f"its rules cut none of the {len(found)} parameters; name those to cut in tensor_parallel.partition_config"
+        )
     return found
 
 
@@ -132,7 +137,10 @@ def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
     widths = written["sub_param_shard_widths"] or [written["partition_sizes"]]
     dim = written["partition_dim"]
     if reason is not None or None in widths or dim is None or written["logical_shape"] != shape:
-        raise UnsupportedError(f"parameter {name!r}: {reason or 'DeepSpeed does not describe how it is cut'}")
+        raise UnsupportedError(
+            f"parameter {name!r}: {reason or 'DeepSpeed does not describe how it is cut'}; leave it out of the plan "
+            "(tensor_parallel.partition_config)"
+        )
     return AxisCuts(tensor=DimCut(dim, tuple(map(tuple, widths))))
 
 

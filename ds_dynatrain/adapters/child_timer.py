@@ -34,13 +34,15 @@ def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     if not names or len(found) < len(names):
         strange = next((name for name in names if name not in found or names.count(name) > 1), "")
         raise ConfigError(
-            f"engine.meter: {strange!r} is no module of the model, or is named twice; it has "
-            f"{', '.join(name for name in known if name)[:300]}"
+            f"engine.meter: {strange!r} is no module of the model, or is named twice; name each "
+            f"once, of {', '.join(name for name in known if name)[:300]}"
         )
     parts = [(name, part) for name, module in found.items() for part in module.modules()]
     for (one, part), (other, same) in itertools.combinations(parts, 2):
         if part is same:
-            raise ConfigError(f"engine.meter: {one!r} and {other!r} share a module, so time would count twice")
+            raise ConfigError(
+                f"engine.meter: {one!r} and {other!r} share a module, so time would count twice; name one of the two"
+            )
     refuse_compiled(model)
     return found
 
@@ -49,7 +51,8 @@ def refuse_compiled(model: nn.Module) -> None:
     """ConfigError if anything of it is compiled."""
     if names := compiled_in_place(model) or compiled_by_wrapping(model):
         raise ConfigError(
-            f"engine.meter: {names[0]!r} is compiled, and hooks would compile it again: leave one of the two out"
+            f"engine.meter: {names[0]!r} is compiled, and hooks would compile it again; leave it out of engine.meter, "
+            "or do not compile it"
         )
 
 

@@ -74,7 +74,10 @@ class CurriculumOrder:
     def samples(self, step: int) -> int:
         """Samples of global batch `step`; `DataError` if a pass has no such step."""
         if not 0 <= step < self.steps:
-            raise DataError(f"step {step} is outside a pass of {self.steps} global batches")
+            raise DataError(
+                f"step {step} is outside a pass of {self.steps} global batches; load a position of 0 to "
+                f"{self.steps - 1}, or raise data_efficiency.data_sampling.num_epochs"
+            )
         return self.train_batch_size
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
@@ -134,7 +137,8 @@ class CurriculumOrder:
         if len(sampler.batch) != self.train_batch_size:
             raise DataError(
                 f"global batch {self._next} of the curriculum has {len(sampler.batch)} of {self.train_batch_size} "
-                "samples: a cluster holds too few for its share; begin with a higher difficulty"
+                "samples: a cluster holds too few for its share; raise min_difficulty of the metrics in "
+                "data_efficiency.data_sampling.curriculum_learning"
             )
         sampler.consumed_samples += len(sampler.batch)
         state = {name: value for name, value in sampler.state_dict().items() if name != "np_rng_state"}

@@ -83,7 +83,7 @@ def refuse_other_axes(layout: Layout, *tried: str) -> None:
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
     if wide:
-        raise LayoutError(f"{layout}: {', '.join(wide)} with experts is not supported yet; leave these axes at 1")
+        raise LayoutError(f"{layout}: {', '.join(wide)} with experts is not supported; set these axes to 1")
 
 
 def _nearest(whole: int, size: int) -> str:

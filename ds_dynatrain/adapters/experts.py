@@ -75,7 +75,9 @@ class AutoEPShaper(Shaper):
         try:
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
         except ValueError as error:
-            raise ConfigError(f"expert_parallel: {error}") from error
+            raise ConfigError(
+                f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
+            ) from error
         self._template = Template.of(model, factory)
         self._tensor = TensorShaper(Template(convert(self._template.copy(), self._block, 1, 0)), config)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
@@ -253,10 +255,14 @@ def _cut(name: str, held: nn.Parameter) -> AxisCuts:
 
     placement = getattr(held, keys.DS_AUTOEP_UC_META, {}).get(keys.AUTOEP_EXPERT_PLACEMENT)
     if placement is None:
-        raise UnsupportedError(f"{name!r} is an expert parameter that DeepSpeed does not describe; leave AutoEP off")
+        raise UnsupportedError(
+            f"{name!r} is an expert parameter that DeepSpeed does not describe; set expert_parallel.enabled to false"
+        )
     ranks = [list(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in placement[keys.AUTOEP_PLACEMENT_RANKS]]
     if list(chain.from_iterable(ranks)) != list(range(placement[keys.AUTOEP_NUM_EXPERTS])):
-        raise UnsupportedError(f"{name!r}: its experts are dealt as {ranks}, not in order; leave AutoEP off")
+        raise UnsupportedError(
+            f"{name!r}: its experts are dealt as {ranks}, not in order; set expert_parallel.enabled to false"
+        )
     return AxisCuts(expert=uneven(0, map(len, ranks)))
 
 
@@ -282,4 +288,7 @@ def refuse_parts(model: nn.Module) -> None:
     for name, held in model.named_parameters():
         if hasattr(held, "ds_id") or held.is_meta:
             where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"
-            raise UnsupportedError(f"AutoEP and {name!r}, which is {where}: build the model whole")
+            raise UnsupportedError(
+                f"AutoEP (expert_parallel) needs whole parameters, and {name!r} is {where}; build the model outside "
+                "of deepspeed.zero.Init, on a real device"
+            )

@@ -72,7 +72,9 @@ class Incoming:
         values come from a job that runs.
         """
         if partition_parameters.top_level_context is not None:
-            raise UnsupportedError("initialize was called inside of `with deepspeed.zero.Init(...)`: call it after it")
+            raise UnsupportedError(
+                "initialize was called inside of `with deepspeed.zero.Init(...)`; call it after that block"
+            )
         refuse_meta_buffers(model)
         if not joins:
             refuse_undrawable(model, param_init_fn)
@@ -255,15 +257,22 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
             )
         return
     if td.get_process_group_ranks(each.ds_process_group) != list(range(launch.size)):
-        raise UnsupportedError(f"{name!r} is cut over a group of its own: give zero.Init no data_parallel_group")
+        raise UnsupportedError(
+            f"{name!r} was cut by deepspeed.zero.Init over a group of its own; leave data_parallel_group out of "
+            "deepspeed.zero.Init"
+        )
     if each.nvme_swapper is not None:
-        raise UnsupportedError(f"{name!r} lies on NVMe (zero.Init, remote_device): use remote_device='cpu' or none")
+        raise UnsupportedError(
+            f"{name!r} lies on NVMe (zero.Init, remote_device); give zero.Init remote_device='cpu', or leave it out"
+        )
     if each.ds_secondary_tensor is not None or each.ds_zero_param_process_group is not None:
-        raise UnsupportedError(f"{name!r} has a second copy (zero_hpz_partition_size): leave that key out")
+        raise UnsupportedError(
+            f"{name!r} has a second copy (zero_optimization.zero_hpz_partition_size); leave that key out"
+        )
     if hasattr(each.ds_tensor, "ds_quant_scale"):
-        raise UnsupportedError(f"{name!r} is quantized (zero_quantized_weights): leave that key out")
+        raise UnsupportedError(f"{name!r} is quantized (zero_optimization.zero_quantized_weights); leave that key out")
     if each.ds_status != ZeroParamStatus.NOT_AVAILABLE and not each.ds_persist:
-        raise UnsupportedError(f"{name!r} is gathered now: end the `with GatheredParameters` block before initialize")
+        raise UnsupportedError(f"{name!r} is gathered now; end the `with GatheredParameters` block before initialize")
 
 
 def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:

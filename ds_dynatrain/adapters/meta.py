@@ -94,7 +94,10 @@ def draw(
         for held in own:
             value = held.data.reshape(-1)
             if value.is_floating_point() and value.isnan().any():
-                raise UnsupportedError(f"{titles[id(held)]!r} of {type(module).__name__} was not set: {WAY_OUT}")
+                raise UnsupportedError(
+                    f"initialize: {titles[id(held)]!r} of {type(module).__name__} is on the meta device and was not "
+                    f"set; {WAY_OUT}"
+                )
             yield held, value
     finally:
         for held, stand_in in stand_ins:

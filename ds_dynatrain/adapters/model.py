@@ -74,7 +74,10 @@ class ModelMap:
             parameter = parameters.get(tensor.name)
             if tensor.numel and (parameter is None or tuple(parameter.shape) != tensor.shape):
                 found = "is not in the rebuilt module" if parameter is None else f"is {tuple(parameter.shape)} there"
-                raise UnsupportedError(f"{tensor.name!r} is {tensor.shape} by the layout, and {found}")
+                raise UnsupportedError(
+                    f"{tensor.name!r} is {tensor.shape} by the layout, and {found}; give parameters the names and "
+                    "shapes that the model had at initialize"
+                )
             if parameter is None:
                 nothing = torch.empty(0, dtype=self.dtype, device=before.device)
                 parameter = nn.Parameter(nothing, requires_grad=before.requires_grad)

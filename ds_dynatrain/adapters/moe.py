@@ -43,7 +43,7 @@ def start_size(model: nn.Module) -> int:
     sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name!r} has ep_size={size}" for name, size in sizes.items())
-        raise UnsupportedError(f"experts of several sizes: {found}; build all layers with one")
+        raise UnsupportedError(f"experts of several sizes: {found}; build all layers of deepspeed.moe with one ep_size")
     return next(iter(sizes.values()), 1)
 
 
@@ -172,7 +172,8 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
         for key in keys:
             if taken.setdefault(key, number) != number:
                 raise UnsupportedError(
-                    f"experts of one layer are in several optimizer groups: {key!r}; put them in one"
+                    f"experts of one layer are in several optimizer groups: {key!r}; put all parameters of its "
+                    "experts in one group"
                 )
         order = [parameter for parameter in model.parameters() if place.get(id(parameter)) in keys]
         first = next((at for at, parameter in enumerate(listed) if id(parameter) in place), 0)
@@ -214,7 +215,10 @@ def _mark(layer: Any, size: int) -> None:
 def _pattern(path: str, experts: nn.ModuleList) -> Template:
     """What all experts of a layer are copies of; UnsupportedError if they have become unlike, or hold buffers."""
     if next(experts.buffers(), None) is not None:
-        raise UnsupportedError(f"the experts of {path!r} have buffers, which would not move with them: leave these out")
+        raise UnsupportedError(
+            f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "
+            "requires_grad=False, or keep them outside of the experts"
+        )
     kinds = {tuple((name, held.shape, held.requires_grad) for name, held in one.named_parameters()) for one in experts}
     if len(kinds) > 1:
         raise UnsupportedError(

@@ -134,7 +134,9 @@ def register_optimizer(
     names that cannot be.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"register_optimizer: {cls!r} is no subclass of torch.optim.Optimizer")
+        raise ConfigError(
+            f"register_optimizer: {cls!r} is no subclass of torch.optim.Optimizer; give the class of an optimizer"
+        )
     if full_name(cls) in KNOWN:
         raise ConfigError(f"register_optimizer: the states of {full_name(cls)} are known already; leave the call out")
     if cls in _registered:
@@ -270,12 +272,12 @@ def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
         raise SwitchRefused(
             "Muon with zero_optimization.offload_optimizer: its momentum is fp32 there and cut in another way, which "
             "is not carried",
-            "leave the block out, or use AdamW",
+            "leave zero_optimization.offload_optimizer out, or use AdamW",
         )
     if apart:
         raise SwitchRefused(
             f"Muon with {apart} of another type than the weights: each ZeRO stage keeps its momentum in another type",
-            "leave the key out",
+            f"leave {apart} out of the configuration",
         )
     if wide and stage < 3:
         raise SwitchRefused(
@@ -337,4 +339,7 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
             raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} starts as {value!r}; give a number")
         if isinstance(value, torch.Tensor) and value.dim():
-            raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} is a tensor of shape {tuple(value.shape)}")
+            raise ConfigError(
+                f"optimizer {full_name(cls)}: scalar {name!r} is a tensor of shape {tuple(value.shape)}; give a "
+                "number, or name it in moments"
+            )

@@ -88,9 +88,14 @@ class PipelineTemplate:
         """
         count, found = len(self.layers), layout.boundaries
         if found is not None and found[-1] != count:
-            raise LayoutError(f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers")
+            raise LayoutError(
+                f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers; give boundaries "
+                f"that end with {count}"
+            )
         if found is None and layout.pipe > count:
-            raise LayoutError(f"pipe={layout.pipe} stages share {count} layers; nearest: pipe={count}")
+            raise LayoutError(
+                f"pipe={layout.pipe} stages share {count} layers, and each needs one; nearest: pipe={count}"
+            )
         return found or self._partition(layout.pipe, layout.expert)
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -175,11 +180,17 @@ class PipelineTemplate:
             expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]
         if not self.method.startswith(TYPE):
-            raise LayoutError(f"no partition method {self.method!r}: use {PARAMETERS}, {UNIFORM} or {TYPE}...")
+            raise LayoutError(
+                f"no partition method {self.method!r}; give PipelineModule(partition_method=...) {PARAMETERS!r}, "
+                f"{UNIFORM!r} or '{TYPE}CLASS'"
+            )
         pattern = re.compile(self.method.split(":")[1], re.IGNORECASE)
         weights = [int(name is not None and pattern.search(name) is not None) for name in self.names]
         if not any(weights):
-            raise LayoutError(f"partition method {self.method!r}: no class of a layer has such a name")
+            raise LayoutError(
+                f"partition method {self.method!r}: none of the {len(self.names)} layers is of a class with such a "
+                f"name; name the class of a layer, or give PipelineModule(partition_method={UNIFORM!r})"
+            )
         return weights
 
 
@@ -226,13 +237,20 @@ def refuse_uncuttable(model: PipelineModule) -> None:
     """UnsupportedError for a module whose stages cannot be told from its layers."""
     kind = type(model)
     if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
-        raise UnsupportedError("DualPipeVModule: its stages hold layers of two places; take PipelineModule")
+        raise UnsupportedError(
+            "DualPipeVModule: its stages hold layers of two places; build the model as a deepspeed.pipe.PipelineModule"
+        )
     axes = [axis for axis in model._topo.get_axis_names() if axis not in ("pipe", "data")]
     if axes:
-        raise UnsupportedError(f"PipelineModule over a topology with {', '.join(axes)}: leave `topology` out")
+        raise UnsupportedError(
+            f"PipelineModule over a topology with {', '.join(axes)}; leave topology= out and give num_stages="
+        )
     for method in ("_build", "_partition_layers", "_set_bounds"):
         if getattr(kind, method) is not getattr(PipelineModule, method):
-            raise UnsupportedError(f"{kind.__name__} has a {method} of its own: leave it out, and give boundaries")
+            raise UnsupportedError(
+                f"{kind.__name__} has a {method} of its own, which switches do not follow; leave it out, and give "
+                "boundaries to engine.switch"
+            )
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
@@ -257,12 +275,14 @@ def refuse_shared(model: PipelineModule) -> None:
         for name, parameter in module.named_parameters():
             if owners.setdefault(id(parameter), title) != title:
                 raise UnsupportedError(
-                    f"parameter {name!r} of {title} is that of {owners[id(parameter)]}, too: on two stages it would be "
-                    "two; use TiedLayerSpec"
+                    f"parameter {name!r} of {title} is that of {owners[id(parameter)]}, too: on two stages it would "
+                    "be two; use TiedLayerSpec for both layers"
                 )
     strays = [name for name, parameter in model.named_parameters() if id(parameter) not in owners]
     if strays:
-        raise UnsupportedError(f"parameter {strays[0]!r} is in no layer of the PipelineModule: make it a layer's")
+        raise UnsupportedError(
+            f"parameter {strays[0]!r} is in no layer of the PipelineModule; move it into one of the layers"
+        )
 
 
 def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:

@@ -88,7 +88,8 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
         for each in parameters:
             if id(each) not in names:
                 raise SwitchRefused(
-                    f"a group holds a parameter of shape {tuple(each.shape)} that is not in the model",
+                    f"engine.update_param_groups: a group holds a parameter of shape {tuple(each.shape)} that is not "
+                    "in the model",
                     "add parameters before initialize, frozen if need be",
                 )
         rest = {key: value for key, value in group.items() if key != "params"}
@@ -122,12 +123,15 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -
     lost = next((name for name in newly if name in implied - placed), None)
     if lost is not None:
         raise SwitchRefused(
-            f"{lost!r} requires a gradient now and is listed in no optimizer group",
+            f"engine.update_param_groups: {lost!r} requires a gradient now and is listed in no optimizer group",
             "name one: engine.update_param_groups(groups=[{'params': [...], 'like': 0}])",
         )
     fresh += asked
     if not kept and not fresh:
-        raise SwitchRefused("no parameter requires a gradient any more", "leave one trainable")
+        raise SwitchRefused(
+            "engine.update_param_groups: no parameter requires a gradient any more",
+            "leave one trainable: parameter.requires_grad_(True)",
+        )
     _check_fresh(optimizer, fresh, wanted.begun)
     after = Regrouping((*kept, *fresh), tuple(name for name in names if now[name]))
     before = [NewGroup(number, False, listed) for number, listed in enumerate(model.group_names)]
@@ -186,11 +190,17 @@ def _asked(
     """An asked group."""
     more = {key: value for key, value in rest.items() if key != LIKE}
     if not names:
-        raise SwitchRefused("a group without parameters was given", "give {'params': [...]}")
+        raise SwitchRefused(
+            "engine.update_param_groups: a group without parameters was given",
+            "give {'params': [...]}",
+        )
     for name in names:
         if not now[name] or name in trained:
             state = "is trained already" if name in trained else "is frozen"
-            raise SwitchRefused(f"{name!r} {state}", "groups= is for newly trainable parameters")
+            raise SwitchRefused(
+                f"engine.update_param_groups: {name!r} {state}",
+                "leave it out of groups=, which is for newly trainable parameters",
+            )
     like = rest.get(LIKE)
     if like is None:
         listed = {number for number, old in enumerate(model.group_names) if not set(names).isdisjoint(old)}
@@ -202,7 +212,10 @@ def _asked(
         )
     unknown = sorted(set(more) - set(optimizer.param_groups[like]))
     if unknown:
-        raise SwitchRefused(f"group {like} of the optimizer has no {unknown[0]!r}", "leave it out")
+        raise SwitchRefused(
+            f"engine.update_param_groups: group {like} of the optimizer has no {unknown[0]!r}",
+            f"leave {unknown[0]!r} out of the new group",
+        )
     return NewGroup(like, True, names, more)
 
 

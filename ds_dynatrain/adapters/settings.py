@@ -48,7 +48,9 @@ class BatchSizes:
                 f"world: give both, not {batch} and {micro}"
             )
         if batch is None and micro is None:
-            raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu")
+            raise ConfigError(
+                "the configuration has neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them"
+            )
         if batch is None:
             batch = micro * (steps or 1) * data  # type: ignore[operator]
         if micro is None:

@@ -28,7 +28,7 @@ class Shaper:
         LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
         UnsupportedError naming the parameter that DeepSpeed does not describe.
         """
-        raise LayoutError(f"{layout}: this model has no axis but data and sequence")
+        raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
 
     def whole(self, root: nn.Module) -> nn.Module:
         """A module with all layers of the model, of which the root may have some; without memory."""

@@ -63,7 +63,8 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
     own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 is its word for none
     if named is not None and own is not None and own != named:
         raise ConfigError(
-            f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}: leave one of them out"
+            f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}; leave "
+            "tensor_parallel.autotp_size out"
         )
     return named or own or 1
 
@@ -80,7 +81,8 @@ def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | 
         settled, where = moe.start_size(model), "ep_size of the model's layers"
     if settled is not None and asked not in (None, settled):
         raise ConfigError(
-            f"dynatrain.layout.expert is {asked} and {where} is {settled}: give one of them, or both alike"
+            f"dynatrain.layout.expert is {asked} and {where} is {settled}; leave dynatrain.layout.expert out, or set "
+            f"it to {settled}"
         )
     return settled or asked or 1
 
@@ -90,7 +92,10 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
     cuts = shaper.cuts(layout)
     missing = [name for name in names if name not in cuts]
     if missing:
-        raise LayoutError(f"{layout}: nothing says how {missing[0]!r} is dealt out ({len(missing)} such tensors)")
+        raise LayoutError(
+            f"{layout}: nothing says how {missing[0]!r} is dealt out ({len(missing)} such tensors); register it in a "
+            "module of the model before initialize, or set pipe, expert and tensor to 1"
+        )
     return tuple(cuts[name] for name in names)
 
 

@@ -49,7 +49,8 @@ class StageExperts:
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
         if native is not None:
             raise UnsupportedError(
-                f"{native!r} is a layer of deepspeed.moe, and expert_parallel is on: have one of them"
+                f"{native!r} is a layer of deepspeed.moe, and expert_parallel is on; set expert_parallel.enabled to "
+                "false, or build the layer without deepspeed.moe"
             )
         self._block, self._config, self._source = dict(config["expert_parallel"]), config, source
         self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
@@ -63,7 +64,9 @@ class StageExperts:
                 model, self._block, 1, 0, listed, lambda made: _empty(model, made, empty)
             )
         except ValueError as error:
-            raise ConfigError(f"expert_parallel: {error}") from error
+            raise ConfigError(
+                f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
+            ) from error
         shared = next((key for key, tied in model.tied_modules.items() if layers_with_experts(tied)), None)
         if shared is not None:
             raise UnsupportedError(

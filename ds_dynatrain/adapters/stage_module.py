@@ -58,7 +58,7 @@ class PipelineShaper(Shaper):
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
         if layout.tensor > 1:
-            raise LayoutError(f"tensor={layout.tensor}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
+            raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
         cuts = self.autoep.cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 

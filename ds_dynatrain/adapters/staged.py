@@ -37,8 +37,8 @@ def start_stages(model: Any, named: int | None) -> int:
     built = int(model.num_stages) if is_pipeline(model) else 1
     if built > 1 and named not in (None, built):
         raise ConfigError(
-            f"dynatrain.layout.pipe is {named} and the PipelineModule was built with num_stages={built}: give one of "
-            "them, or both alike (num_stages=1 goes with any)"
+            f"dynatrain.layout.pipe is {named} and the PipelineModule was built with num_stages={built}; leave "
+            "dynatrain.layout.pipe out, or build the module with num_stages=1"
         )
     return named or built
 
@@ -154,8 +154,8 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
         marks = [record["buffers"][name] for record in records.values()]
         if any(mark[:2] != marks[0][:2] for mark in marks):
             raise UnsupportedError(
-                f"buffer {name!r} has another shape or type where another stage builds its layer; register it alike "
-                "on all stages"
+                f"buffer {name!r} has another shape or type where another stage builds its layer; register it with "
+                "one shape and type on all stages"
             )
         if any(mark != marks[0] for mark in marks):
             value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not

@@ -34,6 +34,6 @@ def adapter_of(optimizer: object) -> StageAdapter:
         if isinstance(optimizer, kind):
             return adapter
     raise UnsupportedError(
-        f"DeepSpeed wrapped the optimizer into a {type(optimizer).__name__}, whose state cannot be moved; remove the "
-        "feature that asks for it, or the dynatrain block"
+        f"DeepSpeed wrapped the optimizer into a {type(optimizer).__name__}, whose state cannot be moved; leave the "
+        "key of the configuration out that asks for it, or leave out the dynatrain block"
     )

@@ -52,8 +52,8 @@ class Template:
         if different:
             name = different[0]
             raise UnsupportedError(
-                f"model_factory builds another model: {name!r} is {found.get(name)} in it and {wanted.get(name)} in "
-                "the one that initialize was given"
+                f"initialize(model_factory=...) builds another model: {name!r} is {found.get(name)} in it and "
+                f"{wanted.get(name)} in the one that initialize was given; build the same model in both"
             )
         return cls(_copied(made))
 

@@ -70,7 +70,10 @@ class TensorShaper(Shaper):
         except _REFUSALS as error:
             nearest = self._nearest(layout)
             if nearest == 1 and not isinstance(error, LayoutError):
-                raise UnsupportedError(f"AutoTP cannot cut {type(template.module).__name__}: {error}") from error
+                raise UnsupportedError(
+                    f"tensor={size}: AutoTP cannot cut {type(template.module).__name__}: {error}; or leave "
+                    "layout.tensor at 1"
+                ) from error
             raise LayoutError(f"tensor={size}: {error}; nearest: tensor={nearest}") from error
         return found
 

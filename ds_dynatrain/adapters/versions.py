@@ -205,7 +205,10 @@ def refuse_axes(layout: Layout, series: Series | None = None) -> None:
     """SwitchRefused for an axis besides data, where the series' were not tested."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not (series or present()).follows_axes:
-        raise SwitchRefused(f"{', '.join(wide)}: {UNTRIED.partition(';')[0]}", "install that, or leave the axis at 1")
+        raise SwitchRefused(
+            f"{', '.join(wide)}: {UNTRIED.partition(';')[0]}",
+            "install DeepSpeed 0.19, or leave the axis at 1",
+        )
 
 
 def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:

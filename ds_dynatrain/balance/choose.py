@@ -49,9 +49,11 @@ class Members:
     def __post_init__(self) -> None:
         """LayoutError for no member, a speed that is not above 0, or no memory."""
         if not self.speeds or not min(self.speeds) > 0:
-            raise LayoutError(f"members with the speeds {list(self.speeds)}: give one above 0 for each")
+            raise LayoutError(f"members with the speeds {list(self.speeds)}; give a number above 0 for each member")
         if self.memory_bytes < 1:
-            raise LayoutError(f"members of {self.memory_bytes} bytes of memory: give what they have")
+            raise LayoutError(
+                f"members of {self.memory_bytes} bytes of memory; give the bytes of a member, such as 80e9"
+            )
 
     def working(self, count: int) -> tuple[int, ...]:
         """So many of them by rank, the fastest first, so that slow ones share a stage, which gets fewer layers."""

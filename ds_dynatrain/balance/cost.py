@@ -77,7 +77,10 @@ def step_time(
     if len(deal.shares) != layout.data:
         raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices; give {layout.data} shares")
     if layout.pipe > 1 and not deal.has_one_size:
-        raise LayoutError(f"{layout}: shares {deal.shares} are no micro-batches of {deal.size:g} samples")
+        raise LayoutError(
+            f"{layout}: shares {deal.shares} are no micro-batches of {deal.size:g} samples; give shares that are "
+            "multiples of one size"
+        )
     return _Model(profile, layout, deal, _pace(layout, speeds), links).predict()
 
 
@@ -211,5 +214,8 @@ def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
         return np.ones((layout.pipe, layout.data))
     given = np.asarray(speeds, dtype=np.float64)
     if given.shape != (layout.world_size,) or not (given > 0).all():
-        raise LayoutError(f"{layout} has {layout.world_size} ranks: give a speed above 0 for each, not {list(speeds)}")
+        raise LayoutError(
+            f"{layout} has {layout.world_size} ranks, and the speeds are {list(speeds)}; give a speed above 0 for "
+            "each rank"
+        )
     return np.asarray(given.reshape(layout.pipe, layout.data, -1).min(axis=2))

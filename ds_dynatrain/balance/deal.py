@@ -91,7 +91,8 @@ def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Col
     found = next((each for each in Columns.every(*given) if each.longest == micro_batches), None)
     if found is None:
         raise LayoutError(
-            f"{layout}: no size of micro-batches makes {micro_batches} of the most that a pipeline has of {given[0]}"
+            f"{layout}: no size of micro-batches gives the longest pipeline {micro_batches} of them out of {given[0]} "
+            "samples; give another number, or leave it out"
         )
     return found
 

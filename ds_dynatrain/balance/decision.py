@@ -248,7 +248,7 @@ def judge(
     that move is judged by no window, and the next one must wait for twice as long as the last.
     """
     if history.open is None:
-        raise ConfigError("there is no move to judge")
+        raise ConfigError(f"there is no move to judge at step {step}; call judge after a move was decided")
     move, closed = history.open, dataclasses.replace(history, open=None)
     share = (1 - seconds / move.before_seconds) / move.predicted_gain
     verdict = Verdict.KEPT if share >= 0.5 else Verdict.LESS

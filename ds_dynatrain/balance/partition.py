@@ -50,7 +50,10 @@ class Problem:
             )
         wanted = (self.taken.shape, self.room.shape, self.moved.shape)
         if wanted != ((stages, layers), (stages,), (layers,)):
-            raise LayoutError(f"{stages} stages and {layers} layers do not go with arrays of the shapes {wanted}")
+            raise LayoutError(
+                f"{stages} stages and {layers} layers do not go with arrays of the shapes {wanted}; give "
+                f"{(stages, layers)}, {(stages,)} and {(layers,)}"
+            )
 
     @classmethod
     def of(
@@ -128,7 +131,10 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
     earliest, and so on forward. LayoutError if no cut fits, with the layer, the stage and the bytes.
     """
     if present is not None and (present[0] != 0 or present[-1] != problem.layers):
-        raise LayoutError(f"the present boundaries {tuple(present)} are not of {problem.layers} layers")
+        raise LayoutError(
+            f"the present boundaries {tuple(present)} are not of {problem.layers} layers; begin with 0 and end with "
+            f"{problem.layers}"
+        )
     optimum = _optimum(problem)
     best = _cheapest(problem, optimum * (1 + slack), present)
     moved = 0 if present is None else problem.moved_bytes(best, present)

@@ -26,7 +26,8 @@ class Pause:
         for value in (self.fixed_seconds, self.seconds_per_byte):
             if not 0 <= value < math.inf:
                 raise ConfigError(
-                    f"a pause of {self.fixed_seconds} s + {self.seconds_per_byte} s per byte: not below 0"
+                    f"a pause of {self.fixed_seconds} s + {self.seconds_per_byte} s per byte; give numbers that are "
+                    "not below 0"
                 )
 
     def seconds(self, nbytes: float) -> float:

@@ -99,7 +99,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         """Check what holds over all layers."""
-        _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}; profile again")
+        _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}")
         _check(len(self.layers) > 0, "there is no layer")
         _check(len(self.speeds) > 0, "speeds: there is no member")
         for member, speed in enumerate(self.speeds):
@@ -147,12 +147,14 @@ class Profile:
         model = tuple(names)
         if len(model) != len(self.layers):
             raise ProfileError(
-                f"the profile is of another model: it has {len(self.layers)} layers, the model {len(model)}"
+                f"the profile is of another model: it has {len(self.layers)} layers, the model {len(model)}; profile "
+                "this model"
             )
         for place, (ours, theirs) in enumerate(zip(self.names, model, strict=True)):
             if ours != theirs:
                 raise ProfileError(
-                    f"the profile is of another model: layer {place} is {ours!r} in it, and {theirs!r} in the model"
+                    f"the profile is of another model: layer {place} is {ours!r} in it, and {theirs!r} in the model; "
+                    "write one of this model with engine.balancer.profile.save(FILE)"
                 )
 
     def to_json(self) -> str:
@@ -165,10 +167,10 @@ class Profile:
         try:
             said = json.loads(text)
         except ValueError as error:
-            raise ProfileError(f"no JSON, or the end is missing: {error}; save the profile again") from None
+            raise ProfileError(f"no JSON, or the end is missing: {error}") from None
         _check(isinstance(said, dict), "no JSON object")
         version = said.get("version")
-        _check(version == VERSION, f"version {version!r}: this is made for version {VERSION}; profile again")
+        _check(version == VERSION, f"version {version!r}: this is made for version {VERSION}")
         given = _fields(cls, said, "the profile")
         for name in ("layers", "speeds"):
             _check(isinstance(given.get(name, []), list), f"{name} is no list")
@@ -186,7 +188,7 @@ class Profile:
         try:
             return cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (ProfileError, UnicodeDecodeError) as error:
-            raise ProfileError(f"{file}: {error}") from None
+            raise ProfileError(f"{file}: {error}; save it anew with engine.balancer.profile.save(FILE)") from None
 
 
 def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:

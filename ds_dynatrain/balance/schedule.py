@@ -51,7 +51,10 @@ class StageWork:
         stages = len(self.forward)
         lengths = [len(each) for each in (self.backward, self.send, self.send_back, self.returns)]
         if not stages or lengths != [stages, *[stages - 1] * 3]:
-            raise LayoutError(f"{stages} stages with backward, send, send_back, returns of the lengths {lengths}")
+            raise LayoutError(
+                f"{stages} stages with backward, send, send_back, returns of the lengths {lengths}; give "
+                f"{[stages, *[stages - 1] * 3]}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +82,7 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
     two messages for each other in the same order, so a step is one meeting and one pass.
     """
     if micro_batches < 1:
-        raise LayoutError(f"{micro_batches} micro-batches: a batch has one at least; give 1 or more")
+        raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
     stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
     step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
     forward = (step - stage) % 2 == 0

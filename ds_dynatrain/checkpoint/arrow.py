@@ -53,7 +53,10 @@ class Outline:
         self._sink.body = room.address
         self._writer.write_batch(pa.RecordBatch.from_arrays([values], schema=self.schema))
         if nbytes and self._sink.body is not None:
-            raise CheckpointError(f"pyarrow {pa.__version__} does not write a body as the one buffer that it was given")
+            raise CheckpointError(
+                f"pyarrow {pa.__version__} does not write a body as the one buffer that it was given; install one of "
+                "the versions in docs/versions.md"
+            )
         return self._sink.place if nbytes else self._sink.at
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]])
     """
     rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:
-        raise CheckpointError(f"{rows} rows in one table, and at most {MOST_ROWS} can be read")
+        raise CheckpointError(f"{rows} rows in one table, and at most {MOST_ROWS} can be read; save with fewer ranks")
     schema = pa.schema([pa.field(name, _TYPES[kind], nullable=False) for name, kind in columns.items()])
     batch = pa.record_batch([pa.array(values[each.name], each.type) for each in schema], schema=schema)
     sink = pa.BufferOutputStream()

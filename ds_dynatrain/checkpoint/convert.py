@@ -81,7 +81,10 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
     values = whole(reader, tensor, kind)
     if rows and digest(values.view(-1)) != reader.manifest.digest(tensor.name, kind):
         read = f"{kind} of {tensor.name!r}" + (f", cast from {MASTER}," if cast else "")
-        raise CheckpointDamaged(f"{read} is not what was saved: `ds-dynatrain checkpoint verify` says where")
+        raise CheckpointDamaged(
+            f"{reader.folder}: {read} is not what was saved; `ds-dynatrain checkpoint verify {reader.folder}` says "
+            "where"
+        )
     if dtype is None or dtype == values.dtype:
         return values
     found = values.to(dtype)
@@ -109,7 +112,10 @@ def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, p
         rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
         types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)
         if types[tensor.name] not in SAFETENSORS_TYPES:
-            raise CheckpointError(f"{tensor.name!r} is {types[tensor.name]}: give one of float32, bfloat16, float16")
+            raise CheckpointError(
+                f"{saved.path}: {tensor.name!r} is {types[tensor.name]}, which is not written to safetensors; give "
+                "dtype= (--dtype) float32, bfloat16 or float16"
+            )
     header, at = _header(tensors, types)
     with appearing(path) as part, part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -16,5 +16,7 @@ def named(name: str) -> torch.dtype:
     """The inverse of `name_of`; CheckpointDamaged for a name that torch does not know as a type."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or name != name_of(found):
-        raise CheckpointDamaged(f"elements of type {name!r}, which this torch does not know")
+        raise CheckpointDamaged(
+            f"elements of type {name!r}, which torch {torch.__version__} does not know; use a torch that has the type"
+        )
     return found

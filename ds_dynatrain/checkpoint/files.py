@@ -74,7 +74,7 @@ def dumped(content: object) -> bytes:
     data = json.dumps(content).encode()
     if _values(data) > MOST_VALUES:
         raise CheckpointError(
-            f"{_values(data)} values in one file, and at most {MOST_VALUES} can be read: carry them as a tensor"
+            f"{_values(data)} values in one file, and at most {MOST_VALUES} can be read; carry them as a tensor"
         )
     return data
 

@@ -28,7 +28,10 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 def check_tag(tag: str) -> None:
     """CheckpointError for a name that is none for a folder of a checkpoint."""
     if not _TAG.fullmatch(tag) or tag == LATEST:
-        raise CheckpointError(f"tag {tag!r}: letters, digits, '.', '_' and '-' make a tag, and it is not {LATEST!r}")
+        raise CheckpointError(
+            f"tag {tag!r} is no name for a checkpoint; give one of letters, digits, '.', '_' and '-', at most 201 of "
+            f"them, and not {LATEST!r}"
+        )
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CheckpointError(f"another job saves into {folder} now: give each job a folder of its own") from None
+            raise CheckpointError(f"another job saves into {folder} now; give each job a folder of its own") from None
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # closing it is not enough: loader processes forked meanwhile have it open
@@ -56,7 +59,7 @@ def begin(folder: Path, tag: str) -> Path:
         elif left.name.startswith(_NOTE):
             left.unlink()
     if (folder / tag).exists():
-        raise CheckpointError(f"there is a {tag!r} in {folder} already: give another tag, or remove it")
+        raise CheckpointError(f"there is a {tag!r} in {folder} already; give another tag, or remove it")
     path = folder / f"{_HIDDEN[0]}{tag}-{secrets.token_hex(4)}"
     path.mkdir()
     return path
@@ -111,7 +114,7 @@ def latest(folder: Path) -> str:
     try:
         tag = read_note(folder / LATEST)
     except CheckpointDamaged as error:
-        raise CheckpointError(f"{folder} has no file {LATEST!r}: give a tag ({error})") from None
+        raise CheckpointError(f"{folder} has no file {LATEST!r} ({error}); give a tag") from None
     check_tag(tag)
     return tag
 

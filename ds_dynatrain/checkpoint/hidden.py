@@ -19,7 +19,7 @@ def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
     parents: make the folders above if need be; they go again, too. CheckpointError if there is one by that name.
     """
     if os.path.lexists(path):
-        raise CheckpointError(f"{path} is there already: give another name, or remove it")
+        raise CheckpointError(f"{path} is there already; give another name, or remove it")
     made = [each for each in path.parents if not each.exists()] if parents else []
     hidden = path.with_name(f".converting-{path.name}-{secrets.token_hex(4)}")
     try:

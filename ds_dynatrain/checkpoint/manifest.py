@@ -127,7 +127,9 @@ class Manifest:
                 what = f"is there twice or not at all: {numel} of {first.numel} elements"
                 raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} {what}")
             if runs > MOST_RUNS:
-                raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} in {runs} runs")
+                raise CheckpointDamaged(
+                    f"the manifest is wrong: {kind} of {tensor!r} in {runs} runs, and at most {MOST_RUNS} are read"
+                )
 
             if not all(row.file for row in held) and (tensor, MASTER) not in self.rows:
                 raise CheckpointDamaged(

@@ -39,6 +39,6 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
     for name in names:
         if not is_component(name) or name in reserved:
             raise CheckpointError(
-                f"{name!r} would be the name of a file in this format, and cannot be one: without '/', '\\' and a '.' "
-                f"in front, up to {MOST_BYTES} bytes, and not {' or '.join(map(repr, sorted(reserved)))}"
+                f"{name!r} would be the name of a file in this format; rename it in the model, without '/', '\\' and "
+                f"a '.' in front, up to {MOST_BYTES} bytes, and not {' or '.join(map(repr, sorted(reserved)))}"
             )

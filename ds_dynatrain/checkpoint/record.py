@@ -104,10 +104,10 @@ def from_bytes(data: bytes) -> Record:
         raise CheckpointDamaged(f"{RECORD} does not say that it is a {FORMAT}")
     version = content.get("version")
     if not (isinstance(version, list) and len(version) == 2 and all(isinstance(each, int) for each in version)):
-        raise CheckpointDamaged(f"{RECORD}: its version is {version!r}")
+        raise CheckpointDamaged(f"{RECORD}: its version is {version!r}, and two whole numbers are expected")
     if version[0] != VERSION[0]:
         raise CheckpointError(
-            f"the checkpoint is of version {version[0]}.{version[1]}, and this reads {VERSION[0]}.x: read it with the "
+            f"the checkpoint is of version {version[0]}.{version[1]}, and this reads {VERSION[0]}.x; read it with the "
             f"ds_dynatrain that wrote it ({content.get('written_by') or 'unknown'}) or a later one"
         )
     if content.pop("sum", None) != sum_of(_canonical(content)):
@@ -138,7 +138,9 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
     for tensor in tensors:
         numel += math.prod(dim for dim in tensor.shape if dim)  # strides are of these, even if there are no elements
         if numel > MOST_ELEMENTS:
-            raise CheckpointDamaged(f"{tensor.name!r} is of shape {tensor.shape}, which is too large to be true")
+            raise CheckpointDamaged(
+                f"{tensor.name!r} of shape {tensor.shape} makes {numel} elements, and at most {MOST_ELEMENTS} are read"
+            )
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise CheckpointDamaged("two tensors have one name")
     try:
@@ -178,7 +180,10 @@ class Saved:
         CheckpointError if it is none or of another version, CheckpointDamaged, naming the file, if it is not whole.
         """
         if not (path / RECORD).is_file():
-            raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}")
+            raise CheckpointError(
+                f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}; give the folder of a tag, or convert "
+                "another tool's with `ds-dynatrain checkpoint convert`"
+            )
         with naming(path):
             record = from_bytes(read_small(path / RECORD))
             saved = Saved(path, record, Manifest.from_bytes(_checked(path, record, MANIFEST)))

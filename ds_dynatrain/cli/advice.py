@@ -91,9 +91,14 @@ def _members(profile: Profile, question: Question) -> Members:
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
     count, stages = question.members or alone, question.stages or 1
     if stages > count:
-        raise ConfigError(f"--stages {stages} and {count} members: each stage needs one")
+        raise ConfigError(
+            f"--stages {stages} and {count} members: each stage needs one; give at most --stages {count}, or more "
+            "--members"
+        )
     if len(measured) not in (1, count):
-        raise ConfigError(f"--members {count}: the profile has the speeds of {len(measured)} members")
+        raise ConfigError(
+            f"--members {count}: the profile has the speeds of {len(measured)} members; give at most that many"
+        )
     if question.zero_stage > 1 and stages > 1:
         raise ConfigError(
             f"--stages {stages} --zero-stage {question.zero_stage}: pipelines have ZeRO stages 0 and 1; give "

@@ -60,7 +60,7 @@ def read(path: Path) -> Comparison:
     try:
         return Comparison.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}; give the {JSON} that an earlier run has written") from error
 
 
 def write(found: Comparison, folder: Path) -> None:

@@ -50,7 +50,7 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     for its own reading.
     """
     if not path.is_file():
-        raise ConfigError(f"configuration {str(path)!r}: no such file")
+        raise ConfigError(f"configuration {str(path)!r}: no such file; give the path of DeepSpeed's JSON file")
     whole = read_config(path)
     report = JobReport(str(path))
     if BLOCK not in whole:

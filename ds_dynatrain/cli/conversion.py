@@ -13,6 +13,7 @@ from rich.progress import Progress
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.convert import to_safetensors
 from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others.dcp import to_dcp
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.checkpoint.others.universal import to_universal
@@ -30,10 +31,11 @@ def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_p
 
     CheckpointError as `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
     """
-    if to is Format.OURS:
-        yield from _to_ours(path, out, dtype, trust_pickle)
-    else:
-        yield _from_ours(found(path), out, to, None if dtype is None else named(dtype.value))
+    with naming(path):
+        if to is Format.OURS:
+            yield from _to_ours(path, out, dtype, trust_pickle)
+        else:
+            yield _from_ours(found(path), out, to, None if dtype is None else named(dtype.value))
 
 
 def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
@@ -41,7 +43,8 @@ def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool
 
     if dtype is not None:
         raise CheckpointError(
-            "--dtype is for formats of weights; what is converted to ours keeps its types; leave --dtype out"
+            f"{path}: --dtype is for formats of weights, and what is converted to ours keeps its types; leave --dtype "
+            "out"
         )
     foreign = told_at(path, trust_pickle)
     with _bar(bytes_of(foreign)) as advance:
@@ -61,7 +64,8 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
         if to is Format.DEEPSPEED:
             if dtype is not None:
                 raise CheckpointError(
-                    "--dtype is for weights; DeepSpeed's universal format has masters and states; leave --dtype out"
+                    f"{saved.path}: --dtype is for weights, and DeepSpeed's universal format has masters and states; "
+                    "leave --dtype out"
                 )
             return str(to_universal(saved, carry, buffers, out, advance))
         return str(to_dcp(saved, carry, out, dtype, advance))

@@ -57,7 +57,9 @@ def run_coordinator(
     try:
         host = Host(where, settings, token, job, store_port, reading)
     except OSError as error:
-        raise ElasticError(f"cannot listen at {where}: {error}") from error
+        raise ElasticError(
+            f"cannot listen at {where}: {error}; give another port, or end the process that has this one"
+        ) from error
     # As by default, but also for process 1 of a container, which has no defaults. Nothing has to be saved.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with nullcontext() if announce is None else announced(announce, host.reachable, job, host.end):
@@ -85,7 +87,10 @@ def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, 
     try:
         return question(where, token)
     except OSError as error:
-        raise ElasticError(f"no coordinator answers at {where}: {error}") from error
+        raise ElasticError(
+            f"no coordinator answers at {where}: {error}; give the address that `ds-dynatrain coordinator` listens "
+            "at, or start one"
+        ) from error
 
 
 def show_status(status: Status) -> None:

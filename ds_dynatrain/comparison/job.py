@@ -56,10 +56,13 @@ class Change:
                 sides.append(Side(**{name: int(size) for name, size in sizes.items()}))
             change = Change(*sides)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{text!r} is no change: write data=4,zero_stage=1:data=3,zero_stage=2") from error
+            raise ConfigError(f"{text!r} is no change; write data=4,zero_stage=1:data=3,zero_stage=2") from error
         for side in sides:
             if side.data < 1 or BATCH % side.data or not 0 <= side.zero_stage <= 3:
-                raise ConfigError(f"{text!r}: ranks must divide the batch of {BATCH}, stages are 0 to 3")
+                raise ConfigError(
+                    f"{text!r} cannot be run: give data sizes that divide the batch of {BATCH}, and a zero_stage from "
+                    "0 to 3"
+                )
         return change
 
 

@@ -73,7 +73,10 @@ def _run(arguments: Sequence[str], notes: Path, limit_seconds: float, what: str)
             _end(process)
     read = Read.all_of(notes)
     if status:
-        raise LaunchError(_reason(read, output) or f"{what}: exit status {status}")
+        raise LaunchError(
+            _reason(read, output)
+            or f"{what}: exit status {status} without a word; look for the kernel's killer in dmesg"
+        )
     return Launched(begin, read)
 
 

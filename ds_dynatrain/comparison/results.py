@@ -111,7 +111,9 @@ class Comparison:
             measures = [_measure(each) for each in read.pop("measures")]
             return Comparison(measures=tuple(measures), **read)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"no figures of `ds-dynatrain compare`: {error}") from error
+            raise ConfigError(
+                f"the text has no figures of `ds-dynatrain compare`: {error}; give a file that it has written"
+            ) from error
 
 
 def ratio(live: Measure, yard: Measure, is_whole: bool) -> float:
@@ -138,7 +140,7 @@ def way_of(name: str) -> Way:
     for way in WAYS:
         if way.name == name:
             return way
-    raise ConfigError(f"{name!r} is no way; there are {', '.join(way.name for way in WAYS)}")
+    raise ConfigError(f"{name!r} is no way; give one of {', '.join(way.name for way in WAYS)}")
 
 
 def _middle(found: Sequence[Measure]) -> Measure:

@@ -59,11 +59,12 @@ class BatchArithmetic:
         for name in ("train_batch_size", "micro_batch_limit", "data"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise DataError(f"{name} must be a positive integer, not {value!r}")
+                raise DataError(f"{name} is {value!r}; give a positive integer")
         if self.shares is not None and (len(self.shares) != self.data or sum(self.shares) != self.train_batch_size):
             raise DataError(
-                f"shares {self.shares} are {sum(self.shares)} samples over {len(self.shares)} ranks: "
-                f"train_batch_size {self.train_batch_size} goes over data={self.data}"
+                f"shares {self.shares} are {sum(self.shares)} samples over {len(self.shares)} ranks, and "
+                f"train_batch_size {self.train_batch_size} goes over data={self.data}; give {self.data} shares that "
+                f"are {self.train_batch_size} together"
             )
 
     @property
@@ -111,8 +112,8 @@ class BatchArithmetic:
         """The slots of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
         if not 1 <= samples <= self.train_batch_size:
             raise DataError(
-                f"a global batch of {samples} samples cannot be dealt: it must have 1 to train_batch_size = "
-                f"{self.train_batch_size} of them"
+                f"a global batch of {samples} samples cannot be dealt; give 1 to train_batch_size = "
+                f"{self.train_batch_size} samples"
             )
         return SlotTable(self, samples)
 
@@ -134,7 +135,9 @@ class SlotTable:
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.batch.data:
-            raise DataError(f"rank {rank} is outside the data axis of size {self.batch.data}")
+            raise DataError(
+                f"rank {rank} is outside the data axis of size {self.batch.data}; give 0 to {self.batch.data - 1}"
+            )
 
     def _slot(self, positions: Sequence[int]) -> Slot:
         if not positions:
@@ -246,7 +249,10 @@ def uneven(train_batch_size: int, micro_batch_limit: int, data_sizes: Iterable[i
     """
     sizes = sorted(set(data_sizes))
     if not sizes:
-        raise DataError("no data-parallel size was given to compare the batch size with")
+        raise DataError(
+            f"no data-parallel size was given to compare train_batch_size {train_batch_size} with; give at least one "
+            "in data_sizes"
+        )
     bad = tuple(size for size in sizes if not BatchArithmetic(train_batch_size, micro_batch_limit, size).even())
     if not bad:
         return Unevenness((), train_batch_size)

@@ -44,7 +44,8 @@ class LeafArithmetic(BatchArithmetic):
         if self.data > self.leaves:
             raise DataError(
                 f"train_batch_size {self.train_batch_size} in leaves of {self.micro_batch_limit} samples is "
-                f"{self.leaves} leaves: data={self.data} ranks would not each have one"
+                f"{self.leaves} leaves, and data={self.data} ranks would not each have one; use at most {self.leaves} "
+                "data ranks"
             )
 
     @property

@@ -173,7 +173,10 @@ class TrainLoader:
             )
         cursor = Cursor.from_dict(state["cursor"])
         if cursor.step > self.order.steps:
-            raise DataError(f"loader {self.name!r}: {cursor} is behind the end of an epoch of {self.order.steps} steps")
+            raise DataError(
+                f"loader {self.name!r}: {cursor} is behind the end of an epoch of {self.order.steps} steps; give what "
+                "state_dict() of this loader returned, or use the data set that it was saved with"
+            )
         self._at, self._micro, self._resume = cursor, 0, bool(state["begun"])
         self._loads += 1
 
@@ -212,7 +215,9 @@ class Pass(Iterator[Any]):
         if self._over:
             raise StopIteration
         if loader._live is None or loader._live() is not self:
-            raise DataError(f"loader {loader.name!r}: this iterator has been replaced by a later iter()")
+            raise DataError(
+                f"loader {loader.name!r}: this iterator has been replaced by a later iter(); draw from the newest one"
+            )
         self._host.before_micro_batch()
         is_here = self._stands and self._key == (self._host.generation, loader._loads)
         if not loader.mid_window and not is_here:

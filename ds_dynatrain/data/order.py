@@ -65,9 +65,11 @@ class EpochOrder:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise DataError("the data set is empty (length 0): there is no sample to train on")
+            raise DataError(
+                "the data set is empty (length 0): there is no sample to train on; give one with at least 1 sample"
+            )
         if self.train_batch_size < 1:
-            raise DataError(f"train_batch_size must be at least 1, not {self.train_batch_size}")
+            raise DataError(f"train_batch_size is {self.train_batch_size}; give at least 1")
         if not self.steps:
             raise DataError(
                 f"no global batch is left of {self.length} samples: train_batch_size is {self.train_batch_size} and "

@@ -72,7 +72,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 0:
-            raise DataError(f"num_workers must be an integer from 0 up, not {self.num_workers!r}")
+            raise DataError(f"num_workers is {self.num_workers!r}; give an integer from 0 up")
 
     @classmethod
     def build(

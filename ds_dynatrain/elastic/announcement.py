@@ -55,8 +55,8 @@ class Announced:
                 raise ConnectionError(f"{said.address} in {self.file} can be reached on {said.host} alone")
         elif not is_guarded:
             raise CoordinatorUnproved(
-                f"{self.file} names {said.address}, and this process has no token that what answers there could prove "
-                "(DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN)"
+                f"{self.file} names {said.address}, and this process has no token that what answers there could "
+                "prove; name the job's token file in DYNATRAIN_TOKEN_FILE"
             )
         return said.address
 
@@ -133,7 +133,10 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
     finally:
         watch.stop()
     if watch.other is not None:
-        raise ElasticError(f"{file}: a newer coordinator, at {watch.other.address}, has taken the place of this one")
+        raise ElasticError(
+            f"{file}: a newer coordinator, at {watch.other.address}, has taken the place of this one; give each job "
+            "an announcement file of its own if they are two jobs"
+        )
     file.unlink(missing_ok=True)
 
 
@@ -164,7 +167,11 @@ class _Watch:
             try:
                 self._look()
             except (OSError, MessageError) as error:  # a folder that is away for a while; the job needs it not
-                logger.warning("the announcement cannot be seen: %s", error)
+                logger.warning(
+                    "the announcement cannot be seen (%s); the job goes on, and processes that start now do not find "
+                    "it",
+                    error,
+                )
             if is_last:
                 return
 

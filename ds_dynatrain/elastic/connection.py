@@ -80,8 +80,8 @@ class Connection:
             raise MessageError(f"{address}: {challenge.kind} came where a coordinator says challenge")
         if challenge.version != PROTOCOL:
             raise CoordinatorUnproved(
-                f"{address}: the coordinator speaks protocol {challenge.version}, this is {PROTOCOL}: all nodes need "
-                "the same ds_dynatrain"
+                f"{address}: the coordinator speaks protocol {challenge.version}, this is {PROTOCOL}; install the "
+                "same version of ds-dynatrain on all nodes"
             )
         nonce = new_nonce()
         self._channel = Channel(token, (challenge.nonce, nonce), "peer")
@@ -172,7 +172,10 @@ def _unproved(answer: Message) -> str:
     """What is wrong with an answer whose tag is not right."""
     if isinstance(answer, Refused):
         return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
-    return "what answers there does not know this process's token, so it is not this job's coordinator"
+    return (
+        "what answers there does not know this process's token, so it is not this job's coordinator; name the job's "
+        "token file in DYNATRAIN_TOKEN_FILE, or give this job's own address"
+    )
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
@@ -195,6 +198,10 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
             if time.monotonic() > end:
                 raise TimeoutError(f"no coordinator answers at {endpoint} within {seconds:g} s ({error})") from error
             if not warned:
-                logger.warning("waiting for the coordinator at %s (%s)", endpoint, error)
+                logger.warning(
+                    "waiting for the coordinator at %s (%s); start `ds-dynatrain coordinator` if none runs",
+                    endpoint,
+                    error,
+                )
             warned = True
         time.sleep(RETRY_SECONDS)

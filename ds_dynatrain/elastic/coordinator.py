@@ -78,7 +78,10 @@ class Coordinator:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
         self._checks_users = self._token is None and tells_users(listener.getsockname())
         if self._token is None and not self._checks_users:
-            logger.warning("this kernel does not tell users apart: any user of this machine can be in the job")
+            logger.warning(
+                "this kernel does not tell users apart: any user of this machine can be in the job; give it a token "
+                "(DYNATRAIN_TOKEN_FILE) to keep others out"
+            )
         asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
         server = await asyncio.start_server(self._take, sock=listener, backlog=BACKLOG)
         keeper = asyncio.create_task(self._keep_time())
@@ -194,7 +197,10 @@ class Coordinator:
         """PeerRefused for another job's peer. The job's name is what the coordinator was started with, else that of the
         first agent or worker."""
         if job and self._job and job != self._job:
-            raise PeerRefused(f"this is the coordinator of job {self._job!r}, not of {job!r} (--rdzv-id)")
+            raise PeerRefused(
+                f"this is the coordinator of job {self._job!r}, not of {job!r}; give --rdzv-id={self._job}, or this "
+                "job's own --rdzv-endpoint"
+            )
 
     async def _attend_worker(self, peer: Peer, said: Announce) -> None:
         member = self.membership.announce(said, time.monotonic())
@@ -236,7 +242,7 @@ class Coordinator:
         peer.name = f"agent of {node}"
         self.history.announced(time.monotonic())
         if node in self._agents:
-            logger.warning("%s has connected again, before its former connection ended", peer.name)
+            logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
         self._agents[node] = peer
         for fence in self._owed.pop(node, []):
             peer.send(fence)
@@ -278,7 +284,7 @@ class Coordinator:
                 self.history.published(world, self.membership.term, time.monotonic())
                 self._send_all(encode(Changed(world=world)), to)
             case GiveUp(member, pid, reason):
-                logger.warning("%s: given up: %s", member, reason)
+                logger.warning("%s: given up: %s; the others go on without it", member, reason)
                 peer = self._workers.pop(member, None)
                 self._fence(node_of(member), Fence(member=member, pid=pid))
                 if peer is not None:

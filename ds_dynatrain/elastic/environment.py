@@ -102,5 +102,5 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{name}: expected a whole number, got {text!r}")
+        raise ConfigError(f"{name}={text!r} in the environment is no whole number; set it to one, or unset it")
     return int(text)

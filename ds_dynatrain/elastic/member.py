@@ -369,7 +369,12 @@ class Member:
             self._report = self._report.model_copy(update={"blocked_seconds": seconds})
         is_stuck = 0 < most <= seconds
         if is_stuck and not self._is_stuck:
-            logger.error("%s: the main thread has not moved for %.0f s (stuck_seconds); it is here:", self.id, seconds)
+            logger.error(
+                "%s: the main thread has not moved for %.0f s; give the coordinator a longer stuck_seconds if it may "
+                "take so "
+                "long; it is here:",
+                *(self.id, seconds),
+            )
             faulthandler.dump_traceback(all_threads=True)
         self._is_stuck = is_stuck
 

@@ -75,9 +75,15 @@ class Membership:
         if self.is_finished:
             raise JobFinished("the job has finished; a new one needs a new coordinator")
         if member in self._gone:
-            raise PeerRefused(f"{member} was given up ({self._gone[member]}); it can join again as a new process")
+            raise PeerRefused(
+                f"{member} was given up ({self._gone[member]}); end this process, and start it again to join as a new "
+                "one"
+            )
         if said.world is not None and not self._may_recall(said.world, now):
-            raise PeerRefused(f"{member} comes from generation {said.world.generation}, which is over here")
+            raise PeerRefused(
+                f"{member} comes from generation {said.world.generation}, which is over here; start it again to join "
+                "as a new process"
+            )
         self.roster.add(said, now)
         if said.world is not None:
             if self._recovery is None:
@@ -91,7 +97,10 @@ class Membership:
         """A worker says what it is. PeerRefused if that cannot be."""
         newest = 0 if self.world is None else self.world.generation
         if self._recovery is None and said.entered > newest:
-            raise PeerRefused(f"{member} says it entered generation {said.entered}, the newest is {newest}")
+            raise PeerRefused(
+                f"{member} says it entered generation {said.entered}, and the newest is {newest}; start it again to "
+                "join as a new process"
+            )
         self._has_begun = self._has_begun or said.step > 0
         if self._recovery is not None:
             self._recovery.report(member)

@@ -151,4 +151,6 @@ class NodeRendezvous(RendezvousHandler):
     def _compare(self, least: int, most: int) -> None:
         mine = (self._parameters.min_nodes, self._parameters.max_nodes)
         if mine != (least, most):
-            logger.warning("--nnodes=%d:%d here, the coordinator's %d:%d count", *mine, least, most)
+            logger.warning(
+                "--nnodes=%d:%d here, and the coordinator's %d:%d count; give all nodes the same", *mine, least, most
+            )

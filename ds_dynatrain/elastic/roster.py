@@ -59,17 +59,23 @@ class Roster:
         """Let a worker in; PeerRefused if what it says of itself cannot be."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
-            raise PeerRefused(f"{member}: local rank {said.local_rank} of {said.local_size} workers")
+            raise PeerRefused(
+                f"{member}: local rank {said.local_rank} of {said.local_size} workers; set LOCAL_RANK below "
+                "LOCAL_WORLD_SIZE"
+            )
         if member in self._entries:
             raise PeerRefused(
                 f"{member} is here already, with process {self._entries[member].pid}; end that process first"
             )
         if len(self._entries) >= MOST_MEMBERS:
-            raise PeerRefused(f"{member}: there are {MOST_MEMBERS} members, and no room for more")
+            raise PeerRefused(
+                f"{member}: there are {MOST_MEMBERS} members, and no room for more; end some, or start another job"
+            )
         for other in self:
             if node_of(other.member) == said.node and other.local_size != said.local_size:
                 raise PeerRefused(
-                    f"{member} says that its node has {said.local_size} workers, {other.member} says {other.local_size}"
+                    f"{member} says that its node has {said.local_size} workers, {other.member} says "
+                    f"{other.local_size}; start both with one LOCAL_WORLD_SIZE, or give the nodes different names"
                 )
         entry = Entry(member, said.local_rank, said.local_size, said.pid, heard=now)
         self._entries[member] = entry
@@ -85,7 +91,9 @@ class Roster:
         old = entry.report
         before, after = _standing(old), _standing(report)
         if any(one > other for one, other in zip(before, after, strict=True)):
-            raise PeerRefused(f"{member} takes back what it said: {old!r}, then {report!r}")
+            raise PeerRefused(
+                f"{member} takes back what it said: {old!r}, then {report!r}; start it again to join as a new process"
+            )
         entry.report, entry.heard = report, now
         if report.ready and not old.ready:
             self._arrivals += 1

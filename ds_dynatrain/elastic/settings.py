@@ -34,11 +34,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigError(f"nodes {self.min_nodes}:{self.max_nodes}: 1 <= MIN <= MAX has to hold")
+            raise ConfigError(
+                f"--nnodes={self.min_nodes}:{self.max_nodes}: 1 <= MIN <= MAX has to hold; give --nnodes=MIN:MAX, for "
+                "example 2:8"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{field.name}: expected a number of at least 0, got {value!r}")
+                raise ConfigError(f"{field.name} is {value!r}; give a number of at least 0")
         for name in ("silent_seconds", "stuck_seconds"):
             seconds, is_off = getattr(self, name), name == "stuck_seconds" and self.stuck_seconds == 0
             if not is_off and (self.beat_seconds <= 0 or seconds < 3 * self.beat_seconds):

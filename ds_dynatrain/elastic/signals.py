@@ -33,7 +33,10 @@ class Termination:
     def watch(self) -> None:
         """Begin; on the main thread, else ElasticError."""
         if threading.current_thread() is not threading.main_thread():
-            raise ElasticError("signals can be watched from the main thread only: start the member there")
+            raise ElasticError(
+                "signals can be watched from the main thread only, and this is thread "
+                f"{threading.current_thread().name!r}; call initialize on the main thread"
+            )
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1

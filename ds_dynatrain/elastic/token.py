@@ -22,7 +22,9 @@ def read_token(path: str | Path) -> str:
             others = _others_who_read(os.fstat(file.fileno()))
             text = file.read().strip()
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"token file {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"token file {str(path)!r} cannot be read: {error}; name a file that this user can read"
+        ) from error
     if others:
         raise ConfigError(
             f"token file {str(path)!r}: {others} can read or change it; chmod 600 {shlex.quote(str(path))}"

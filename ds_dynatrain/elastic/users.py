@@ -40,8 +40,8 @@ def check_user(there: Place, here: Place) -> None:
         raise ConnectionError("it has gone already")
     if user not in (os.geteuid(), ROOT):
         raise PeerRefused(
-            f"it is of user {user} and the coordinator of user {os.geteuid()}: without a token only processes of one "
-            "user make up a job (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN)"
+            f"it is of user {user} and the coordinator of user {os.geteuid()}, and without a token only processes of "
+            "one user make up a job; name the same token file on both sides in DYNATRAIN_TOKEN_FILE"
         )
 
 

@@ -124,11 +124,13 @@ class Balancer:
         engine, profile = self._engine, self.profile
         if engine.idle or profile is None or self._averaged is None:
             why = "this member is idle" if engine.idle else f"the first window begins at step {self._due}"
-            raise ProfileError(f"balancer.advise: nothing was measured yet: {why}")
+            raise ProfileError(
+                f"balancer.advise: nothing was measured yet: {why}; call it on a working member, after step {self._due}"
+            )
         if len(profile.speeds) != engine.layout.world_size:
             raise ProfileError(
                 f"balancer.advise: the profile is of {len(profile.speeds)} members, and {engine.layout.world_size} "
-                f"work now; the next window begins at step {self._due}"
+                f"work now; call it after the next window, which begins at step {self._due}"
             )
         course = self._acting.course.at(self._averaged.since)
         return self._advise(profile, course.slow, self._step_seconds, course.history)

@@ -157,7 +157,10 @@ class DynatrainEngine(OverridingEngine):
         and where something is compiled.
         """
         if self._parts.balancer is None:
-            raise ConfigError("engine.meter: nothing is timed without a `balance` block in `dynatrain`")
+            raise ConfigError(
+                "engine.meter: nothing is timed without a `balance` block in `dynatrain`; set dynatrain.balance.mode "
+                'to "advise"'
+            )
         self._parts.balancer.meter(names)
 
     @property
@@ -272,7 +275,10 @@ class DynatrainEngine(OverridingEngine):
         OutcomeUnknown if this member cannot know which.
         """
         if self.idle:
-            raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+            raise SwitchRefused(
+                "update_param_groups: this member is idle and holds no shard",
+                "call it on the working members, where engine.idle is false",
+            )
         self._parts.window.refuse_switch()
         return self._parts.switcher.register(list(groups or ()))
 
@@ -286,9 +292,12 @@ class DynatrainEngine(OverridingEngine):
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
         if missing:
             lacks = f"a {type(value).__name__} has no {' and no '.join(missing)}"
-            raise ConfigError(f"register_for_checkpointing({name!r}): {lacks}")
+            raise ConfigError(
+                f"register_for_checkpointing({name!r}): {lacks}; add the two methods, or register an object that has "
+                "them"
+            )
         if name in parts.carried:
-            raise ConfigError(f"register_for_checkpointing({name!r}): the name is taken; take another one")
+            raise ConfigError(f"register_for_checkpointing({name!r}): another object has this name; give another name")
         parts.carried[name] = value
         if name in parts.arrived["objects"]:
             value.load_state_dict(parts.arrived["objects"].pop(name))
@@ -358,10 +367,16 @@ class DynatrainEngine(OverridingEngine):
     ) -> TrainLoader | EvaluationLoader:
         """DeepSpeed's call for another loader: here one that follows the world. DataError for a sampler."""
         if data_sampler is not None:
-            raise DataError("a sampler of your own cannot follow the world; leave data_sampler out, or use shuffle=")
+            raise DataError(
+                "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "
+                "shuffle= to engine.loader"
+            )
         evaluation = route != "train"
         if batch_size is not None and not evaluation:
-            raise DataError("the micro-batch follows from train_batch_size and the world; leave batch_size out")
+            raise DataError(
+                f"deepspeed_io(batch_size={batch_size}): the micro-batch follows from train_batch_size and the world; "
+                "leave batch_size out"
+            )
         return self.loader(
             dataset,
             collate_fn=collate_fn,

@@ -38,7 +38,10 @@ def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
     """The layout that a call of `switch` or `plan` means; SwitchRefused if there is no such layout."""
     if layout is not None and changes:
-        raise SwitchRefused("both a layout and changes to the present one were given", "give one of the two")
+        raise SwitchRefused(
+            f"both {layout} and changes to the present layout ({', '.join(changes)}) were given",
+            "give one of the two",
+        )
     if layout is None and not changes:
         raise SwitchRefused("no layout was given", "pass Layout(data=..., zero_stage=...) or data=..., zero_stage=...")
     if layout is not None and not isinstance(layout, Layout):
@@ -46,7 +49,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
     try:
         target = present.replace(**changes) if layout is None else layout
     except LayoutError as error:
-        raise SwitchRefused(str(error), "its axes: pipe, data, expert, tensor, sequence, and zero_stage") from error
+        raise SwitchRefused(str(error)) from error
     return target
 
 
@@ -81,8 +84,8 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
         return
     if target.data > size:
         raise SwitchRefused(
-            f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have "
-            f"a sample",
+            f"data={target.data} ranks share a train_batch_size of {size}: {target.data - size} would never have a "
+            "sample",
             f"nearest: {axes.smaller(target, target.world_size, size)}",
         )
     try:

@@ -81,6 +81,6 @@ def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] 
         differs = [name for name, value in record["values"].items() if value != first[name]]
         if differs:
             raise ConfigError(
-                f"{differs[0]!r} was drawn otherwise on member {member} than on member {engine.members[0]}: its "
-                "initialization must depend on the random generators alone"
+                f"{differs[0]!r} was drawn with other values on member {member} than on member {engine.members[0]}; "
+                "let its initialization depend on the random generators alone"
             )

@@ -92,7 +92,7 @@ def initialize(
         plain: Results = deepspeed.initialize(training_data=training_data, **given, **start, **configured)
         return plain
     if model is None:
-        raise ConfigError("initialize needs a model")
+        raise ConfigError("initialize was called without a model; give model=")
     if worker_place() is not None:
         refuse_elastic_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
@@ -199,11 +199,16 @@ def _refuse_beside(
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
             if other.has_stood:  # members may have come, who would not know of it
-                raise ConfigError("where members come and go, make all engines before the first batch of any of them")
+                raise ConfigError(
+                    f"engine {other.job.number} of this process has dealt a batch already, and members that come "
+                    "would not know of a new engine; make all engines before the first batch of any of them"
+                )
             if (theirs is None) != (ours is None):
                 raise ConfigError(
-                    "dynatrain.fallback: where members come and go, all engines of a process go back together; "
-                    "configure it for each of them, or for none"
+                    f"dynatrain.fallback: engine {other.job.number} of this process has "
+                    f"{'one' if theirs is not None else 'none'} and this one has "
+                    f"{'one' if ours is not None else 'none'}, and all go back together; configure it for each of "
+                    "them, or for none"
                 )
         if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
             raise ConfigError(
@@ -280,5 +285,7 @@ def _split(
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     own, settings = split_config(given[0]) if given else ({}, None)
     if settings is not None and len(given) > 1:
-        raise ConfigError("several DeepSpeed configurations (config, config_params, args.deepspeed_config): give one")
+        raise ConfigError(
+            f"{len(given)} DeepSpeed configurations were given (config, config_params, args.deepspeed_config); give one"
+        )
     return own, settings

@@ -50,7 +50,8 @@ def refuse_without_values(entry: Entry, incoming: Incoming, came_to_join: bool) 
     """ElasticError for a model that was built for a job which runs, in a process that starts one now."""
     if came_to_join and incoming.draws and not entry.joins:
         raise ElasticError(
-            "the job that this process came to join has ended, and its model was built without values: start it again"
+            "the job that this process came to join has ended, and its model was built without values; start this "
+            "process again"
         )
 
 
@@ -77,5 +78,7 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
             raise ConfigError(differs)
         if other["model"] != first["model"]:
             differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
-            raise ConfigError(differs or f"the model of member {member} differs from that of member 0")
+            raise ConfigError(
+                differs or f"the model of member {member} differs from that of member 0: build the same one on both"
+            )
     return records

@@ -111,8 +111,8 @@ class Loaders:
         """See `DynatrainEngine.micro_batch`."""
         if not isinstance(one, MicroBatch):
             raise DataError(
-                f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); "
-                "`for window in loader.windows(): for one in window: with engine.micro_batch(one):`"
+                f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
+                "loader.windows(): for one in window: with engine.micro_batch(one):`"
             )
         if is_divided and self.engine.host.in_leaves:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
@@ -120,7 +120,7 @@ class Loaders:
             if one.generation != self.generation:
                 raise DataError(
                     f"engine.micro_batch: the world of generation {one.generation} dealt it, and this is generation "
-                    f"{self.generation}: draw the next global batch"
+                    f"{self.generation}; draw the next global batch"
                 )
             self.deal(one.slot, False, one.is_last)
             self.engine.host.loss_is_divided = is_divided
@@ -163,7 +163,7 @@ class Loaders:
             return EvaluationLoader(source, self, batch_size, f"evaluation {self._evaluation_loaders}")
         name = name or f"train{len(known) or ''}"
         if name in known:
-            raise ConfigError(f"loader {name!r} exists; give another name")
+            raise ConfigError(f"engine.loader: there is a loader {name!r} already; give another name")
         loader = TrainLoader(source, self, name, order)
         known[name] = loader
         if name in self.engine.arrived["loaders"]:
@@ -182,7 +182,10 @@ class Loaders:
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
         pair = self.together("a mean", lambda: self._add_up(pair), lambda: alone)
         if not pair[1]:
-            raise DataError("mean over no samples: every rank gave samples=0")
+            raise DataError(
+                f"engine.mean: every rank of data={self.engine.layout.data} gave samples=0; give the number of "
+                "samples that the value is the mean of"
+            )
         found = (pair[0] / pair[1]).to(torch.float32)
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
 

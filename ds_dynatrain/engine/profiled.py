@@ -45,13 +45,16 @@ def cut_by_profile(own: Mapping[str, Any], settings: DynatrainConfig, entry: Ent
     said[LAYERS] = hashlib.blake2b(seconds.tobytes(), digest_size=16).hexdigest()
     for member, other in sorted(entry.exchange("partition", said[LAYERS]).items()):
         if other != said[LAYERS]:
-            raise ConfigError(f"dynatrain.balance.profile: {file} has other layers here than on member {member}")
+            raise ConfigError(
+                f"dynatrain.balance.profile: {file} has other layers here than on member {member}; give all processes "
+                "the same file"
+            )
 
     def cut(layers: int, stages: int) -> tuple[int, ...]:
         if layers != len(seconds):
             raise LayoutError(
                 f"dynatrain.balance.profile: {file} is of another model: it has {len(seconds)} layers, and this one "
-                f"has {layers}"
+                f"has {layers}; write one of this model with engine.balancer.profile.save(FILE)"
             )
         return partition(Problem.of(seconds, stages)).boundaries
 

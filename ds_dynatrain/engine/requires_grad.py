@@ -30,7 +30,7 @@ def with_others(session: Session, mine: Wanted) -> Wanted:
     groups = found["groups"]
     if len(groups) != len(mine.groups):
         raise SwitchRefused(
-            f"{len(mine.groups)} groups are given here and {len(groups)} on another member",
+            f"engine.update_param_groups: {len(mine.groups)} groups are given here and {len(groups)} on another member",
             "give every member all groups; {'params': []} where it holds none of the parameters",
         )
     held = mine.requires_grad
@@ -38,7 +38,10 @@ def with_others(session: Session, mine: Wanted) -> Wanted:
     for (names, _), together in zip(mine.groups, groups, strict=True):
         differing += set(together).intersection(held).symmetric_difference(names)
     if differing:
-        raise SwitchRefused(f"another member that holds {differing[0]!r} too wants something else of it", ASK_ALIKE)
+        raise SwitchRefused(
+            f"another member that holds {differing[0]!r} too gives it another requires_grad, or another group",
+            ASK_ALIKE,
+        )
     rests = (rest for _, rest in mine.groups)
     named = tuple((tuple(names), rest) for names, rest in zip(groups, rests, strict=True))
     return replace(mine, requires_grad=found["requires_grad"], groups=named, begun=found["begun"])

@@ -33,12 +33,13 @@ def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
     size, shaper = engine.job.batch_sizes.train_batch_size, engine.host.shaper
     if found.train_batch_size != size:
         raise ProfileError(
-            f"the profile is of a train_batch_size of {found.train_batch_size}, and this job has {size}: profile again"
+            f"the profile is of a train_batch_size of {found.train_batch_size}, and this job has {size}; write "
+            "another one with engine.balancer.profile.save(FILE)"
         )
     if isinstance(shaper, PipelineShaper) and len(found.layers) != len(shaper.template.layers):
         raise ProfileError(
             f"the profile is of another model: it has {len(found.layers)} layers, and this one has "
-            f"{len(shaper.template.layers)}"
+            f"{len(shaper.template.layers)}; write one of this model with engine.balancer.profile.save(FILE)"
         )
     return found
 

@@ -78,7 +78,10 @@ class Switcher:
         """See `DynatrainEngine.switch`. What something else than the script has asked for gives way to the script."""
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
-            raise SwitchRefused("this member is idle and holds no shard", "call it on the working members")
+            raise SwitchRefused(
+                "engine.switch: this member is idle and holds no shard",
+                "call it on the working members, where engine.idle is false",
+            )
         if self.engine.pending is not None and self._is_pending(layout, at, changes, late):
             return self.engine.pending
         PROCESS.membership.reopen(self.engine)
@@ -155,7 +158,7 @@ class Switcher:
         given = self._targets.profile if profile is None else profile_for(engine, profile)
         if given is None:
             raise ProfileError(
-                "nothing was measured yet: give a profile, or name its file in dynatrain.balance.profile"
+                "engine.suggest: nothing was measured yet; give profile=, or name its file in dynatrain.balance.profile"
             )
         count = len(PROCESS.membership.able(engine)) if members is None else members
         return suggest(
@@ -180,13 +183,19 @@ class Switcher:
                 self._targets.check_late(target)
             gives_way = self._gives_way(reason)
             if self.engine.pending is not None and not self.engine.pending.done and not gives_way:
-                raise SwitchRefused(f"a switch to {self.engine.pending.layout} is pending", "wait until it is done")
+                raise SwitchRefused(
+                    f"a switch to {self.engine.pending.layout} is pending",
+                    "ask again once engine.is_switching is false",
+                )
             if self.engine.preparation is not None and not gives_way:
-                raise SwitchRefused("a change of members is under way", "ask again after it")
+                raise SwitchRefused("a change of members is under way", "ask again after the next step")
             if at is not None and (isinstance(at, bool) or not isinstance(at, int)):
-                raise SwitchRefused(f"at={at!r} is not a whole number", "give a number of optimizer steps")
+                raise SwitchRefused(
+                    f"at={at!r} is not a whole number",
+                    f"give a number of optimizer steps, from {engine.global_steps}",
+                )
             if at is not None and at < engine.global_steps:
-                raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later step")
+                raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later at=")
             members = self._targets.members_for(target, reason.without)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members

@@ -147,6 +147,10 @@ def _await(engine: EngineCore, membership: Membership, key: str, leader: int, sy
             return None
         if not is_said and time.monotonic() - begin > SAID_AFTER_SECONDS:
             is_said = True
-            logger.warning("member %d came late, and waits for member %d at %s", mine, leader, sync_point)
+            logger.warning(
+                "member %d came late, and has waited %g s for member %d at %s; let both scripts make the same call "
+                "there",
+                *(mine, SAID_AFTER_SECONDS, leader, sync_point),
+            )
         time.sleep(pause)
         pause = min(pause * GROWTH, LONGEST_POLL_SECONDS)

@@ -134,7 +134,8 @@ class Targets:
         able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
         if len(able) < target.world_size:
             raise SwitchRefused(
-                f"{target} has {target.world_size} ranks, and {len(able)} members may take one", "choose fewer ranks"
+                f"{target} has {target.world_size} ranks, and {len(able)} members may take one",
+                f"choose a layout of at most {len(able)} ranks",
             )
         members = assign_slots(engine.vps, target, able, pool.nodes)
         feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)

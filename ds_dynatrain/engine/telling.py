@@ -59,7 +59,11 @@ class Telling:
         try:
             engine.monitor.write_events(rows(event, int(engine.global_samples)))
         except Exception as error:  # whatever a monitor's own library raises
-            logger.warning("switch %d was not written to DeepSpeed's monitors: %r", event.generation, error)
+            logger.warning(
+                "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the configuration "
+                "enables",
+                *(event.generation, error),
+            )
 
     @property
     def _writer(self) -> EventWriter | None:

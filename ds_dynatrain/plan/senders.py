@@ -33,7 +33,10 @@ def senders_of(sides: Sides, kind: Kind, rank: int, start: Ints, stop: Ints) -> 
         low, high, sender = _even_shares(*_within(start, stop, cut), cut.ranks, rank)
     lost = int((stop - start).sum() - (high - low).sum())
     if lost:
-        raise SwitchRefused(f"{kind.name}: {lost} elements that rank {rank} needs are held by no member of the source")
+        raise SwitchRefused(
+            f"{kind.name}: {lost} elements that rank {rank} needs are held by no member of the source",
+            "load a checkpoint that holds them: engine.load(folder)",
+        )
     return low, high, sender
 
 

@@ -50,7 +50,7 @@ class Sides:
         object.__setattr__(self, "target_rank", {member: rank for rank, member in enumerate(self.members)})
         check_members(layout, self.members)
         if len(set(names)) != len(names):
-            raise LayoutError(f"a state kind is named twice in {names}")
+            raise LayoutError(f"a state kind is named twice in {names}; name each once")
         self._check_present()
 
     def _check_present(self) -> None:

@@ -34,7 +34,10 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))
     if wrong:
-        raise LayoutError(f"member {wrong[0]} is in the target, so member {member} cannot stand in for it")
+        raise LayoutError(
+            f"member {wrong[0]} is in the target, so member {member} cannot stand in for it; name members that are "
+            "not in the target"
+        )
     own = plan.for_member(member)
     own = replace(own, rounds=tuple(each for each in own.rounds if each.peer not in played))
     return StandInPlan(own, {one: _part(plan.for_member(one), member) for one in played})

@@ -55,7 +55,10 @@ def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layo
     for tensor, cuts in zip(tensors, partition, strict=True):
         name = tensor.name
         if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):
-            raise LayoutError(f"{name!r} lies on stages {cuts.stages}, and {layout} has {layout.pipe}")
+            raise LayoutError(
+                f"{name!r} lies on stages {cuts.stages}, and {layout} has {layout.pipe}; give stages below "
+                f"{layout.pipe}, or a larger pipe"
+            )
         for axis in ("expert", "tensor"):
             cut, size = getattr(cuts, axis), getattr(layout, axis)
             if cut is not None and cut.count != size:

@@ -23,9 +23,11 @@ class Box:
     def __post_init__(self) -> None:
         """Raise LayoutError for ends of different length, below 0, or in the wrong order."""
         if len(self.start) != len(self.stop):
-            raise LayoutError(f"a box has {len(self.start)} starts and {len(self.stop)} stops")
+            raise LayoutError(
+                f"a box has {len(self.start)} starts and {len(self.stop)} stops; give one of each for every dim"
+            )
         if any(not 0 <= low <= high for low, high in zip(self.start, self.stop, strict=True)):
-            raise LayoutError(f"box {self.start} to {self.stop}: needs 0 <= start <= stop in every dim")
+            raise LayoutError(f"box {self.start} to {self.stop}; give 0 <= start <= stop in every dim")
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
@@ -45,7 +47,9 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The elements in both, or None if there are none; LayoutError for different numbers of dims."""
         if len(self.start) != len(other.start):
-            raise LayoutError(f"a box of {len(self.start)} dims meets one of {len(other.start)}")
+            raise LayoutError(
+                f"a box of {len(self.start)} dims meets one of {len(other.start)}; give boxes of one tensor"
+            )
         low = tuple(map(max, self.start, other.start))
         high = tuple(map(min, self.stop, other.stop))
         return Box(low, high) if all(map(int.__lt__, low, high)) else None
@@ -68,7 +72,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
     """The fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
     if not Box.whole(shape).contains(box):
-        raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}")
+        raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
     if not box.numel:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     strides = row_major(shape)

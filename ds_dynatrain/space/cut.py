@@ -93,9 +93,14 @@ class DimCut:
     def __post_init__(self) -> None:
         """Raise LayoutError for blocks that deal to different numbers of ranks, or a negative size."""
         if not self.blocks or len({len(block) for block in self.blocks}) != 1:
-            raise LayoutError(f"the blocks {self.blocks} of dim {self.dim} do not deal to one number of ranks")
+            raise LayoutError(
+                f"the blocks {self.blocks} of dim {self.dim} do not deal to one number of ranks; give each block as "
+                "many sizes"
+            )
         if any(size < 0 for block in self.blocks for size in block):
-            raise LayoutError(f"the blocks {self.blocks} of dim {self.dim} have a negative size")
+            raise LayoutError(
+                f"the blocks {self.blocks} of dim {self.dim} have a negative size; give sizes of 0 or more"
+            )
 
     @property
     def count(self) -> int:
@@ -109,7 +114,10 @@ class DimCut:
         last = sum(map(sum, self.blocks[:-1]))
         if not last <= size <= last + sum(self.blocks[-1]):
             total = last + sum(self.blocks[-1])
-            raise LayoutError(f"blocks {self.blocks}, together {total}, do not cover dim {self.dim} of {shape}")
+            raise LayoutError(
+                f"blocks {self.blocks}, together {total}, do not cover dim {self.dim} of {shape}; give sizes that add "
+                f"up to {size}"
+            )
         local = (*shape[: self.dim], sum(block[index] for block in self.blocks), *shape[self.dim + 1 :])
         strides, pieces, base, here = row_major(local), [], 0, 0
         for block in self.blocks:
@@ -153,10 +161,10 @@ def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> Placed | N
 
 def _dim(shape: tuple[int, ...], dim: int) -> int:
     if not 0 <= dim < len(shape):
-        raise LayoutError(f"a tensor of shape {shape} has no dim {dim}")
+        raise LayoutError(f"a tensor of shape {shape} has no dim {dim}; give 0 to {len(shape) - 1}")
     return shape[dim]
 
 
 def _check_index(cut: Cut, index: int) -> None:
     if not 0 <= index < cut.count:
-        raise LayoutError(f"index {index} of a cut in {cut.count}: give 0 to {cut.count - 1}")
+        raise LayoutError(f"index {index} of a cut in {cut.count}; give 0 to {cut.count - 1}")

@@ -50,7 +50,7 @@ class EvenSharding:
     def holding(self, rank: int) -> Pieces:
         """What a rank holds; LayoutError for a rank outside of the world."""
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a world of {self.ranks}")
+            raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
         if self.replicated:
             start, stop, offset = self.start, self.stop, self.at
         else:

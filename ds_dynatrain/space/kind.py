@@ -37,7 +37,7 @@ class Kind:
     def __post_init__(self) -> None:
         """Put the kind itself first among its sources; LayoutError for an item size below one byte."""
         if self.itemsize < 1:
-            raise LayoutError(f"kind {self.name!r}: item size of {self.itemsize} bytes")
+            raise LayoutError(f"kind {self.name!r} has an item size of {self.itemsize} bytes; give 1 or more")
         others = tuple(name for name in self.sources if name != self.name)
         object.__setattr__(self, "sources", (self.name, *others))
 
@@ -50,7 +50,7 @@ def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
     """The kind of that name; LayoutError if there is none."""
     known = {kind.name: kind for kind in kinds}
     if name not in known:
-        raise LayoutError(f"no state kind {name!r}; there are {', '.join(known)}")
+        raise LayoutError(f"there is no state kind {name!r}; give one of {', '.join(known)}")
     return known[name]
 
 

@@ -50,7 +50,9 @@ class Layout:
             if not _is_whole(value):
                 raise LayoutError(f"{name}={value!r} is not a whole number; give 1, 2, ..., and for zero_stage 0 to 3")
         if self.zero_stage not in STAGES:
-            raise LayoutError(f"zero_stage={self.zero_stage} is not one of {', '.join(map(str, STAGES))}")
+            raise LayoutError(
+                f"zero_stage={self.zero_stage} is no ZeRO stage; give one of {', '.join(map(str, STAGES))}"
+            )
         for name, size in self.axes().items():
             if size < 1:
                 raise LayoutError(f"{name}={size} is below 1; leave an axis out to give it the size 1")
@@ -58,7 +60,7 @@ class Layout:
         if width % self.expert:
             raise LayoutError(
                 f"expert={self.expert} does not divide data x sequence x tensor = {self.data} x {self.sequence} x "
-                f"{self.tensor} = {width} (remainder {width % self.expert})"
+                f"{self.tensor} = {width} (remainder {width % self.expert}); give a divisor of {width}"
             )
         if self.boundaries is not None:
             _check_boundaries(self.boundaries, self.pipe)
@@ -96,7 +98,7 @@ class Layout:
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
         if unknown:
-            raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; it has {', '.join(names)}")
+            raise LayoutError(f"a layout has no {', '.join(map(repr, unknown))}; give one of {', '.join(names)}")
         was = {axis: getattr(self, axis) for axis in OF_AXES}
         dropped = {name: None for axis, name in OF_AXES.items() if changes.get(axis, was[axis]) != was[axis]}
         lists = {name: tuple(value) for name, value in changes.items() if isinstance(value, list)}
@@ -105,7 +107,9 @@ class Layout:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on each axis that adds ranks; LayoutError for a rank outside of the world."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is not in a world of {self.world_size} ({self})")
+            raise LayoutError(
+                f"rank {rank} is not in a world of {self.world_size} ({self}); give 0 to {self.world_size - 1}"
+            )
         place = {}
         for axis in reversed(RANK_ORDER):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -116,7 +120,7 @@ class Layout:
         unknown = sorted(set(place) - set(RANK_ORDER))
         if unknown:
             raise LayoutError(
-                f"no axis {', '.join(map(repr, unknown))} orders ranks; these do: {', '.join(RANK_ORDER)}"
+                f"no axis {', '.join(map(repr, unknown))} orders ranks; give one of {', '.join(RANK_ORDER)}"
             )
         rank = 0
         for axis in RANK_ORDER:
@@ -135,7 +139,10 @@ class Layout:
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """The inverse of `to_dict`; missing axes are 1; LayoutError for an unknown name or a missing stage."""
         if "zero_stage" not in values:
-            raise LayoutError(f"zero_stage is missing among {', '.join(values) or 'nothing'}; it has no default")
+            raise LayoutError(
+                f"zero_stage is missing among {', '.join(values) or 'nothing'}, and it has no default; give "
+                "zero_stage=0, 1, 2 or 3"
+            )
         return cls(zero_stage=values["zero_stage"]).replace(**values)
 
     def __str__(self) -> str:
@@ -153,7 +160,7 @@ def _is_whole(value: object) -> bool:
 def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
     """LayoutError unless they cut the layers into `pipe` stages that have at least one each."""
     if not isinstance(boundaries, tuple) or not all(map(_is_whole, boundaries)):
-        raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers, such as (0, 3, 7)")
+        raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers; give one such as (0, 3, 7)")
     if len(boundaries) != pipe + 1:
         raise LayoutError(
             f"boundaries={boundaries} cut {max(0, len(boundaries) - 1)} stages and pipe is {pipe}: give the first "
@@ -163,15 +170,18 @@ def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
         raise LayoutError(f"boundaries={boundaries} leave out layers 0 to {boundaries[0] - 1}; begin with 0")
     for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
         if start >= stop:
-            raise LayoutError(f"boundaries={boundaries} give stage {stage} no layer: {start} is not below {stop}")
+            raise LayoutError(
+                f"boundaries={boundaries} give stage {stage} no layer: {start} is not below {stop}; give ascending "
+                "numbers"
+            )
 
 
 def _check_shares(shares: tuple[int, ...], data: int) -> None:
     """LayoutError unless each index of the data axis has a share of at least one sample."""
     if not isinstance(shares, tuple) or not all(map(_is_whole, shares)):
-        raise LayoutError(f"shares={shares!r} is no tuple of whole numbers, such as (3, 5)")
+        raise LayoutError(f"shares={shares!r} is no tuple of whole numbers; give one such as (3, 5)")
     if len(shares) != data:
-        raise LayoutError(f"shares={shares} are for {len(shares)} data indices and data is {data}: give one for each")
+        raise LayoutError(f"shares={shares} are for {len(shares)} data indices and data is {data}; give {data} shares")
     if min(shares) < 1:
         index = shares.index(min(shares))
         raise LayoutError(f"shares={shares} leave data index {index} without a sample; use fewer data ranks")

@@ -40,7 +40,7 @@ class LogicalTensor:
     def __post_init__(self) -> None:
         """Raise LayoutError for a negative dim or a group below -1."""
         if any(dim < 0 for dim in self.shape):
-            raise LayoutError(f"tensor {self.name!r}: shape {self.shape} has a negative dim")
+            raise LayoutError(f"tensor {self.name!r}: shape {self.shape} has a negative dim; give dims of 0 or more")
         if self.group < FROZEN:
             raise LayoutError(
                 f"tensor {self.name!r}: group {self.group} is below {FROZEN} (frozen); give {FROZEN} or the number of "
@@ -89,7 +89,10 @@ class Line:
         if len(self._index) != len(self.tensors):
             names = [tensor.name for tensor in self.tensors]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise LayoutError(f"{len(names)} tensors have {len(self._index)} names; used twice: {', '.join(twice)}")
+            raise LayoutError(
+                f"{len(names)} tensors have {len(self._index)} names; used twice: {', '.join(twice)}; give each "
+                "tensor a name of its own"
+            )
         order = np.where(self.groups == FROZEN, np.iinfo(np.int64).max, self.groups)
         wrong = np.flatnonzero(np.diff(order) < 0)
         if len(wrong):
@@ -117,4 +120,7 @@ class Line:
         try:
             return self._index[name]
         except KeyError:
-            raise LayoutError(f"no tensor {name!r} among the {len(self.tensors)} that are registered") from None
+            raise LayoutError(
+                f"there is no tensor {name!r} among the {len(self.tensors)} that are registered; give the name of a "
+                "parameter of the model"
+            ) from None

@@ -196,4 +196,4 @@ def check_members(layout: Layout, members: tuple[int, ...]) -> None:
             "members"
         )
     if len(set(members)) != len(members):
-        raise LayoutError(f"a member has two ranks in {members}")
+        raise LayoutError(f"a member has two ranks in {members}; name each member once")

@@ -33,7 +33,9 @@ def filled(page: str) -> str:
     on_page = [found["name"] for found in _MARKED.finditer(page)]
     wrong = sorted(set(on_page) ^ set(TABLES)) or [name for name in on_page if on_page.count(name) > 1]
     if wrong:
-        raise ConfigError(f"the page must have each table once: {', '.join(wrong)}")
+        raise ConfigError(
+            f"docs/support.md has these tables not once: {', '.join(wrong)}; put the marks of each on the page once"
+        )
     return _MARKED.sub(lambda found: f"<!-- table: {found['name']} -->\n{markdown(found['name'])}\n<!-- end -->", page)
 
 
@@ -72,7 +74,7 @@ def with_proofs(page: str) -> str:
     """A page with the table of what ran on which accelerator; ConfigError unless it stands there once."""
     mark, end = "<!-- table: proved -->\n", "\n<!-- end -->"
     if page.count(mark) != 1:
-        raise ConfigError("the page must have the table once: proved")
+        raise ConfigError('docs/gpu.md has the table "proved" not once; put its marks on the page once')
     before, _, rest = page.partition(mark)
     return f"{before}{mark}{proved.table()}{end}{rest.partition(end)[2]}"
 

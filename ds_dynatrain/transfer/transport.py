@@ -59,7 +59,9 @@ class GroupTransport:
             raise TransferError(f"a group of {group.size()} ranks needs as many different members, got {list(members)}")
         backend = group._get_backend(torch.device("cpu")).name()
         if backend != "gloo" and group.size() > 1:  # alone there is nothing to send
-            raise UnsupportedError(f"the transfer group has the CPU back-end {backend!r}: give it gloo")
+            raise UnsupportedError(
+                f'the transfer group has the CPU back-end {backend!r}, and bytes travel by gloo; give it backend="gloo"'
+            )
         self._group = group
         self._rank_of = {member: rank for rank, member in enumerate(members)}
 

@@ -331,7 +331,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest() -> None:
         shaper.cuts(Layout(data=8, expert=8, zero_stage=1))
     with pytest.raises(LayoutError, match=r"tensor=2 .*requires expert_parallel\.autoep_size > 1"):
         shaper.cuts(Layout(data=4, tensor=2, zero_stage=1))
-    with pytest.raises(LayoutError, match="sequence=2 with experts is not supported yet"):
+    with pytest.raises(LayoutError, match="sequence=2 with experts is not supported; set these axes to 1"):
         shaper.cuts(Layout(data=4, expert=4, sequence=2, zero_stage=1))
     assert shaper.cuts(Layout(data=4, expert=4, zero_stage=1))
 

@@ -168,7 +168,7 @@ def test_sizes_that_a_layer_does_not_divide_into_are_refused() -> None:
         shaper.cuts(Layout(data=8, expert=8, zero_stage=1))
     with pytest.raises(LayoutError, match=r"expert=3 .* nearest: expert=2, expert=4$"):
         shaper.cuts(Layout(data=3, expert=3, zero_stage=1))
-    with pytest.raises(LayoutError, match="pipe=2 with experts is not supported yet"):
+    with pytest.raises(LayoutError, match="pipe=2 with experts is not supported; set these axes to 1"):
         shaper.cuts(Layout(data=2, pipe=2, zero_stage=1))
 
 

@@ -77,8 +77,8 @@ def test_batch_sizes(given: tuple[int | None, ...], data: int, expected: tuple[i
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "give train_batch_size or train_micro_batch_size_per_gpu"),
-        ({"gradient_accumulation_steps": 2}, "give train_batch_size or"),
+        ({}, "has neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them"),
+        ({"gradient_accumulation_steps": 2}, "has neither train_batch_size nor"),
         ({"train_batch_size": 0}, "train_batch_size is 0; give a whole number"),
         ({"train_batch_size": "8"}, "train_batch_size is '8'"),
         ({"train_batch_size": 8.0}, r"train_batch_size is 8\.0"),

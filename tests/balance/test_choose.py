@@ -330,7 +330,7 @@ def test_many_members() -> None:
 
 def test_bad_members() -> None:
     for speeds in ((), (1.0, 0.0), (float("nan"),)):
-        with pytest.raises(LayoutError, match="give one above 0"):
+        with pytest.raises(LayoutError, match="give a number above 0 for each member"):
             Members(speeds)
     with pytest.raises(LayoutError, match="0 bytes of memory"):
         Members((1.0,), 0)

@@ -244,7 +244,7 @@ def test_bad_input() -> None:
         step_time(measured, Layout(zero_stage=1, pipe=2), Deal((8,), 8))
     with pytest.raises(LayoutError, match="give boundaries that end with 8"):
         peak_bytes(measured, Layout(zero_stage=1, pipe=2, boundaries=(0, 3, 7)), Deal((8,), 8))
-    with pytest.raises(LayoutError, match="2 ranks: give a speed above 0"):
+    with pytest.raises(LayoutError, match="give a speed above 0 for each rank"):
         step_time(measured, layout, Deal.of(measured, layout), speeds=(1, 0))
     with pytest.raises(LayoutError, match="shares for 1 data indices"):
         step_time(measured, layout, Deal((8,), 8))

@@ -18,10 +18,10 @@ from tests.checkpoint.test_damage import whole
 
 def test_nothing_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match=r"looked for: .*mp_rank_00_model_states.pt.*latest"):
+        with pytest.raises(CheckpointError, match=r"path of one of these: .*mp_rank_00_model_states.pt.*latest"):
             told_at(path)
     (tmp_path / "latest").write_text("../../etc\n")
-    with pytest.raises(CheckpointError, match="looked for"):
+    with pytest.raises(CheckpointError, match="give the path of one of these"):
         told_at(tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: set[int
 
 @pytest.mark.parametrize(("batch", "limit", "data"), [(0, 1, 1), (8, -1, 1), (8, 2, 0), (8, 2.0, 1), (True, 1, 1)])
 def test_sizes_must_be_positive_integers(batch: int, limit: int, data: int) -> None:
-    with pytest.raises(DataError, match="must be a positive integer"):
+    with pytest.raises(DataError, match="give a positive integer"):
         BatchArithmetic(batch, limit, data)
 
 

@@ -65,7 +65,9 @@ def test_leaves_go_to_ranks_in_turn(arithmetic: LeafArithmetic, part: int) -> No
 
 
 def test_more_ranks_than_leaves_are_refused() -> None:
-    with pytest.raises(DataError, match=r"10 in leaves of 4 samples is 3 leaves: data=4"):
+    with pytest.raises(
+        DataError, match=r"10 in leaves of 4 samples is 3 leaves, and data=4 ranks .* use at most 3 data ranks"
+    ):
         LeafArithmetic(10, 4, 4)
 
 

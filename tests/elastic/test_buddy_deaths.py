@@ -80,7 +80,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Undisturbed)
     try:
         deaths.tell()
         deaths.job.settled(3, deaths.first.generation)
-        assert "is damaged, and passed over" in deaths.log("a", "c")
+        assert "is damaged; another one is taken" in deaths.log("a", "c")
         deaths.check(undisturbed, most_again=2)
     finally:
         deaths.job.clean_up()

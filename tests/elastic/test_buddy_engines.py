@@ -80,7 +80,7 @@ def test_a_damaged_copy_of_one_engine_is_passed_over_in_all(tmp_path: Path, undi
     try:
         deaths.tell()
         deaths.job.settled(3, deaths.first.generation)
-        assert "is damaged, and passed over" in deaths.log("a", "c")
+        assert "is damaged; another one is taken" in deaths.log("a", "c")
         check(deaths, undisturbed, (1, 2), most_again=2)
     finally:
         deaths.job.clean_up()

@@ -88,7 +88,7 @@ class TestPretenders:
     def test_one_of_another_version_is_named(self) -> None:
         with (
             listening(lambda end: end.send(Challenge(version=PROTOCOL + 1, nonce=new_nonce()))) as address,
-            pytest.raises(PeerRefused, match="all nodes need the same"),
+            pytest.raises(PeerRefused, match="install the same version of ds-dynatrain on all nodes"),
         ):
             Connection.open(address, TOKEN)
 

@@ -184,7 +184,7 @@ def test_where_it_listens(tmp_path: Path) -> None:
     assert Reading.of(None, None, None) is None
     with pytest.raises(ConfigError, match="it has the job's token"):
         Reading.of("127.0.0.1:9", file, TOKEN)
-    with pytest.raises(ConfigError, match="no port without --http"):
+    with pytest.raises(ConfigError, match="give --http HOST:PORT"):
         Reading.of(None, file, None)
 
 

@@ -53,7 +53,7 @@ def _no_memory(engine: Any) -> object:
 
 REFUSALS: dict[str, tuple[Asking, str]] = {
     "size 0": (_same(data=0), "data=0 is below 1"),
-    "stage 7": (_same(zero_stage=7), "zero_stage=7 is not one of 0, 1, 2, 3"),
+    "stage 7": (_same(zero_stage=7), "zero_stage=7 is no ZeRO stage; give one of 0, 1, 2, 3"),
     "more than there are": (_same(data=5), r"needs 5 members and this launch has 4 processes; nearest: .*data=4"),
     "pipe": (_same(pipe=2), "data=2 pipe=2 .*: the model has no pipe axis: it is no .*PipelineModule; nearest: data=4"),
     "sequence": (_same(sequence=2), "the model has no sequence axis: it has no DistributedAttention .*nearest: data=4"),
@@ -68,7 +68,7 @@ REFUSALS: dict[str, tuple[Asking, str]] = {
     ),
     "another step on each": (_another_step, "ask for different switches: .* at step 3 .* at step 4"),
     "one does not ask": (_not_everyone, "every working member has to ask for it: no answer from member 1"),
-    "a second one": (_second_while_pending, "a switch to .*data=4.* is pending; wait until it is done"),
+    "a second one": (_second_while_pending, "a switch to .*data=4.* is pending; ask again once"),
     "no memory": (_no_memory, r"member 1: the members on node .* need \d+ bytes .* and 1000 are available"),
 }
 
@@ -199,7 +199,7 @@ def initializing(how: str) -> str:
         ("too many", r"ConfigError: dynatrain.layout \(data=5 zero_stage=1\) needs 5 processes and this launch has 4"),
         ("batch below data", "data=2 ranks share a train_batch_size of 1"),
         ("unknown key", r"ConfigError: dynatrain\.layuot: unknown key; did you mean 'layout'"),
-        ("two configurations", "ConfigError: several DeepSpeed configurations"),
+        ("two configurations", "ConfigError: 2 DeepSpeed configurations"),
     ],
 )
 def test_initialize_refuses_on_all_members(pool: RankPool, how: str, words: str) -> None:
@@ -263,7 +263,15 @@ def loaders() -> list[str]:
 def test_loaders_and_carried_objects(pool: RankPool) -> None:
     found = pool.run(loaders)[0]
     for words, error in zip(
-        ["iterable", "iterable", "batch", "batch", "ampler", "exists", "has no state_dict and no load_state_dict"],
+        [
+            "iterable",
+            "iterable",
+            "batch",
+            "batch",
+            "ampler",
+            "give another name",
+            "has no state_dict and no load_state_dict",
+        ],
         found,
         strict=True,
     ):

@@ -122,7 +122,7 @@ def refused_starts() -> None:
         pass
     model = autoep_model("mixtral").to("meta")
     with (
-        pytest.raises(UnsupportedError, match="on the meta device: build the model whole"),
+        pytest.raises(UnsupportedError, match="on the meta device; build the model outside of"),
         jobs.job(settings(start), model, groups=False),
     ):
         pass

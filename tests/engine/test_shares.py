@@ -73,7 +73,7 @@ def refused(shares: Any, norm: bool = False) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("shares", "norm", "words"),
     [
-        ((3, 8), False, "are 11 samples over 2 ranks: train_batch_size 12"),
+        ((3, 8), False, "are 11 samples over 2 ranks, and train_batch_size 12"),
         ((12,), False, "for 1 data indices and data is 2"),
         ((12, 0), False, "data index 1 without a sample"),
         ((4, 8), True, "in shares (4, 8) gives micro-batches of different sizes, and 'batch_norm' is a BatchNorm"),

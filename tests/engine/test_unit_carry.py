@@ -220,12 +220,12 @@ PRESENT = Layout(data=2, zero_stage=1)
     ("layout", "changes", "words"),
     [
         (None, {"data": 0}, "data=0 is below 1"),
-        (None, {"zero_stage": 7}, "zero_stage=7 is not one of"),
+        (None, {"zero_stage": 7}, "zero_stage=7 is no ZeRO stage"),
         (None, {"data": 2.5}, "data=2.5 is not a whole number"),
         (None, {"data": True}, "data=True is not a whole number"),
         (None, {"date": 2}, "no 'date'"),
         (None, {}, "no layout was given"),
-        (PRESENT, {"data": 2}, "both a layout and changes"),
+        (PRESENT, {"data": 2}, "both .* and changes to the present layout"),
     ],
 )
 def test_layouts_that_do_not_exist(layout: Layout | None, changes: dict[str, Any], words: str) -> None:

@@ -77,7 +77,7 @@ class TestPolicy:
         assert chosen(table, 60) == Layout(data=6, zero_stage=3)
 
     def test_a_table_that_asks_for_more_than_there_are(self) -> None:
-        with pytest.raises(ConfigError, match=r"dynatrain.layouts.2: its layout needs 4 members: put it under 4"):
+        with pytest.raises(ConfigError, match=r'dynatrain.layouts.2: its layout needs 4 members; put it under "4"'):
             rule_of({"2": {"data": 4}})
         with pytest.raises(ConfigError, match=r"dynatrain.layouts.3: expert=2 does not divide"):
             rule_of({"3": {"data": 3, "expert": 2}})

@@ -21,7 +21,9 @@ def test_it_names_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         wait.look()
         assert said == ["b/0", "c/0"]
     assert said[-1] == ""
-    assert [record.getMessage() for record in caplog.records] == ["waiting for 10 s already: for b/0"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for 10 s already, for b/0; look at their logs if it goes on"
+    ]
 
 
 def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

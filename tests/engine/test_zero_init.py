@@ -219,8 +219,8 @@ def test_refusals(pool: RankPool) -> None:
         assert len(said) == 5
         for words, sentence in zip(
             [
-                "'places' is cut over a group of its own: give zero.Init no data_parallel_group",
-                "'words.weight' is gathered now: end the `with GatheredParameters` block",
+                "'places' was cut by deepspeed.zero.Init over a group of its own; leave data_parallel_group out",
+                "'words.weight' is gathered now; end the `with GatheredParameters` block",
                 "'places' is quantized",
                 "inside of `with deepspeed.zero.Init",
                 "'places' was built as torch.bfloat16 under deepspeed.zero.Init and the configuration says float32",

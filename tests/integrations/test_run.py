@@ -55,7 +55,7 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path, is_warm: bool) -> Non
 
 
 def test_nothing_to_run() -> None:
-    with pytest.raises(ConfigError, match=r"nothing to run: python -m ds_dynatrain.run SCRIPT"):
+    with pytest.raises(ConfigError, match=r"no script was given; python -m ds_dynatrain.run SCRIPT"):
         main(["-m"])
 
 

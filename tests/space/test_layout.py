@@ -88,7 +88,7 @@ def test_impossible_boundaries_say_why(boundaries: Any, words: str) -> None:
         ({"zero_stage": 1, "data": 2.0}, "whole number"),
         ({"zero_stage": True}, "whole number"),
         ({"zero_stage": 1, "data": 3, "expert": 2}, r"data x sequence x tensor = 3 x 1 x 1 = 3 \(remainder 1\)"),
-        ({"zero_stage": 1, "width": 2}, "no 'width'; it has zero_stage, data"),
+        ({"zero_stage": 1, "width": 2}, "no 'width'; give one of zero_stage, data"),
         ({"data": 2}, "zero_stage is missing among data"),
     ],
 )

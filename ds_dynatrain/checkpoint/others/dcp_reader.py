@@ -41,7 +41,10 @@ METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
 def _layout(name: object) -> str:
     """The name of a memory layout. It is all that may be made of it: the text of a nested value could be endless."""
     if not isinstance(name, str):
-        raise CheckpointError(f"{METADATA} holds a memory layout that is no name")
+        raise CheckpointError(
+            f"{METADATA} holds a memory layout that is a {type(name).__name__} and no name; write the checkpoint anew "
+            "with torch.distributed.checkpoint"
+        )
     return name
 
 
@@ -87,10 +90,16 @@ class _Reader(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if full in ALLOWED or isinstance(found, torch.dtype):
             return ALLOWED.get(full, found)
-        raise CheckpointError(f"{METADATA} holds a {full}, which is no record of a checkpoint: it is not read")
+        raise CheckpointError(
+            f"{METADATA} holds a {full}, which is no record of a checkpoint, and is not read; write the checkpoint "
+            "anew with torch.distributed.checkpoint"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
-        raise CheckpointError(f"{METADATA} refers to something outside of it")
+        raise CheckpointError(
+            f"{METADATA} refers to something outside of it ({pid!r:.80}); write the checkpoint anew with "
+            "torch.distributed.checkpoint"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +119,10 @@ class _Folder:
         places: dict[str, list[tuple[Any, str, int, int]]] = {}
         for index, info in said["storage_data"].items():
             if info.fields.get("transform_descriptors"):
-                raise CheckpointError(f"{path}: its values are transformed (compressed, say): write it without")
+                raise CheckpointError(
+                    f"{path}: its values are transformed (compressed, say); write it anew without `_extensions=` of "
+                    "FileSystemWriter"
+                )
             name = info.fields["relative_path"]
             if not is_component(name) or not (path / name).is_file():
                 raise CheckpointDamaged(f"{path}: there is no file {name!r}")
@@ -155,7 +167,10 @@ class _Folder:
         if MODEL in tops:
             return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
         if tops:
-            raise CheckpointError(f"{self.path} has {', '.join(sorted(tops))}, and no {MODEL!r} to take weights from")
+            raise CheckpointError(
+                f"{self.path} has {', '.join(sorted(tops))}, and no {MODEL!r} to take weights from; save it as "
+                "{{MODEL!r}: ...}"
+            )
         return {key: key for key, shape in self.shapes.items() if shape is not None}
 
     @cached_property
@@ -209,7 +224,9 @@ class _Folder:
         for start, file, first, length in self.places.get(key, ()) if tensor.numel else ():
             held = read_tree(self.path, file, False, (first, length))
             if not isinstance(held, Stored) or not held.is_dense or not held.numel or len(held.shape) != len(shape):
-                raise CheckpointError(f"{self.path}: {key!r} is not stored row by row in {file}")
+                raise CheckpointError(
+                    f"{self.path}: {key!r} is not stored row by row in {file}; save contiguous tensors"
+                )
             begin = tuple(map(int, start or (0,) * len(shape)))
             try:
                 box = Box(begin, tuple(low + size for low, size in zip(begin, held.shape, strict=True)))

@@ -55,7 +55,8 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
     """The row of a tensor that lies in one piece; CheckpointError for one that is of another size, or turned."""
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
-            f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by row"
+            f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by "
+            "row; save the checkpoint again, with contiguous tensors"
         )
     extent = Extent(0, tensor.numel, 0, 1)
     return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, stored.offset, 0)

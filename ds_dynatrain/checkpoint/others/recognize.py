@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ds_dynatrain.checkpoint.files import naming, read_note
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming, read_note
 from ds_dynatrain.checkpoint.others.dcp_reader import METADATA, is_dcp, read_dcp
 from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.others.safetensors_reader import INDEX, is_safetensors, read_safetensors
@@ -49,15 +49,20 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
                 return read(path, trust_pickle)
         except UNEXPECTED as error:  # files by strangers may say anything, of any type
             raise CheckpointDamaged(
-                f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}"
+                f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}; {WHERE_DAMAGED}"
             ) from None
     if found:
-        raise CheckpointError(f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; give one of them")
+        raise CheckpointError(
+            f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; move the files of one of them "
+            "into a folder of their own"
+        )
     named = {name: path / read_note(path / name) for name in NOTES if (path / name).is_file()}
     there = sorted({each for each in named.values() if each.parent == path and each.is_dir()})
     if len(there) > 1:
-        raise CheckpointError(f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}")
+        raise CheckpointError(
+            f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}; give one of these paths"
+        )
     if there:
         return told_at(there[0], trust_pickle)
     looked = "; ".join([*SORTS, f"one that {' or '.join(NOTES)} in a folder names"])
-    raise CheckpointError(f"there is no checkpoint at {path}; looked for: {looked}")
+    raise CheckpointError(f"there is no checkpoint at {path}; give the path of one of these: {looked}")

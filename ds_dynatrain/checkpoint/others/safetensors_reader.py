@@ -82,12 +82,14 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
     single = (path / SINGLE).is_file()
     if (path / INDEX).is_file() and single:
         raise CheckpointError(
-            f"{path} has both {SINGLE} and {INDEX}: give the file, or remove the one that does not count"
+            f"{path} has both {SINGLE} and {INDEX}; give {path / SINGLE}, or remove the one that does not count"
         )
     if not (path / INDEX).is_file():
         files = [path / SINGLE] if single else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) != 1:
-            raise CheckpointError(f"{path} has {len(files)} safetensors files and no {INDEX}: give one of them")
+            raise CheckpointError(
+                f"{path} has {len(files)} safetensors files and no {INDEX}; give the path of one file"
+            )
         yield from header_of(files[0]).items()
         return
     headers: dict[str, dict[str, Stored]] = {}
@@ -157,7 +159,9 @@ def _stored(path: Path, name: str, said: Any, first: int, size: int) -> Stored:
         raise CheckpointDamaged(f"{path} says of {name!r}: {what['loc']}: {what['msg']}") from None
     dtype, shape, (begin, end) = TYPES.get(entry.dtype), tuple(entry.shape), entry.data_offsets
     if dtype is None:
-        raise CheckpointError(f"{name!r} in {path} is {entry.dtype}, which is not read here")
+        raise CheckpointError(
+            f"{name!r} in {path} is {entry.dtype}, which is not read; save it as one of {', '.join(TYPES)}"
+        )
     if not begin <= end <= size - first or end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointDamaged(f"{path} says that {name!r} {shape} is at bytes {begin} to {end} of {size - first}")
     return Stored(str(path.resolve()), first + begin, dtype, shape)

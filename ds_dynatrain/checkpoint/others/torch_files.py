@@ -83,7 +83,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it would run what it says "
-            f"({_first_line(error)}); if you wrote it yourself, say so: trust_pickle=True, or --trust-pickle"
+            f"({_first_line(error)}); if you wrote it yourself, give trust_pickle=True, or --trust-pickle"
         ) from None
     except CheckpointError:
         raise

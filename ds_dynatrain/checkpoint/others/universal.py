@@ -25,7 +25,7 @@ from ds_dynatrain.checkpoint.others.torch_files import read_tree
 from ds_dynatrain.checkpoint.others.zips import note_crcs
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
 
 LATEST = "latest_universal"
@@ -62,15 +62,24 @@ def to_universal(
 
 def _check(saved: Saved, carry: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
     if MASTER not in saved.record.kinds or "groups" not in carry:
-        raise CheckpointError(f"{saved.path} has weights only, and DeepSpeed's format is of an optimizer's states")
+        raise CheckpointError(
+            f"{saved.path} has weights only, and DeepSpeed's format needs an optimizer's states; convert it to "
+            "safetensors (--to safetensors)"
+        )
     experts = [each.name for each in saved.record.logical_tensors() if each.expert]
     if experts:
-        raise CheckpointError(f"{experts[0]!r} is of experts, for which DeepSpeed's format needs its own notes")
+        raise CheckpointError(
+            f"{saved.path}: {experts[0]!r} is of experts, for which DeepSpeed's format needs notes of its own; "
+            "convert it to safetensors (--to safetensors)"
+        )
     names = [each.name for each in saved.record.logical_tensors()]
     check_names(names, saved.record.kinds)
     twice = buffers.keys() & {*names}
     if twice:
-        raise CheckpointDamaged(f"{saved.path} has a parameter and a buffer that are both {min(twice)!r}")
+        raise CheckpointError(
+            f"{saved.path} has a parameter and a buffer that are both {min(twice)!r}; rename one of them in the "
+            "model, and save again"
+        )
     check_file_names((each.name for each in saved.record.logical_tensors() if each.trainable), (OPTIMIZER,))
     check_file_names(_moments(saved), (MASTERS, STEP))
 

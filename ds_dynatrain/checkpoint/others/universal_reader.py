@@ -131,7 +131,10 @@ class _Folder:
                 continue
             tables = self._tree(file).get("param_shapes")
             if tables is None:
-                raise CheckpointError(f"{self.path / file} has no param_shapes, which say what was trained")
+                raise CheckpointError(
+                    f"{self.path / file} has no param_shapes, which say what was trained; load it with DeepSpeed, and "
+                    "save it with engine.save"
+                )
             groups = [number for number, group in enumerate(self.groups) for _ in group["params"]]
             groups = groups if len(groups) == len(tables) else list(range(len(self.groups)))
             if len(groups) != len(tables):
@@ -161,7 +164,8 @@ class _Folder:
             stored = self._values(file, held)
             if kind == MASTER and len({part for part, _ in self.models}) > 1 and stored.numel != tensor.numel:
                 raise CheckpointError(
-                    f"{name!r} is cut over tensor ranks: load it into an engine of DeepSpeed's, and save it unconverted"
+                    f"{self.path}: {name!r} is cut over tensor ranks; load it into an engine of DeepSpeed's in the "
+                    "layout that wrote it, and save it with engine.save"
                 )
             rows.append(whole_row(tensor, kind, stored))
         dtype = self._weight_type(name)
@@ -171,7 +175,10 @@ class _Folder:
     def _values(self, file: Path, held: Any) -> Stored:
         if isinstance(held, Mapping):
             if held.get("ep_is_expert_param") or held.get("vocab_tensor"):
-                raise CheckpointError(f"{file} is of experts or of a padded vocabulary, which is not read here")
+                raise CheckpointError(
+                    f"{file} is of experts or of a padded vocabulary, which is not read; load it into an engine of "
+                    "DeepSpeed's in the layout that wrote it, and save it with engine.save"
+                )
             held = held.get("param")
         if not isinstance(held, Stored):
             raise CheckpointDamaged(f"{file} has no values")
@@ -197,8 +204,8 @@ class _Folder:
             tensor, stored = LogicalTensor(name, shape, FROZEN), self.module.get(name)
             if len({part for part, _ in self.models}) > 1:
                 raise CheckpointError(
-                    f"{name!r} is frozen, and may be cut over model-parallel ranks: load it into an engine of "
-                    "DeepSpeed's, and save it with engine.save"
+                    f"{self.path}: {name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
+                    "engine of DeepSpeed's, and save it with engine.save"
                 )
             if not tensor.numel:
                 yield tensor, []

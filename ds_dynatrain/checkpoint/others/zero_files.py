@@ -103,7 +103,10 @@ class ZeroFolder:
         models = model_files(path)
         optimizers = {_place(found): found[0] for found in _matches(_OPTIMIZER, names)}
         if not models:
-            raise CheckpointError(f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's")
+            raise CheckpointError(
+                f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's: it has no *_model_states.pt; give "
+                "the folder of a tag"
+            )
         layers = {int(found[1]): found[0] for found in _matches(_LAYER, names)}
         numbers = [*layers, *(number for place in (*models, *optimizers) for number in place)]
         if max(numbers) >= MOST_RANKS:
@@ -189,7 +192,10 @@ class ZeroFolder:
             name, stage = self.models[part, 0], 0
             raw = self.model(part).get("optimizer")
         if not isinstance(raw, Mapping):
-            raise CheckpointError(f"{name} has no optimizer states")
+            raise CheckpointError(
+                f"{self.path / name} has no optimizer states; load its weights alone: "
+                "engine.load_checkpoint(..., load_module_only=True)"
+            )
         try:
             return self._without_empty(_optimizer_file(raw, stage), part)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:

@@ -125,7 +125,10 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
     try:
         space.mesh(layout)
     except LayoutError as error:
-        raise CheckpointError(f"it was saved in {layout}, which this model cannot have: {error}") from None
+        raise CheckpointError(
+            f"it was saved in {layout}, which this model cannot have: {error}; load it in the job that saved it, and "
+            "save it with engine.save"
+        ) from None
     return space
 
 
@@ -145,7 +148,9 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
     for name, shape in there.items():
         if here.get(name) != shape:
             mine = f"one of {here[name]}" if name in here else "no such trained parameter"
-            raise CheckpointError(f"it has {name!r} {shape}, and this model has {mine}")
+            raise CheckpointError(
+                f"it has {name!r} {shape}, and this model has {mine}; build the model of the job that saved it"
+            )
     missing = [name for name in here if name not in there]
     if missing:
         raise CheckpointError(
@@ -154,7 +159,7 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
     for wanted, found in zip(_order(local), there, strict=True):
         if wanted != found:
             raise CheckpointError(
-                f"its optimizer has {found!r} where this one has {wanted!r}: build the same groups, in the same order"
+                f"its optimizer has {found!r} where this one has {wanted!r}; build the same groups, in the same order"
             )
 
 
@@ -186,7 +191,7 @@ def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
     masters = file.masters or _from_module(folder, part, local, list(whole))
     if len(names) != len(masters):
         raise CheckpointError(
-            f"it has {len(masters)} buffers of masters, and this model would have {len(names)}: build the same model "
+            f"it has {len(masters)} buffers of masters, and this model would have {len(names)}; build the same model "
             "and groups"
         )
     found: Held = {(MASTER, name): held for name, held in zip(names, masters, strict=True)}
@@ -211,7 +216,10 @@ def _from_module(folder: ZeroFolder, part: int, local: LocalSpace, numbers: list
     weights = folder.weights(part)
     for number in numbers:
         if local.tensors[number].name not in weights:
-            raise CheckpointError(f"it has no {local.tensors[number].name!r}, which this model trains")
+            raise CheckpointError(
+                f"it has no {local.tensors[number].name!r}, which this model trains; freeze it, or build the model of "
+                "the job that saved it"
+            )
     return [weights[local.tensors[number].name] for number in numbers]
 
 

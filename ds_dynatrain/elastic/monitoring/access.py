@@ -36,7 +36,10 @@ class Reading:
         """None without an address. ConfigError for what is no address, no file of a token, or the job's own token."""
         if not address:
             if token_file is not None:
-                raise ConfigError(f"token file {str(token_file)!r} is for readers, which have no port without --http")
+                raise ConfigError(
+                    f"token file {str(token_file)!r} is for readers, which have no port; give --http HOST:PORT, or "
+                    "leave the token file out"
+                )
             return None
         token = None if token_file is None else read_token(token_file)
         if token is not None and token == job_token:
@@ -51,7 +54,10 @@ class Reading:
         try:
             listener = listen(self.address, is_guarded=True)
         except OSError as error:
-            raise ElasticError(f"the job cannot be watched at {self.address}: {error}") from error
+            raise ElasticError(
+                f"the job cannot be watched at {self.address}: {error}; give --http another port, or end the process "
+                "that has this one"
+            ) from error
         if self.token is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             listener.close()
             raise ElasticError(

@@ -230,7 +230,11 @@ class Buddies:
         elif len(engine.members) == 1 and not self._pairing.idle:
             self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
         if engine.rank == 0 and was_protected and not self._is_protected:
-            logger.warning("buddies: unprotected: %s", self._why)
+            logger.warning(
+                "buddies: unprotected after step %d: %s; until copies are whole, a death may go back to the last "
+                "checkpoint",
+                *(engine.global_steps, self._why),
+            )
         elif engine.rank == 0 and not self._pairing.by_member and not self._pairing.idle:
             logger.info("buddies: %s", self._why)
 
@@ -314,7 +318,9 @@ class Buddies:
         if error != self._last_error:
             self._last_error = error
             if error:
-                logger.error("buddies: the copies of step %d are not whole: %s", step, error)
+                logger.error(
+                    "buddies: the copies of step %d are not whole (%s); the last whole ones count", step, error
+                )
         was_protected, was_behind = self._is_protected, self._is_behind
         self._is_protected, self._is_behind = was_protected or is_whole, not is_whole
         self._why = "" if self._is_protected else self._why

@@ -69,7 +69,12 @@ class Choice:
         if (self.is_on or self._may_try) and (why := why_not_replayed(self._engine)):
             self.is_on = self._may_try = False
             if mode == "replay" and self._engine.rank == 0:
-                logger.warning("buddies: copies are taken in this world, and no steps are replayed: %s", why)
+                logger.warning(
+                    'buddies: dynatrain.buddies.mode is "replay", and in this world copies are taken instead (%s); '
+                    '"copy" is '
+                    "the same without this warning",
+                    why,
+                )
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -122,8 +127,9 @@ class Choice:
         self.is_on = False
         if self._engine.rank == 0:
             logger.error(
-                "buddies: replicas have differed %d times from what they are of; from here on copies are taken, and no "
-                "steps are replayed",
+                "buddies: by step %d replicas have differed %d times from what they are of; from here on copies are "
+                'taken, and no steps are replayed, as with "copy" for dynatrain.buddies.mode',
+                self._engine.global_steps,
                 self._differences,
             )
 

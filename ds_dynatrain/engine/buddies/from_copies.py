@@ -208,7 +208,9 @@ class FromCopies:
         }
         said = self._session.reduce("digests", mine, joined_sides, self._judge)
         if "digest" not in said:
-            raise CheckpointDamaged(f"what was restored differs between members: {said['doubts']}")
+            raise CheckpointDamaged(
+                f"what was restored differs between members: {said['doubts']}; start the job again from a checkpoint"
+            )
         return str(said["digest"])
 
     def _judge(self, found: dict[str, Any]) -> dict[str, Any]:

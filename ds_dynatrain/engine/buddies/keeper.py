@@ -74,7 +74,10 @@ class Keeper:
                 taken = take(engine, own, mark, everything=not self.has_single_holders)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
         except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
-            logger.error("buddies: member %d has no copy of step %d: %s", members[rank], mark.step, error)
+            logger.error(
+                "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",
+                *(members[rank], mark.step, error),
+            )
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
         way = pairing.begin(engine, mark, whole, group)

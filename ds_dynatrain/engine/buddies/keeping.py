@@ -61,7 +61,12 @@ class Keeping:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
-                logger.warning("buddies: this idle member keeps no copies of others any more: %s", error)
+                logger.warning(
+                    "buddies: this idle member keeps no copies of others any more (%s); start its process again to "
+                    "have "
+                    "it keep some",
+                    error,
+                )
                 return
             tune(connection)
             threading.Thread(target=self._welcome, args=(connection,), name="dynatrain-ward", daemon=True).start()
@@ -100,7 +105,8 @@ class Keeping:
                 raise TransferError(found.error)
             if found.error:
                 logger.error(
-                    "buddies: the copy of member %d of step %d is not here: %s", member, mark.step, found.error
+                    "buddies: the copy of member %d of step %d is not here (%s); the one before counts",
+                    *(member, mark.step, found.error),
                 )
 
     def _is_whole(self, kept: Kept, mark: Mark) -> None:

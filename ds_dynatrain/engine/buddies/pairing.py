@@ -111,7 +111,11 @@ class Pairing:
         self.by_member, asked = self._dealt(idle) if self._is_needed else {}, self._settings.copies
         there = min(map(len, self.by_member.values()), default=asked)
         if self._engine.rank == 0 and there < asked:
-            logger.warning("buddies: %d others keep each copy here, and %d are asked for", there, asked)
+            logger.warning(
+                "buddies: %d others keep each copy in this world, and dynatrain.buddies.copies asks for %d; start more "
+                "members, or ask for fewer",
+                *(there, asked),
+            )
 
     def _dealt(self, idle: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         members, nodes = self._engine.members, self._engine.candidates.nodes

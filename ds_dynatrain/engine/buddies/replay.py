@@ -138,7 +138,10 @@ class Replay:
                     replica.step(unscale)
             except (RuntimeError, MemoryError) as error:  # torch has no memory: RuntimeError
                 replica.error = f"{type(error).__name__}: {error}"
-                logger.error("buddies: a step of member %d could not be replayed: %s", replica.member, replica.error)
+                logger.error(
+                    "buddies: step %d of member %d could not be replayed (%s); copies are taken anew",
+                    *(self.mark.step + 1, replica.member, replica.error),
+                )
         self.mark, self._said = replace(self.mark, step=self.mark.step + 1), None
         self.seconds += time.perf_counter() - begin
 
@@ -162,7 +165,10 @@ class Replay:
             self._said = said, [each.clone() for each in tensors]
         except (DynatrainError, TypeError, ValueError) as error:
             self._said = None
-            logger.error("buddies: what rank %d has at step %d cannot be kept: %s", self._rank, self.mark.step, error)
+            logger.error(
+                "buddies: what rank %d has at step %d cannot be kept (%s); copies are taken anew",
+                *(self._rank, self.mark.step, error),
+            )
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
@@ -203,7 +209,10 @@ class Replay:
         try:
             return bytes_of_said(own_part(self._engine, tensors), tensors)
         except (DynatrainError, TypeError, ValueError) as error:
-            logger.error("buddies: what belongs to rank %d cannot travel: %s", self._rank, error)
+            logger.error(
+                "buddies: what belongs to rank %d after step %d cannot travel (%s); copies are taken anew",
+                *(self._rank, self.mark.step, error),
+            )
             return None
 
     def _hear(self, replica: Replica, length: int, deadline: float) -> torch.Tensor | None:
@@ -244,7 +253,8 @@ class Replay:
                 found = False
                 where = f"{int((here != there).sum())} of {len(here)} digests"
                 logger.error(
-                    "buddies: after step %d the replica of member %d here is not what that one is: %s differ",
+                    "buddies: after step %d the replica of member %d here is not what that one is: %s differ; "
+                    "copies are taken anew",
                     *(self.mark.step, replica.member, where),
                 )
         is_equal = torch.tensor([int(found)])

@@ -19,6 +19,7 @@ from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 ELSEWHERE = "this member came late, and the others"
+COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 
 Stock = Callable[..., Any]
 """DeepSpeed's own call."""
@@ -46,7 +47,10 @@ class Checkpoints:
         """See `DynatrainEngine.load`; it uses a generation up, as a switch does. strict: see `from_checkpoint`."""
         agreed = self._arrive("load", path, tag)
         if agreed is None:
-            raise CheckpointError(f"load({path}, {tag}): {ELSEWHERE} load nothing here; see engine.epochs")
+            raise CheckpointError(
+                f"load({path}, {tag}): {ELSEWHERE} load nothing here; loop over engine.epochs(n), which counts the "
+                "job's epochs"
+            )
         self._saver.settle()
         folder, name = agreed
         engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
@@ -67,7 +71,12 @@ class Checkpoints:
             saved = PROCESS.membership.surviving(self.engine, lambda: save(*agreed), lambda: None)
             if saved is not None:
                 return bool(saved)
-        logger.warning("save_checkpoint: the world was formed anew in this global batch; nothing whole was saved")
+        logger.warning(
+            "save_checkpoint(%s, %s): the world was formed anew in this global batch, and nothing whole was saved; "
+            "call it "
+            "again after the next engine.step()",
+            *(folder, tag),
+        )
         return False
 
     def load_stock(self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
@@ -79,7 +88,7 @@ class Checkpoints:
             return known
         agreed = PROCESS.sync_points.arrive("load_checkpoint", os.fspath(folder), tag)
         if agreed is None:
-            logger.warning("load_checkpoint(%s, %s): %s load nothing here", folder, tag, ELSEWHERE)
+            logger.warning("load_checkpoint(%s, %s): %s load nothing here; %s", folder, tag, ELSEWHERE, COUNT)
             return None, {}
         folder, tag = agreed
         if not engine.idle and self._reads(folder, tag, trust_pickle, part):
@@ -105,7 +114,10 @@ class Checkpoints:
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
         """Folder and tag to take part with; None on a member that came late, where the others are elsewhere."""
         if self.engine.idle:
-            raise CheckpointError("this member is idle and holds no shard: call it on the working members")
+            raise CheckpointError(
+                f"{call}: this member is idle and holds no shard; call it on the working members, where engine.idle "
+                "is false"
+            )
         self._window.refuse_checkpoint()
         self._refuse_late(call)
         return PROCESS.sync_points.arrive(call, os.fspath(path), tag)
@@ -113,5 +125,5 @@ class Checkpoints:
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
     """What a call returns on a member that came late."""
-    logger.warning("%s(%s, %s): %s save nothing here", call, path, tag, ELSEWHERE)
+    logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")

@@ -28,5 +28,8 @@ def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent)
     except ConfigError as error:
         raise CheckpointError(f"{foreign.path}: {error}") from None
     if tensors:
-        raise CheckpointError(f"{foreign.path}: a hyper-parameter or the scheduler's state is a tensor or numpy value")
+        raise CheckpointError(
+            f"{foreign.path}: a hyper-parameter or the scheduler's state is a tensor or numpy value; save it with "
+            "plain numbers"
+        )
     return take(foreign, folder, carry, encoded, shares, progress)

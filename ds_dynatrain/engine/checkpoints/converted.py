@@ -72,7 +72,7 @@ class Converted(Universal):
                 wrong.append(f"it has {name!r} {self.there[name][1].shape}, and this model has no such parameter")
         if wrong:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise CheckpointError("; ".join(wrong[:3]) + more)
+            raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
         return self.engine.vps.tensors
 
     def _is_copy(self, name: str, aliases: set[str]) -> bool:
@@ -148,7 +148,10 @@ class Converted(Universal):
         for kind in (MASTER, WEIGHT):
             rows = rows or self.saved.manifest.rows.get((name, kind), ())
         if tensor.shape != shape:
-            raise CheckpointError(f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}")
+            raise CheckpointError(
+                f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}; build the model of the job that "
+                "saved it"
+            )
         if not tensor.numel:
             return torch.empty(shape)
         if len(rows) != 1 or not reader.is_sound(rows[0]):

@@ -87,7 +87,10 @@ class Fallback:
     def save_before_the_end(self) -> None:
         """Another engine of this process is about to end the script."""
         if self.engine.has_open_window:
-            logger.warning("no fallback checkpoint of step %d: a global batch is open", self.engine.global_steps)
+            logger.warning(
+                "no fallback checkpoint of step %d: a global batch is open; end the script after engine.step()",
+                self.engine.global_steps,
+            )
             return
         with PROCESS.turn(self.engine):
             self.save_now()
@@ -117,7 +120,9 @@ class Fallback:
         """The first engine saves just now, under that tag: this one, too. CheckpointError if it cannot."""
         engine, settings = self.engine, self._settings
         if settings is None:
-            raise CheckpointError(f"engine {engine.job.number} has no dynatrain.fallback.path")
+            raise CheckpointError(
+                f"engine {engine.job.number} has no dynatrain.fallback.path; give each engine of the process one"
+            )
         save = self._saver.start if in_background else self._saver.save
         with PROCESS.turn(engine):
             save(settings.path, tag, f"{key}/beside", "", None)

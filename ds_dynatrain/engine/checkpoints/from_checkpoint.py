@@ -13,6 +13,7 @@ from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import Reader
 from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.opening import opened
 from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
@@ -33,9 +34,10 @@ def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True)
 
     @contextmanager
     def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
-        source = opened(path, engine, present, trust_pickle)
-        with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
-            yield FromCheckpoint(engine, goal, source, reader, strict)
+        with naming(path):
+            source = opened(path, engine, present, trust_pickle)
+            with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
+                yield FromCheckpoint(engine, goal, source, reader, strict)
 
     return opener
 
@@ -64,14 +66,17 @@ class FromCheckpoint:
         here = [kind for kind in memory if kind not in ALWAYS]
         if there and set(there) != set(here):
             raise CheckpointError(
-                f"its optimizer keeps {', '.join(sorted(there))}, and this one {', '.join(sorted(here)) or 'nothing'}: "
-                "use the same optimizer"
+                f"its optimizer keeps {', '.join(sorted(there))}, and this one "
+                f"{', '.join(sorted(here)) or 'nothing'}; use the optimizer of the job that saved it"
             )
         self._memory = {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in there}
         for row in self._source.manifest:
             made_of = self._memory.get(row.kind)
             if made_of is not None and row.kind != WEIGHT and row.dtype != name_of(made_of.dtype):
-                raise CheckpointError(f"{row.kind} is {row.dtype} there and {name_of(made_of.dtype)} here")
+                raise CheckpointError(
+                    f"{row.kind} of {row.tensor!r} is {row.dtype} there and {name_of(made_of.dtype)} here; give the "
+                    "types of the job that saved it (bf16, fp16, data_types)"
+                )
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
@@ -81,14 +86,19 @@ class FromCheckpoint:
         for number, tensor in enumerate(self._source.tensors):
             mine = here.pop(tensor.name, None)
             if mine is None:
-                raise CheckpointError(f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter")
+                raise CheckpointError(
+                    f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter; build the model of "
+                    "the job that saved it"
+                )
             if mine[1] != tensor:
                 raise CheckpointError(
-                    f"it has {tensor}, and this training has {mine[1]}: build the same model and groups"
+                    f"it has {tensor}, and this training has {mine[1]}; build the same model and optimizer groups"
                 )
             found[number] = mine[0]
         if here:
-            raise CheckpointError(f"this model has {next(iter(here))!r}, which is not in it")
+            raise CheckpointError(
+                f"this model has {next(iter(here))!r}, which is not in it; build the model of the job that saved it"
+            )
         return found
 
     def _check_kept(self) -> None:
@@ -96,7 +106,7 @@ class FromCheckpoint:
         if kept and self._strict:
             raise CheckpointError(
                 f"it was saved without {len(kept)} frozen parameters that this model has, such as "
-                f"{self._vps.tensors[kept[0]].name!r}: load_checkpoint(..., load_module_strict=False) leaves them as "
+                f"{self._vps.tensors[kept[0]].name!r}; load_checkpoint(..., load_module_strict=False) leaves them as "
                 "they are in this model"
             )
 

@@ -103,7 +103,9 @@ def _forget_old(folders: Sequence[Path], keep: int) -> None:
 def _folder_of(engine: EngineCore) -> Path:
     settings = engine.settings.fallback
     if settings is None:
-        raise CheckpointError(f"engine {engine.job.number} has no dynatrain.fallback.path")
+        raise CheckpointError(
+            f"engine {engine.job.number} has no dynatrain.fallback.path; give each engine of the process one"
+        )
     return Path(settings.path).absolute()
 
 

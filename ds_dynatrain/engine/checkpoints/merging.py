@@ -45,5 +45,7 @@ def kept_scalars(
             if value is not None:
                 found.setdefault(name, {})[str(number)] = float(value)
             elif has_moments(number):
-                raise CheckpointError(f"its optimizer has no {name!r} of {tensor.name!r}")
+                raise CheckpointError(
+                    f"its optimizer has no {name!r} of {tensor.name!r}; use the optimizer of the job that saved it"
+                )
     return found

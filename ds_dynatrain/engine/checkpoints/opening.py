@@ -26,8 +26,8 @@ def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust
             return Universal(saved)
         if present is None:
             raise CheckpointError(
-                f"{path} was converted from {saved.record.converted_from}, which is not all of a training: load it in "
-                "a training that has begun"
+                f"{path} was converted from {saved.record.converted_from}, which is not all of a training; load it "
+                "with engine.load in a training that has begun"
             )
         return Converted(saved, engine, present)
     template = getattr(engine.host.shaper, "template", None)

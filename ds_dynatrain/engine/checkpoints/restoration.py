@@ -173,7 +173,8 @@ class Restoration:
         decision.raise_interrupt()
         what = "" if self.old is None else "engine.load: "
         end = "" if self.old is None else "; training goes on as before it"
-        raise decision.checkpoint_error(f"{what}{self.where}: {decision.reason}{end}")
+        where = "" if self.where in decision.reason else f"{self.where}: "
+        raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
     def _carry_out(self) -> None:
         present = None if self.old is None else self.old.shared
@@ -225,7 +226,10 @@ class Restoration:
         shared = shared_carry(engine, scalars)
         lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
         if lost:
-            raise CheckpointError(f"{', '.join(lost)}: not as saved once taken over")
+            raise CheckpointError(
+                f"{', '.join(lost)}: not as saved once taken over; let load_state_dict of registered objects restore "
+                "what state_dict gave"
+            )
         if streams.capture() != self.streams:
             raise CheckpointError(
                 "the random streams are not those that were put in; load again while no other thread draws random "

@@ -49,7 +49,9 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         if self._path is None:
-            raise CheckpointError("the save was given up before it was written: save again")
+            raise CheckpointError(
+                f"the save of step {self.step} was given up before it was written; call engine.save again"
+            )
         return self._path
 
     def finish(self, path: Path | None, error: Exception | None) -> None:
@@ -188,8 +190,8 @@ class _Saving:
             hidden = Path(self.session.first("open", lambda: str(self._open(stack)), "saving a checkpoint"))
             if not hidden.is_dir():
                 raise CheckpointError(
-                    f"member {self.control.member} does not see {hidden}, which rank 0 has made: all members have to "
-                    "save into one file system"
+                    f"member {self.control.member} does not see {hidden}, which rank 0 has made; give a folder in a "
+                    "file system that all members share"
                 )
             self.sums = self.session.gather("sums", self._write(self.snapshot, hidden))
         except BaseException as error:
@@ -250,7 +252,12 @@ class _Saving:
             ) from None
         names = {engine.vps.tensors[number].name for numbers in drifting.values() for number in numbers}
         if names and self.session.is_first:
-            logger.warning("copies of %s have drifted apart; the checkpoint has one of them", ", ".join(sorted(names)))
+            logger.warning(
+                "engine.save: copies of %s have drifted apart at step %d, which stages and tensor ranks may; the "
+                "checkpoint "
+                "has the owner's",
+                *(", ".join(sorted(names)), engine.global_steps),
+            )
 
 
 def _part(rank: int) -> str:

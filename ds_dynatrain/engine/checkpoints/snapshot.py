@@ -95,7 +95,9 @@ def plain(shared: dict[str, Any]) -> Any:
     tensors: list[torch.Tensor] = []
     encoded = encode(shared, tensors)
     if tensors:
-        raise CheckpointError("a hyper-parameter or the scheduler's state is a tensor or numpy value: use numbers")
+        raise CheckpointError(
+            "a hyper-parameter or the scheduler's state is a tensor or numpy value; give plain numbers"
+        )
     return encoded
 
 
@@ -105,8 +107,8 @@ def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], 
     for member in others:
         if found[member]["shared"] != found[first]["shared"]:
             raise CheckpointError(
-                f"hyper-parameters, counters, the scheduler or a loader's position of member {member} are not those of "
-                f"member {first}: change them on all members alike"
+                f"hyper-parameters, counters, the scheduler or a loader's position of member {member} are not those "
+                f"of member {first}; change them on all members alike"
             )
     prints = [found[member]["rest"] for member in engine.members]
     held = {kind for each in found.values() for kind in each["kinds"]}

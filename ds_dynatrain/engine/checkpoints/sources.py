@@ -191,8 +191,8 @@ class Stock:
         groups = with_values(self.path, file.groups) or self.present["groups"]
         if len(groups) != len(self.present["groups"]):
             raise CheckpointError(
-                f"{self.path} has {len(groups)} optimizer groups, this job has {len(self.present['groups'])}: build "
-                "the optimizer with the groups of the job that saved it"
+                f"{self.path} has {len(groups)} optimizer groups, and this job has {len(self.present['groups'])}; "
+                "build the optimizer with the groups of the job that saved it"
             )
         if said.get("data_sampler") is not None:
             logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)

@@ -152,14 +152,18 @@ class Boundaries:
             if self.first.idle or not self._is_paused:
                 return
             self.executor.say_once(
-                f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s"
+                f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
             )
             if standing != self.first.segment:  # once in each world, on all of its members
                 standing = self.first.segment
                 self._save(self.first.fallback.save_now)
             if time.monotonic() - begin > seconds:
                 self._save(self.first.fallback.save_now)
-                logger.error("fewer nodes than MIN for %g s: this process ends with code %d", seconds, Ending.TOO_FEW)
+                logger.error(
+                    "fewer nodes than MIN for %g s: this process ends with code %d; start more nodes, or give torchrun "
+                    "--nnodes=MIN:MAX a smaller MIN",
+                    *(seconds, Ending.TOO_FEW),
+                )
                 raise SystemExit(int(Ending.TOO_FEW))
             time.sleep(WAIT_SECONDS)
 
@@ -273,14 +277,18 @@ class Boundaries:
             with self._clock.saving():
                 how()
         except WorldChanged as aborted:
-            logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, aborted)
+            logger.warning(
+                "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, aborted
+            )
         except td.DistError as lost:
             self.first.settle_fallback()
             try:
                 for engine in self.engines:
                     self.reopen(engine)
             except SwitchRefused:
-                logger.warning("no fallback checkpoint of step %d: %s", self.first.global_steps, lost)
+                logger.warning(
+                    "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, lost
+                )
 
     def _leave(self, must_save: bool) -> None:
         """This process ends. must_save: all members were told to go, and stand at one step."""

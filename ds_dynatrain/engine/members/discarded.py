@@ -69,7 +69,7 @@ class Window:
     def refuse_checkpoint(self) -> None:
         """The same, as CheckpointError."""
         if self._engine.is_discarded:
-            raise CheckpointError(": ".join(DISCARDED))
+            raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
         """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""

@@ -134,7 +134,10 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
     """
     alone, generation = LaunchWorld.current(), 0
     if not isinstance(membership, ElasticMembership):
-        raise ConfigError(f"engine {number}: the others of this process were made in a launch of fixed size")
+        raise ConfigError(
+            f"engine {number}: the others of this process were made in a launch of fixed size; make all engines after "
+            "the process has joined the job (ds_dynatrain.init_distributed)"
+        )
     elastic = membership.elastic
     if elastic.is_newcomer and number > elastic.engine_count:
         raise ConfigError(
@@ -187,7 +190,7 @@ def into(
         elastic.settle(engine)
         return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, membership, engine, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
-        logger.warning("generation %d could not be formed: %s", world.generation, error)
+        logger.warning("generation %d could not be formed (%s); another one follows", world.generation, error)
         elastic.member.broken(world)
         return None
 
@@ -206,8 +209,8 @@ def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
         raise JobFinished(f"{elastic.member.id} was told to leave")
     if engine > 1:
         raise ElasticError(
-            f"engine {engine}: {world.reason}; the others have gone on while this process made its engines, and it "
-            "has to come again"
+            f"engine {engine}: {world.reason}; the others have gone on while this process made its engines; start "
+            "this process again"
         )
 
 

@@ -324,7 +324,8 @@ class Executor:
             )
         if tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
             logger.warning(
-                "generation %d: %d attempts failed, the last with: %s; newcomers stay idle", generation, tries, reason
+                "generation %d: %d attempts failed, the last with: %s; newcomers stay idle until that is mended",
+                *(generation, tries, reason),
             )
 
     def _enter(self, entered: Enter) -> None:

@@ -90,6 +90,9 @@ def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)
         if copy is None or not copy.is_sound(engine.vps):
-            logger.error("the copy of rank %d of step %d is damaged, and passed over", rank, whole.mark.step)
+            logger.error(
+                "the copy of rank %d of step %d is damaged; another one is taken, or the fallback checkpoint",
+                *(rank, whole.mark.step),
+            )
             found.append(rank)
     return tuple(found)

@@ -54,7 +54,9 @@ class Losses:
                 return False
             self._await_failure()
         self._count(() if elastic.world is None else elastic.world.members, error)
-        logger.warning("the world is aborted (%s)", str(error).partition("\n")[0])
+        logger.warning(
+            "the world is aborted (%s); it is formed anew at the loader's next batch", str(error).partition("\n")[0]
+        )
         return True
 
     def _await_failure(self) -> None:
@@ -75,7 +77,7 @@ class Losses:
         self._failed = now, tries
         if tries >= MOST_TRIES:
             raise ElasticError(
-                f"the step after {now[0][0]} was tried {tries} times by the same {len(members)} members, and each time "
-                f"a collective of it failed although none of them had died; the last said: {error}. Look for a "
+                f"the step after {now[0][0]} was tried {tries} times by the same {len(members)} members, and each "
+                f"time a collective of it failed although none of them had died; the last said: {error}; look for a "
                 "collective that not all ranks call alike, or for a network that fails"
             ) from error

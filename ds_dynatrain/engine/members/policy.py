@@ -56,7 +56,10 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
             return Choice(None, tuple(refusals))
         try:
             if layout.world_size > members:
-                raise SwitchRefused(f"{layout} needs {layout.world_size} members, and there are {members}")
+                raise SwitchRefused(
+                    f"{layout} needs {layout.world_size} members, and there are {members}",
+                    "start more members",
+                )
             check(layout)
         except SwitchRefused as refusal:
             refusals.append(f"{layout}: {refusal.reason}")
@@ -81,7 +84,7 @@ def _of_table(table: Mapping[int, Mapping[str, Any]]) -> Rule:
         except LayoutError as error:
             raise ConfigError(f"dynatrain.layouts.{size}: {error}") from error
         if needed > size:
-            raise ConfigError(f"dynatrain.layouts.{size}: its layout needs {needed} members: put it under {needed}")
+            raise ConfigError(f'dynatrain.layouts.{size}: its layout needs {needed} members; put it under "{needed}"')
         layouts[size] = _completed(values)
 
     def rule(members: int, present: Layout) -> Iterator[Layout]:
@@ -121,6 +124,9 @@ def _of_function(name: str) -> Rule:
         try:
             yield answer if isinstance(answer, Layout) else _completed(dict(answer))(present)
         except (TypeError, ValueError, LayoutError) as error:
-            raise SwitchRefused(f"{name}({members}, {present}) returned {answer!r}: {error}") from error
+            raise SwitchRefused(
+                f"{name}({members}, {present}) returned {answer!r}: {error}",
+                "return a Layout, a table of its sizes, or None",
+            ) from error
 
     return rule

@@ -55,7 +55,9 @@ def restore(
     except (RuntimeError, CheckpointError) as error:
         if isinstance(error, CheckpointError) and not _is_overtaken(boards.world, elastic):
             raise
-        logger.warning("generation %d could not be restored: %s", boards.world.generation, error)
+        logger.warning(
+            "generation %d could not be restored (%s); the next one tries again", boards.world.generation, error
+        )
         _give_up(engines, worlds, elastic)
         if elastic.member.is_newest(boards.world):
             elastic.member.broken(boards.world)
@@ -123,7 +125,9 @@ def serve(
         for _, engine, _, whole in parts:
             _stay(engine, whole)
     except (RuntimeError, DynatrainError) as error:
-        logger.warning("generation %d: copies could not be given: %s", boards.world.generation, error)
+        logger.warning(
+            "generation %d: copies could not be given (%s); the next one tries again", boards.world.generation, error
+        )
     finally:
         for place, engine, _, _ in parts:
             if place in worlds:

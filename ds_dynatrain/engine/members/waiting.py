@@ -36,7 +36,7 @@ class Wait:
         self._say(whom)
         if not self._has_told:
             self._has_told = True
-            logger.warning("waiting for %g s already: for %s", LONG_SECONDS, whom)
+            logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
 
     def rest(self) -> None:
         """Nobody is waited for just now; what comes next is another wait."""

@@ -126,8 +126,8 @@ class LeanTransaction(Meeting):
                 damaged = [str(row) for row in rows if not reader.is_sound(row)]
         if damaged:
             raise CheckpointError(
-                f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places); check the disk, or switch "
-                "without lean"
+                f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places); check the disk, or set "
+                'dynatrain.safety to "rollback"'
             )
 
     # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
