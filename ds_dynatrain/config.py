@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -23,8 +24,23 @@ MONITORS = ("tensorboard", "wandb", "csv_monitor")
 MINIMUM_BUDGET_BYTES = 64 * 1024
 """What the transfer needs at the least for staging."""
 
+
+@dataclass(frozen=True)
+class Said:
+    """What the table of the keys (`docs/configuration.md`) says of a value besides its type, limits and meaning.
+
+    default: where the value follows from elsewhere. kind: where a value may be given that becomes another one.
+    """
+
+    unit: str = ""
+    default: str = ""
+    kind: str = ""
+
+
 Size = Annotated[int, Field(ge=1)]
+Steps = Annotated[Size, Said("optimizer steps")]
 Stage = Annotated[int, Field(ge=0, le=3)]
+File = Annotated[str, Field(min_length=1), Said("path")]
 
 
 class _Block(BaseModel):
@@ -36,40 +52,46 @@ class _Block(BaseModel):
 class LayoutConfig(_Block):
     """The layout to start with; it may use a part of the processes, and the others start idle."""
 
-    data: Size
-    zero_stage: Stage | None = None
-    """`None` stands for `zero_optimization.stage`; `split_config` fills it in."""
-    pipe: Size = 1
-    expert: Size = 1
-    tensor: Size = 1
-    sequence: Size = 1
-    boundaries: list[Annotated[int, Field(ge=0)]] | None = None
-    """The first layer of each pipeline stage, and the number of layers; `None` leaves it to `pipeline.partition`."""
-    shares: list[Size] | None = None
-    """Samples of a global batch by data index; `None` deals them as evenly as they go."""
+    data: Annotated[Size, Said("ranks")]
+    """Ranks that share the batch; processes beyond them start idle."""
+    zero_stage: Annotated[Stage | None, Said(default="`zero_optimization.stage`")] = None
+    """Wins over `zero_optimization.stage` where both are given."""
+    pipe: Annotated[Size, Said("stages", "`num_stages` of the module, or 1")] = 1
+    """Stages of a `PipelineModule`."""
+    expert: Annotated[Size, Said("ranks", "`expert_parallel.autoep_size`, or 1")] = 1
+    """Ranks that share each layer's experts; it divides data x sequence x tensor."""
+    tensor: Annotated[Size, Said("ranks", "`tensor_parallel.autotp_size`, or 1")] = 1
+    """Ranks that share each layer; a model that has no such axis is refused."""
+    sequence: Annotated[Size, Said("ranks", "`sequence_parallel_size`, or that of the `mpu`, or 1")] = 1
+    """Ranks that share each sequence."""
+    boundaries: Annotated[list[Annotated[int, Field(ge=0)]] | None, Said("layers")] = None
+    """The first layer of each stage, and the number of layers; `None`: as `pipeline.partition` has it, which may be
+    "profile"."""
+    shares: Annotated[list[Size] | None, Said("samples")] = None
+    """Samples of a global batch that each data index takes; `None`: as evenly as they go."""
 
 
 class DataConfig(_Block):
     """How samples are dealt."""
 
     reshuffle: bool = False
-    """A new order in every epoch; `False` repeats one order, as stock DeepSpeed does."""
+    """A new order of the samples in every epoch; `False`: one order for all, as in plain DeepSpeed."""
 
 
 class FallbackConfig(_Block):
     """Checkpoints that are saved by themselves, between two steps."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: File
     """A folder that all members see."""
-    every_steps: Size | None = None
-    """Save after so many optimizer steps, counted from the start of the job."""
-    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    every_steps: Steps | None = None
+    """Save when so many optimizer steps divide those done."""
+    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
     """Save when the last one was so long ago, by the clock of rank 0."""
     background: bool = True
     """The step waits for a copy in host memory alone, which takes as much as this member writes."""
     on_sigterm: bool = False
-    """After SIGTERM to any member: save at the next step, and end, with code 143. Where members come and go, one
-    that is told to end hands over what it holds instead, and all save if there is nobody to hand over to."""
+    """After SIGTERM to any member all save at the next step, and end with code 143. Where members come and go it is
+    not needed: one that gets SIGTERM hands over what it holds, and if all get it they save, and end with code 0."""
     keep: Size = 2
     """So many of the newest checkpoints in the folder stay."""
 
@@ -77,8 +99,8 @@ class FallbackConfig(_Block):
 class ResumeConfig(_Block):
     """What a job goes on from when it starts."""
 
-    path: Annotated[str, Field(min_length=1)]
-    """A folder of checkpoints that all members see; one that names none is where a job begins."""
+    path: File
+    """A folder of checkpoints that all members see; the job begins if it names none."""
     tag: Annotated[str, Field(min_length=1)] | None = None
     """`None`: what `latest` in the folder names."""
     trust_pickle: bool = False
@@ -88,24 +110,26 @@ class ResumeConfig(_Block):
 class ReportConfig(_Block):
     """Where switches are reported besides the log."""
 
-    jsonl: str | None = None
-    """A file that gets one line of JSON a switch."""
+    jsonl: Annotated[str, Said("path")] | None = None
+    """A file that gets one line of JSON for each switch, and in an exact job one for each step."""
     monitor: bool = False
-    """Whether switches are written to DeepSpeed's own monitors, too: `tensorboard`, `wandb`, `csv_monitor`."""
+    """Whether switches are written to DeepSpeed's monitors, too: one of `tensorboard`, `wandb`, `csv_monitor` has to be
+    enabled."""
 
 
 class BuddiesConfig(_Block):
     """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
 
     mode: Literal["off", "copy", "auto", "replay"] = "off"
-    """"copy": as often as `every_steps` says; "replay": buddies make each other's steps, so that a death loses none;
-    "auto": copies while a step waits for them less than 2 % of its time, else what costs less of steps that are
-    replayed and copies that are as seldom as keeps it below that."""
-    every_steps: Size = 1
-    """A copy after so many optimizer steps; "auto" takes them no more often."""
-    copies: Size = 1
-    """How many other members keep each copy; as many as there are where these are fewer. In "replay" one."""
-    verify_every_steps: Size = 100
+    """Whether other members keep copies of what one rank holds alone. "copy": as often as `every_steps` says; "replay":
+    buddies make each other's steps, so that a death loses none; "auto": copies while a step waits for them less than
+    2 % of its time, else what costs less of steps that are replayed and copies that are as seldom as keeps it below
+    that. All engines of a process have the same block."""
+    every_steps: Steps = 1
+    """A copy after so many steps; "auto" takes them no more often, and "replay" needs none."""
+    copies: Annotated[Size, Said("members")] = 1
+    """How many others keep each copy; a job begins with more members than that. In "replay" one."""
+    verify_every_steps: Steps = 100
     """In "replay": after so many steps what a buddy has is compared with what its ward has."""
 
     @property
@@ -118,32 +142,33 @@ class BalanceConfig(_Block):
     """Layers and members are timed as they train, and what would be faster is proposed, or done."""
 
     mode: Literal["act", "advise", "off"] = "act"
-    """"act" measures and moves; "advise" measures and proposes; "off" measures nothing."""
-    profile: Annotated[str, Field(min_length=1)] | None = None
-    """A file that `balance.profile.Profile.save` has written: what counts until a profile was measured."""
-    every_steps: Size = 50
-    """From the begin of one window to the begin of the next, in optimizer steps."""
-    window_steps: Size = 1
-    """So many steps of a window are timed."""
+    """"act": layers are timed and move; "advise": nothing moves by itself; "off": nothing is timed."""
+    profile: File | None = None
+    """A profile that `engine.balancer.profile.save` has written: what `engine.suggest` and `"layouts": "best"` go by
+    until one was measured, and where stages begin if `pipeline.partition` is "profile"."""
+    every_steps: Steps = 50
+    """From the begin of one window to the begin of the next."""
+    window_steps: Steps = 1
+    """So many are timed in a window; at most `every_steps`."""
     least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of a step below which no move is proposed to pay."""
-    horizon_steps: Size | None = None
-    """Steps over which a move must pay at the most; `None`: as long as costs stayed as they were so far."""
+    """Share of a step below which no move pays, and below which costs count as the same."""
+    horizon_steps: Steps | None = None
+    """Over so many a move must pay at most; `None`: as long as costs stayed as they were so far."""
     safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     """Gain over the horizon by the cost of the move, at least."""
-    cooldown_steps: Annotated[int, Field(ge=0)] = 20
+    cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
     """After a move, before the next one; doubled each time one is taken back."""
     shape: Literal["boundaries", "any"] = "boundaries"
     """What may move: boundaries of stages; "any": also how many stages and data ranks the same members form, and how
     many samples each data rank gets."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
     """A member counts as slow that takes so many times as long as the middle one of its stage; `None`: none does."""
-    slow_steps: Annotated[int, Field(ge=3)] = 20
+    slow_steps: Annotated[int, Field(ge=3), Said("optimizer steps")] = 20
     """A member that has become slow counts as slow within so many steps: once two windows have found it so, of which
     there is one every third of these steps."""
-    memory_limit_bytes: Size | None = None
-    """What a member may hold by prediction; `None`: anything, and in `layouts: "best"` what its device has, or its part
-    of the host."""
+    memory_limit_bytes: Annotated[Size, Said("bytes")] | None = None
+    """What a member may hold by prediction; `None`: anything, and in `"layouts": "best"` what its device has, or its
+    part of the host."""
 
     @property
     def measures(self) -> bool:
@@ -164,8 +189,8 @@ class BalanceConfig(_Block):
 class ExactConfig(_Block):
     """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
 
-    digest_every_steps: Size = 1
-    """A digest of weights, moments and losses after so many optimizer steps, counted from the start of the job."""
+    digest_every_steps: Steps = 1
+    """A digest of weights, moments and losses after so many steps, counted from the start of the job."""
 
 
 def _exact_block(value: object) -> object:
@@ -176,8 +201,9 @@ def _exact_block(value: object) -> object:
 class ElasticConfig(_Block):
     """A job whose members come and go."""
 
-    wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
-    """How long members wait, with their state, where fewer nodes than torchrun's MIN are there; then they end."""
+    wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
+    """How long training waits where fewer nodes than torchrun's MIN are there, after it has saved a fallback
+    checkpoint; then all end with code 87."""
 
 
 NAME, TABLE = "<name>", "<table>"
@@ -194,38 +220,46 @@ class DynatrainConfig(_Block):
     """The whole block. An empty block is valid and means all defaults."""
 
     layout: LayoutConfig | None = None
-    """`None`: all processes train, at the stage of `zero_optimization`."""
+    """What to start with; `None`: all processes, at the stage of `zero_optimization`."""
     safety: Literal["rollback", "lean"] = "rollback"
-    """"rollback" holds both sides of a switch until it is committed; "lean" goes through a checkpoint in
-    `fallback.path`, and holds no more than the larger side."""
-    exact: Annotated[ExactConfig | None, BeforeValidator(_exact_block)] = None
-    """Whether losses, gradient norms, weights and moments have the same bits in any world: see `docs/exact.md`."""
+    """"rollback": both sides of a switch are held until it is committed; "lean": it goes through a checkpoint of this
+    very step in `fallback.path`, and never holds more than the larger side."""
+    exact: Annotated[
+        ExactConfig | None, BeforeValidator(_exact_block), Said(default="false", kind="boolean or object")
+    ] = None
+    """Whether losses, gradient norms, weights and moments have the same bits in any world; true: an object of all
+    defaults. What was not tried with it is refused by name."""
     late: bool = False
-    """Whether a switch moves in its pause what a forward pass reads, and masters and moments during the first global
-    batch after it."""
-    memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES)] = 1 << 30
-    """What a member may hold in flight beyond its source and its destination, in bytes."""
+    """Whether a switch moves in its pause only what a forward pass reads, and masters and moments during the first
+    global batch after it; `engine.switch(late=...)` says otherwise for one switch."""
+    memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES), Said("bytes")] = 1 << 30
+    """Most that a member holds in flight beyond its old and new state; 1 GiB by default."""
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
-    """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself may have drifted apart
-    for a switch to take one for all, as a share of the tensor's largest value."""
+    """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself (norms, tied weights) may
+    have drifted apart, as a share of its largest value. Within it those of one rank are taken for all and the event has
+    a warning; beyond it the switch is rolled back. A 16-bit weight may be off by one step of its type."""
     transport: Literal["auto", "ipc", "gloo"] = "auto"
-    """How bytes travel: "auto" reads the memory of members on the same machine, also on their accelerators, where that
-    is permitted, and takes gloo elsewhere; "ipc" rolls a switch back where accelerators' memory cannot be read; "gloo"
-    lets nobody read a member's memory."""
-    timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """How long one member waits for another in a switch, in seconds."""
+    """How bytes travel. "auto": members on one machine read each other's memory, also on their accelerators, where that
+    is permitted, else gloo; "ipc": a switch is rolled back where accelerators' memory cannot be read; "gloo": nobody
+    reads a member's memory."""
+    timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 60.0
+    """How long one member waits for another in a switch. Collectives of the training keep DeepSpeed's own limit of 30
+    minutes."""
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
     fallback: FallbackConfig | None = None
+    """Checkpoints that are saved by themselves, at boundaries."""
     resume: ResumeConfig | None = None
+    """What a job goes on from when it starts."""
     layouts: Annotated[
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"
-    """Which layout a world of n members gets: "data", "best", a table by n, or "module:function" (`engine.policy`)."""
+    """Which layout a world of n members gets where members come and go: "data", "best", an object of layouts by n, or
+    "module:function"."""
     elastic: ElasticConfig = ElasticConfig()
     buddies: BuddiesConfig = BuddiesConfig()
     balance: BalanceConfig | None = None
-    """`None`: nothing is timed."""
+    """Layers and members are timed, and move to where the time is; `None`: nothing is timed."""
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:
@@ -269,7 +303,9 @@ def _deepspeed_stage(config: Mapping[str, Any]) -> int:
 def _validated(block: object) -> DynatrainConfig:
     """Return the checked block; the first thing that is wrong with it is the error."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{BLOCK}: expected an object of keys, got {block!r} ({type_name(block)})")
+        raise ConfigError(
+            f"{BLOCK}: expected an object of keys, got {block!r} ({type_name(block)}); write {{}} for the defaults"
+        )
     if block.get("transport") == "ring":
         raise ConfigError(
             f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
@@ -285,7 +321,7 @@ def _validated(block: object) -> DynatrainConfig:
         if first["type"] == "extra_forbidden":
             raise ConfigError(_unknown_key(where, _keys_at(path[:-1]))) from error
         if first["type"] == "missing":
-            raise ConfigError(f"{where}: this key is needed and is not there") from error
+            raise ConfigError(f"{where}: this key is needed and is not there; add it") from error
         expected = first["msg"].replace("Input should be ", "").removeprefix("a valid ")
         expected = "an object of keys" if first["type"].startswith("model") else expected
         value = first["input"]
@@ -321,8 +357,9 @@ def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
     blocks = [own.get(name) for name in MONITORS]
     if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in blocks):
         raise ConfigError(
-            f"{BLOCK}.report.monitor: switches go to DeepSpeed's monitors, and none is enabled: none of "
-            f"{', '.join(f'{name}.enabled' for name in MONITORS)} is true"
+            f"{BLOCK}.report.monitor: switches go to DeepSpeed's monitors, and none of "
+            f"{', '.join(f'{name}.enabled' for name in MONITORS)} is true; set one of them, or leave "
+            f"{BLOCK}.report.monitor out"
         )
 
 

@@ -1,4 +1,5 @@
-"""Write the reference of the public names and of the command line from the code: docs/reference/.
+"""Write the reference of the public names and of the command line from the code, docs/reference/, and the table of keys
+in docs/configuration.md.
 
 python tools/reference.py           # write the pages
 python tools/reference.py --check   # exit code 1 if they are not what the code says
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from keys import table as table_of_keys
 
 from ds_dynatrain.cli.main import app
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = DOCS / "reference"
 NOTE = "<!-- written by tools/reference.py: do not change it by hand -->"
+END = "<!-- end -->"
 
 NAMES: dict[str, tuple[str, ...]] = {
     "Start": (
@@ -156,6 +160,13 @@ def table(command: Any) -> list[str]:
     return ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
 
 
+def keys_page() -> str:
+    """The page of the configuration, with its table anew."""
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    before, mark, rest = page.partition(NOTE)
+    return f"{before}{mark}\n\n{table_of_keys()}\n\n{END}{rest.partition(END)[2]}"
+
+
 def choices(one: Any) -> list[str]:
     """The words that an option takes; none where it takes any text."""
     kind = one.type_descriptor.annotation
@@ -184,13 +195,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
-    pages = {"api.md": names_page(), "cli.md": commands_page()}
+    pages = {
+        FOLDER / "api.md": names_page(),
+        FOLDER / "cli.md": commands_page(),
+        DOCS / "configuration.md": keys_page(),
+    }
     if args.check:
-        old = [name for name, text in pages.items() if not is_written(FOLDER / name, text)]
+        old = [file.name for file, text in pages.items() if not is_written(file, text)]
         sys.exit(f"out of date: {', '.join(old)}; run: python tools/reference.py" if old else 0)
     FOLDER.mkdir(exist_ok=True)
-    for name, text in pages.items():
-        (FOLDER / name).write_text(text.rstrip() + "\n", encoding="utf-8")
+    for file, text in pages.items():
+        file.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def is_written(file: Path, text: str) -> bool:
