@@ -1,7 +1,7 @@
 """What a job trains in after something has happened: a member lost, one that became slow, layers that became heavy.
 
 python tools/bench_after.py
-python tools/bench_after.py --cases "1 of 4 lost" --write docs/figures.md
+python tools/bench_after.py --cases "1 of 4 lost" --write docs/figures
 
 The layout that `balance.choose` takes is trained beside all others that could be faster, and steps are timed. Layers
 sleep, so that many ranks on few cores show the true times of a pipeline. A layout is left out only if the sleep of its
@@ -223,7 +223,7 @@ def answered() -> tuple[str, bool]:
 def main() -> None:
     """Train, time and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="*", default=names, help="; ".join(names))
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
 """Balance: how long the solver takes, what it gains on pipelines of 24 and 48 blocks by simulation, and is that right.
 
 python tools/bench_balance.py
-python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures.md
+python tools/bench_balance.py --ranks 8 --timed 40 --write docs/figures
 python tools/bench_balance.py --picture docs/balance.svg
 
 With --ranks a pipeline of layers that sleep is trained in many layouts (two minutes), and its steps are timed beside
@@ -299,7 +299,7 @@ def timed(rounds: int) -> str:
 def main() -> None:
     """Measure, simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     parser.add_argument("--ranks", type=int, help="train layers that sleep in so many processes, and time the steps")
     parser.add_argument("--timed", type=int, help="time a pipeline of two stages in so many rounds, such as 40")
     parser.add_argument("--picture", type=Path, help="an SVG to draw, such as docs/balance.svg")

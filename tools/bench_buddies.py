@@ -2,7 +2,7 @@
 
 python tools/bench_buddies.py                              # three minutes on a quiet machine
 python tools/bench_buddies.py --sizes 30M --batches 4 --steps 20
-python tools/bench_buddies.py --write docs/figures.md
+python tools/bench_buddies.py --write docs/figures
 python tools/bench_buddies.py --mode replay                # the same for steps that are replayed
 
 An elastic job of two torchrun agents with one worker each takes a copy after every second step, so that steps with a
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 64], help="samples a rank (default 4 and 64)")
     parser.add_argument("--steps", type=int, default=30, help="steps of each job (default 30)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     parser.add_argument("--mode", default="copy", choices=["copy", "replay"])
     args = parser.parse_args()
     cases = [(size, stage, batch) for size in args.sizes for stage in args.stages for batch in args.batches]

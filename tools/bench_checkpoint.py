@@ -1,7 +1,7 @@
 """Measure checkpoints against raw writes and reads of the same bytes, on the same disk, in the same run.
 
 python tools/bench_checkpoint.py
-python tools/bench_checkpoint.py --write docs/figures.md
+python tools/bench_checkpoint.py --write docs/figures
 
 Two processes each write their half of a state of Adam in bf16 (ZeRO-1, matrices of 1024 columns), down to the disk, and
 read it back: their own half as it was saved, the quarter of four ranks, all of it cold (dropped from the page cache)
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=60_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     context = get_context("spawn")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

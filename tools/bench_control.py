@@ -1,7 +1,7 @@
 """Measure what members of a switch tell each other: operations of the store, bytes, and how long all wait.
 
 python tools/bench_control.py
-python tools/bench_control.py --members 16 64 --write docs/figures.md
+python tools/bench_control.py --members 16 64 --write docs/figures
 
 Two measurements, with records of real size: those of a model of 70 billion parameters (the 723 tensors of Llama-2-70B)
 in ZeRO stage 3, which goes to stage 1. In the first, threads stand in for members: each has a connection of its own to

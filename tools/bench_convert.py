@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64, help="of the largest tensor, in one state kind")
     parser.add_argument("--tensors", type=int, default=12, help="tensors of half that size, beside the largest")
     parser.add_argument("--folder", type=Path, help="on the disk to use; a temporary one by default")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:

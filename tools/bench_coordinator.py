@@ -2,7 +2,7 @@
 
 python tools/bench_coordinator.py                          # about three minutes on two cores
 python tools/bench_coordinator.py --members 200 --seconds 5 --forged 500   # a quick look
-python tools/bench_coordinator.py --write docs/figures.md
+python tools/bench_coordinator.py --write docs/figures
 
 The coordinator is `ds-dynatrain coordinator` in a process of its own, with a token and the usual limit of 1,024 files.
 Members are light: the connections, messages and heartbeats of a worker, and no training.
@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=30.0, help="how long strangers come")
     parser.add_argument("--forged", type=int, default=5000)
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     raise_descriptors()
     token = secrets.token_hex(32)

@@ -3,7 +3,7 @@
 python tools/bench_deaths.py                               # three minutes on a quiet machine
 python tools/bench_deaths.py --sizes 125M --kills 1        # needs more cores than two, or patience
 python tools/bench_deaths.py --stages 1 2 3
-python tools/bench_deaths.py --write docs/figures.md
+python tools/bench_deaths.py --write docs/figures
 
 A job of four torchrun agents with one worker each, one of which is killed in the middle of a step. `stands still` is
 the time from the signal to the first step that all of the three others have made, less the median of a step of theirs.
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=12, help="samples of a global batch (default 12)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
     parser.add_argument("--kills", type=int, default=3, help="deaths of each line (default 3)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     rows = [line(size, stage, args) for size in args.sizes for stage in args.stages]
     text = f"Measured on: {machine()}. {args.dtype}, {len(NODES)} nodes of one rank, of which one is killed; "

@@ -1,7 +1,7 @@
 """Measure the certificate's digest on one core: gigabytes per second, by type and size.
 
 python tools/bench_digest.py
-python tools/bench_digest.py --write docs/figures.md
+python tools/bench_digest.py --write docs/figures
 
 Beside it stand the speed of an installation without compiled code, and that at which numpy just adds the same bytes up,
 which is what one core can read at all.
@@ -52,7 +52,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row(dtype, *size, args.repeats) for dtype in (torch.float32, torch.bfloat16) for size in SIZES.items()]

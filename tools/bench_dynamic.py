@@ -1,7 +1,7 @@
 """Balance with layers that change: six dynamisms on two stages, each once its layers change no more.
 
 python tools/bench_dynamic.py
-python tools/bench_dynamic.py --only freezing early_exit --json build/dynamic.json --write docs/figures.md
+python tools/bench_dynamic.py --only freezing early_exit --json build/dynamic.json --write docs/figures
 
 It wants two idle cores and takes about ten minutes. Layers are those of `examples/dynamic`, so what they save is real
 processor time. Of each: a step as predicted from layers timed in it, beside the clock, at even boundaries and at the
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="in which balance acts (default 300)")
     parser.add_argument("--timed", type=int, default=6, help="steps that are timed at each boundary (default 6)")
     parser.add_argument("--json", type=Path, help="a file for all that was measured")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     asked = parser.parse_args()
     begin = time.perf_counter()
     said = measured(asked.only, asked.steps, asked.timed)

@@ -2,7 +2,7 @@
 
 python tools/bench_ending.py                              # 30M parameters, two ranks, then three
 python tools/bench_ending.py --sizes 125M --times 2
-python tools/bench_ending.py --write docs/figures.md
+python tools/bench_ending.py --write docs/figures
 
 A job of torchrun agents of one worker each; at a random instant all of them get SIGTERM. The next launch, of another
 size, has to go on with the step after the one that was kept.
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
     parser.add_argument("--times", type=int, default=4, help="launches of each size (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="for the instants")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     rows = [line for size in args.sizes for line in lines(size, args)]
     text = f"Measured on: {machine()}. {args.dtype}, SIGTERM to all nodes at a random instant of a step; each launch "

@@ -1,7 +1,7 @@
 """Measure a step of an exact job against one of the same job without `exact`, in the same processes and in turn.
 
 python tools/bench_exact.py                              # 8M, 2 and 4 ranks, stages 1 to 3; minutes on a quiet machine
-python tools/bench_exact.py --size 30M --write docs/figures.md
+python tools/bench_exact.py --size 30M --write docs/figures
 
 Both have the same micro-batches. Compared is the median over all pairs of the ratio within a pair, by the slowest rank,
 so that a slow moment of the machine meets both. Bars: 1.2 at stage 1, 1.15 at stages 2 and 3. Memory is that of two
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=8, help="of a global batch (default 8)")
     parser.add_argument("--samples", type=int, default=2, help="of a leaf (default 2)")
     parser.add_argument("--length", type=int, default=48, help="tokens of a sample (default 48)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = MODE
     worlds = [(data, stage) for data in args.data for stage in args.stages]

@@ -1,7 +1,7 @@
 """Measure what a step of an exact job spends on its digest, and on losses and norm alone, as shares of the step.
 
 python tools/bench_exact_digests.py                           # 8M, 1, 2 and 4 ranks, stages 1 and 3
-python tools/bench_exact_digests.py --write docs/figures.md
+python tools/bench_exact_digests.py --write docs/figures
 
 Medians over steps of the slowest rank. Bar: a digest after every step takes at most 3 % of it.
 """
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=8, help="of a global batch (default 8)")
     parser.add_argument("--samples", type=int, default=2, help="of a leaf (default 2)")
     parser.add_argument("--length", type=int, default=48, help="tokens of a sample (default 48)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = MODE
     rows = [row(data, stage, args) for data in args.data for stage in args.stages]

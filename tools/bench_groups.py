@@ -2,7 +2,7 @@
 
 python tools/bench_groups.py                                # about three minutes
 python tools/bench_groups.py --ranks 4 8 --times 5
-python tools/bench_groups.py --write docs/figures.md
+python tools/bench_groups.py --write docs/figures
 
 Groups alone: the processes are forked from one that has imported this package, and have no engine and no coordinator.
 They are pairs of tensor ranks, half as many data ranks, and one more process that is idle. One that trains is killed at
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16, 32])
     parser.add_argument("--times", type=int, default=5, help="deaths of each line and kind (default 5)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)

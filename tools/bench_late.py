@@ -2,7 +2,7 @@
 
 python tools/bench_late.py                                              # all: 12 launches of one to four minutes
 python tools/bench_late.py --sizes 30M --dtypes bf16 --stages 1 --laps 1  # a quick look
-python tools/bench_late.py --sizes 125M --dtypes fp32 --stages 3 --write docs/figures.md  # a piece of the table
+python tools/bench_late.py --sizes 125M --dtypes fp32 --stages 3 --write docs/figures  # a piece of the table
 
 Each launch of four ranks walks six changes of the number of ranks in a ring, laps without `late` and with it in turns.
 Figures are medians over laps; of a switch the pause is the longest of a member that trains afterwards. Pieces add up in
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--laps", type=int, default=3, help="laps of each way (default 3)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32), 12 samples a step")
     parser.add_argument("--out", type=Path, default=Path("build/bench_late.json"), help="the figures as JSON")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     pieces = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}

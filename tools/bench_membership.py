@@ -3,7 +3,7 @@
 python tools/bench_membership.py                                    # about eight minutes
 python tools/bench_membership.py --parts join-kill hang             # some of it
 python tools/bench_membership.py --kept build/membership.json       # adds to what that file has, and shows all of it
-python tools/bench_membership.py --write docs/figures.md
+python tools/bench_membership.py --write docs/figures
 
 Real agents on one machine, over loopback, with one worker each; the script is `tests/elastic/summing.py`: a step is
 20 ms of sleep and three small all-reduces, batches come from two loader processes. A pause is the time from the last
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of the script"
     )
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     variables = dict(each.split("=", 1) for each in args.set)

@@ -1,7 +1,7 @@
 """Measure planning: one rank's part of a switch in a large world, and who takes which slot.
 
 python tools/bench_plan.py
-python tools/bench_plan.py --write docs/figures.md
+python tools/bench_plan.py --write docs/figures
 
 The model is a mixture of experts of 235 billion parameters (the shapes of Qwen3-235B-A22B: 94 layers of 128 experts,
 stacked as AutoEP has them), in bf16 with fp32 masters and Adam. Nothing is allocated but the plan. `plan` is what a
@@ -137,7 +137,7 @@ def in_a_process_of_its_own(work: Callable[..., list[object]], *arguments: Any) 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     asked = parser.parse_args()
     plans = [in_a_process_of_its_own(plan_row, *row) for row in PLANS]
     slots = [in_a_process_of_its_own(slots_row, *row) for row in SLOTS]

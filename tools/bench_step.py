@@ -1,7 +1,7 @@
 """Measure a step without a pending change against plain DeepSpeed, in the same processes and in turn.
 
 python tools/bench_step.py                          # stages 1 and 3, a minute each on a quiet machine
-python tools/bench_step.py --write docs/figures.md
+python tools/bench_step.py --write docs/figures
 
 Each rank holds two engines of one model, one plain and one of ds_dynatrain, and runs a step of each in turn; which goes
 first changes every time. Compared is the median over all pairs of the ratio within a pair, so that a slow
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=1, help="launches of each stage (default 1)")
     parser.add_argument("--batch", type=int, default=4, help="samples of a global batch (default 4)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     rows = [row for stage in args.stages for row in compare(stage, args)]
     text = f"Measured on: {machine()}. {args.size}, {args.dtype}, {PROCESSES} ranks, {args.steps} pairs of steps in "

@@ -2,10 +2,10 @@
 
 python tools/bench_switch.py                          # the whole table: about ten minutes on two cores
 python tools/bench_switch.py --sizes 30M --laps 1     # a quick look
-python tools/bench_switch.py --write docs/figures.md  # put the tables into the document
+python tools/bench_switch.py --write docs/figures  # put the tables into the document
 python tools/bench_switch.py --sizes 30M --variants all  # offload, fp16, BF16_Optimizer, LoRA, three groups instead
 python tools/bench_switch.py --sizes 25M --variants axes  # other models: tensor, expert, pipe and sequence sizes change
-python tools/bench_switch.py --sizes 25M --variants axes --write docs/figures.md --costs docs/axes.md
+python tools/bench_switch.py --sizes 25M --variants axes --write docs/figures --costs docs/axes.md
 
 One launch of four ranks per size and type walks all changes in a ring, lap after lap. A switch is *ahead* (asked for at
 least one full step before it takes effect) or *immediate* (`at=engine.global_steps`). Right after each switch the same
@@ -158,42 +158,37 @@ def summary(size: str, title: str, name: str, switches: list[Switch]) -> Record:
     }
 
 
-def document(rows: list[Record], laps: int, immediate: int, transport: str) -> str:
-    """The tables."""
-    head: tuple[str, ...] = (
-        "change",
-        "sent MB",
-        "÷ minimum",
-        "raw ms",
-        "pause ms",
-        "range",
-        "bar ms",
-        "pause ÷ bar",
-        "",
-    )
-    head += ("certificate ms", "whole pause ms", "immediate ms")
+PAUSE = (
+    *("change", "sent MB", "÷ minimum", "raw ms", "pause ms", "range", "bar ms", "pause ÷ bar", ""),
+    *("certificate ms", "whole pause ms", "immediate ms"),
+)
+MEMORY = ("change", "state held", "bound of I9", "÷ bound", "resident, high-water", "growth within the switch")
+
+
+def documents(rows: list[Record], laps: int, immediate: int, transport: str) -> dict[str, str]:
+    """The tables, by model and kind; what the columns are stands on the page of switches."""
     phases = ("meet", "drain", "rebuild", "move", "exchange", "local", "derived", "carry", "commit")
-    text = [
+    measured = (
         f"Measured on: {machine()}. Four ranks, {WAYS[transport]}; medians of {laps} laps ahead and {immediate} "
-        "immediate.",
-        "`pause` is without the certificate, for a switch asked for at least one full step ahead; `bar` is 1.25 × raw "
-        "+ 100 ms; `certificate` is the longest of a member's digests and census, without waiting for others; "
-        "`immediate` is the pause without the certificate of a switch that takes effect at once, its preparation "
-        "included.",
-    ]
-    for key in dict.fromkeys((row["size"], row["title"]) for row in rows):
-        mine = [row for row in rows if (row["size"], row["title"]) == key]
-        text += [f"#### {key[0]}, {key[1]}", table(head, map(_pause_row, mine))]
-        text += [
-            "Phases of the pause (ms, the slowest of each; `exchange`, `local` and `derived` are parts of `move`):"
-        ]
-        text += [
-            table(("change", *phases, "digest", "verify", "prepared ahead"), (_phase_row(r, phases) for r in mine))
-        ]
-        text += ["Memory (MB, the member with the most):"]
-        columns = ("change", "state held", "bound of I9", "÷ bound", "resident, high-water", "growth within the switch")
-        text += [table(columns, map(_memory_row, mine))]
-    return "\n\n".join(text)
+        "immediate."
+    )
+    found: dict[str, list[Record]] = {}
+    for row in rows:
+        found.setdefault(f"{row['size']}, {row['title']}", []).append(row)
+    return {
+        title: "\n\n".join(
+            (
+                measured,
+                f"#### {title}",
+                table(PAUSE, map(_pause_row, mine)),
+                "Phases of the pause (ms, the slowest of each; `exchange`, `local` and `derived` are parts of `move`):",
+                table(("change", *phases, "digest", "verify", "prepared ahead"), (_phase_row(r, phases) for r in mine)),
+                "Memory (MB, the member with the most):",
+                table(MEMORY, map(_memory_row, mine)),
+            )
+        )
+        for title, mine in found.items()
+    }
 
 
 def costs(rows: list[Record]) -> str:
@@ -264,7 +259,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", choices=list(WAYS), help="as dynatrain.transport")
     parser.add_argument("--repeats", type=int, default=3, help="raw exchanges after each switch (default 3)")
     parser.add_argument("--out", type=Path, default=Path("build/bench_switch.json"), help="the figures as JSON")
-    parser.add_argument("--write", type=Path, help="a document to put the tables into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs/figures")
     parser.add_argument("--costs", type=Path, help="a document to put one short table into, such as docs/axes.md")
     args = parser.parse_args()
     known = {**VARIANTS, **AXES}
@@ -279,13 +274,14 @@ def main() -> None:
             switches = measure(size, dtype, variant, args.laps, args.immediate, **settings)
             for name, _ in lap_of(variant)[0]:
                 rows.append(summary(size, title, name, [switch for switch in switches if switch.name == name]))
-            text = document(rows, args.laps, args.immediate, args.transport)
+            texts = documents(rows, args.laps, args.immediate, args.transport)
             args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
             if args.write is not None:
-                keep(args.write, section, text)
+                for name, text in texts.items():
+                    keep(args.write, f"{section} {name}", text)
             if args.costs is not None:
                 keep(args.costs, f"{section}_costs", costs(rows))
-    print(text)
+    print("\n\n".join(texts.values()))
 
 
 if __name__ == "__main__":

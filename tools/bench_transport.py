@@ -1,7 +1,7 @@
 """Measure the ways that bytes take between members of one machine against a plain copy of as many in one process.
 
 python tools/bench_transport.py                          # seconds
-python tools/bench_transport.py --write docs/figures.md
+python tools/bench_transport.py --write docs/figures
 
 One pair of processes, then two at once: four processes, which share the cores of a small machine. The time of a message
 is that of its receiver, from a barrier to its last byte; both buffers were touched before. The copies of two pairs run
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--megabytes", nargs="+", type=int, default=[16, 256], help="sizes of a message")
     parser.add_argument("--repeats", type=int, default=7, help="messages of a size and launch (default 7)")
     parser.add_argument("--launches", type=int, default=3, help="launches of each number of pairs (default 3)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     rows = []
     for pairs in (1, 2):

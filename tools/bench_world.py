@@ -2,7 +2,7 @@
 
 python tools/bench_world.py                                 # about five minutes
 python tools/bench_world.py --ranks 4 8 --times 5
-python tools/bench_world.py --write docs/figures.md
+python tools/bench_world.py --write docs/figures
 
 Membership alone: the processes are those of `tests/elastic/summing.py`, which import torch and no DeepSpeed, hold a few
 numbers and add them up. All but one are workers of one agent, and the one that is killed, with its agent, is alone on
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16, 32])
     parser.add_argument("--times", type=int, default=3, help="deaths of each line (default 3)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the jobs, too
     where = machine()

@@ -2,7 +2,7 @@
 
 python tools/chaos.py                              # 200 events, about ten minutes
 python tools/chaos.py --events 15 --seed 3 --busy 0
-python tools/chaos.py --write docs/figures.md
+python tools/chaos.py --write docs/figures
 python tools/chaos.py --script tests/elastic/several.py --steps step beside --busy 0  # two engines; see there for --set
 python tools/chaos.py --script tests/elastic/training.py --kind tensor --busy 0 --most 3 --rest 180  # or another axis
 
@@ -123,7 +123,7 @@ def arguments() -> argparse.Namespace:
         metavar="EVENT",
         help="what the script calls a step of each of its engines",
     )
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     args.workers = args.workers if args.kind is None else 2
     return args

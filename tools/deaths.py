@@ -3,7 +3,7 @@
 python tools/deaths.py                                              # 10 deaths in each of stages 1, 2 and 3
 python tools/deaths.py --stages 2 --seeds 1 2 3 --deaths 70 --minutes 90
 python tools/deaths.py --stages 1 --beside 3                        # two engines in each process
-python tools/deaths.py --write docs/figures.md
+python tools/deaths.py --write docs/figures
 
 A job of three stock torchrun agents and a spare. A worker or a whole node is killed at a random instant, the spare
 takes its place, and another node comes for the spare. When all are protected again the next one dies. So every world is
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=10, help="of each job (default 10)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all jobs together (default 60)")
     parser.add_argument("--rest", type=float, default=120.0, help="seconds until everything has to be in order")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends this process ends the job, too
     jobs = [(stage, seed) for seed in args.seeds for stage in args.stages]

@@ -1,7 +1,7 @@
 """How far the losses of a job that changes its world are from those of one that does not, with and without `exact`.
 
 python tools/deviation.py                       # 300 steps of 4 runs; some minutes
-python tools/deviation.py --write docs/figures.md --picture docs/deviation.svg
+python tools/deviation.py --write docs/figures --picture docs/deviation.svg
 
 The job starts on 4 ranks and goes on on 3, 2 and 4. It has dropout, clipping and AdamW, and reads real text. A loss is
 the mean of the global batch. What ElasWave (arXiv 2510.00606) calls deviation is the mean of |loss - static run|.
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="of ZeRO (default 2)")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     parser.add_argument("--picture", type=Path, help="an SVG file, such as docs/deviation.svg")
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = "COMPATIBLE"

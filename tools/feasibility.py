@@ -2,7 +2,7 @@
 
 python tools/feasibility.py                                # all of it: about half an hour on two cores
 python tools/feasibility.py --kinds ulysses --seconds 100  # a part of it
-python tools/feasibility.py --write docs/feasibility.md    # put the tables into the document
+python tools/feasibility.py --write docs    # put the tables into the pages
 
 What was found is kept in a file, and not tried again: a run that was broken off goes on where it was.
 
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="the most ranks of a combination")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no combination after that time")
     parser.add_argument("--results", type=Path, default=Path("build/feasibility.jsonl"), help="what was found before")
-    parser.add_argument("--write", type=Path, help="a document to put the tables into")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the tables: docs")
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     prepare()

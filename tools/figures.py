@@ -25,9 +25,14 @@ def machine() -> str:
     return f"{_processor()}, {os.cpu_count()} cores, {versions}, Python {platform.python_version()}, load {load:.1f}"
 
 
-def keep(file: Path, name: str, text: str) -> None:
-    """Put `text` between `<!-- name -->` and `<!-- /name -->` of a document, which gets them if it has none."""
+def keep(place: Path, name: str, text: str) -> None:
+    """Put `text` between `<!-- name -->` and `<!-- /name -->` of a document, which gets them if it has none.
+
+    place: the document, or a folder of them; a new one of that name if none in it has the marks.
+    """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    with_marks = (page for page in sorted(place.glob("*.md")) if begin in page.read_text(encoding="utf-8"))
+    file = next(with_marks, place / f"{name}.md") if place.is_dir() else place
     body = file.read_text(encoding="utf-8") if file.exists() else ""
     if begin not in body:
         body = f"{body.rstrip()}\n\n{begin}\n{end}\n".lstrip()

@@ -3,7 +3,7 @@
 python tools/goodput.py spot_us_east_2b.csv                         # `seconds,nodes` by line; ten minutes of it
 python tools/goodput.py spot_us_east_2b.csv --stages 1 2 3 --stock-stages 1 --seconds 20 --minutes 6
 python tools/goodput.py --mtbf 30                                   # no trace: a death without notice each 30 s
-python tools/goodput.py spot_us_east_2b.csv --write docs/figures.md
+python tools/goodput.py spot_us_east_2b.csv --write docs/figures
 
 The numbers of nodes in a trace are scaled to at most `--most` (rounded; what makes no difference then is left out); a
 change comes `--seconds` after the one before. A node that falls gets SIGTERM, every k-th fall (`--silent-falls`)
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--silent-falls", type=int, default=5, help="every k-th fall comes without notice; 0: none")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints (default 10)")
     parser.add_argument("--rest", type=float, default=120.0, help="seconds until everything has to be in order")
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     if (args.trace is None) == (args.mtbf is None):
         parser.error("give a trace, or --mtbf")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -72,13 +72,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
+CALLED = ("Start", "The engine", "DeepSpeed's calls that do more here")
+"""Titles of the first page."""
 
 
-def names_page() -> str:
-    """Every name with the first sentence that is said of it, and what autodoc makes of it."""
-    lines = ["# Public names", "", NOTE, ""]
-    lines += ["What a script uses, from its docstrings. Errors have [a page of their own](../errors.md).", ""]
-    for title, names in NAMES.items():
+def names_page(head: str, intro: str, titles: Iterable[str]) -> str:
+    """Names with the first sentence that is said of each, and what autodoc makes of it."""
+    lines = [f"# {head}", "", NOTE, "", intro, ""]
+    for title in titles:
+        names = NAMES[title]
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
         lines += [f"| `{name}` | {said} |" for name, said in listed(names)]
         lines += ["", "```{eval-rst}", *directives(names), "```", ""]
@@ -128,19 +130,50 @@ def first_sentence(found: Any) -> str:
     return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
-def commands_page() -> str:
-    """Every command with its arguments and options."""
-    lines = ["# The command `ds-dynatrain`", "", NOTE, ""]
-    lines += ["Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command.", ""]
-    command: Any = typer.main.get_command(app)
-    lines += table(command)
-    for name, below in command.commands.items():
-        inner = getattr(below, "commands", None)
-        for words, each in [(f"{name} {sub}", one) for sub, one in inner.items()] if inner else [(name, below)]:
-            usage = " ".join(["ds-dynatrain", words, *(operand(one) for one in each.params if is_argument(one))])
-            lines += [f"## {words}", "", "```text", f"{usage} [OPTIONS]", "```", "", paragraphs(each.help), ""]
-            lines += table(each)
+def commands_page(head: str, intro: str, commands: Iterable[tuple[str, Any]], more: Iterable[str] = ()) -> str:
+    """Commands with their arguments and options, by the words that call them. more: lines before them."""
+    lines = [f"# {head}", "", NOTE, "", intro, "", *more]
+    for words, each in commands:
+        usage = " ".join(["ds-dynatrain", words, *(operand(one) for one in each.params if is_argument(one))])
+        lines += [f"## {words}", "", "```text", f"{usage} [OPTIONS]", "```", "", paragraphs(each.help), ""]
+        lines += table(each)
     return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """All pages that this command writes, by file."""
+    whole: Any = typer.main.get_command(app)
+    below = whole.commands["checkpoint"].commands.items()
+    alone = [(name, each) for name, each in whole.commands.items() if name != "checkpoint"]
+    return {
+        FOLDER / "api.md": names_page(
+            "Public names",
+            "What a script calls, from its docstrings. What it is given: [objects of the engine](api-objects.md). "
+            "Errors "
+            "have [a page of their own](../errors.md).",
+            CALLED,
+        ),
+        FOLDER / "api-objects.md": names_page(
+            "Public names: objects and tools",
+            "What the engine gives a script, from its docstrings, and the names of other tools. What it calls: "
+            "[public names](api.md).",
+            [title for title in NAMES if title not in CALLED],
+        ),
+        FOLDER / "cli.md": commands_page(
+            "The command `ds-dynatrain`",
+            "Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command. Commands for checkpoints "
+            "have "
+            "[a page of their own](cli-checkpoint.md).",
+            alone,
+            table(whole),
+        ),
+        FOLDER / "cli-checkpoint.md": commands_page(
+            "The command `ds-dynatrain checkpoint`",
+            "Each command takes `--help`. The others: [the command `ds-dynatrain`](cli.md).",
+            [(f"checkpoint {name}", each) for name, each in below],
+        ),
+        DOCS / "configuration.md": keys_page(),
+    }
 
 
 def table(command: Any) -> list[str]:
@@ -195,16 +228,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     args = parser.parse_args()
-    pages = {
-        FOLDER / "api.md": names_page(),
-        FOLDER / "cli.md": commands_page(),
-        DOCS / "configuration.md": keys_page(),
-    }
     if args.check:
-        old = [file.name for file, text in pages.items() if not is_written(file, text)]
+        old = [file.name for file, text in pages().items() if not is_written(file, text)]
         sys.exit(f"out of date: {', '.join(old)}; run: python tools/reference.py" if old else 0)
     FOLDER.mkdir(exist_ok=True)
-    for file, text in pages.items():
+    for file, text in pages().items():
         file.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Histories of an elastic job on a virtual network: the decisions are the product's, on both sides.
 
 python tools/simulate.py                      # 20,000 of them
-python tools/simulate.py --histories 100000 --write docs/figures.md
+python tools/simulate.py --histories 100000 --write docs/figures
 python tools/simulate.py --first 4711 --histories 1   # one again: a seed is one history
 
 Nodes come, leave, die, hang and freeze; connections are cut; the coordinator dies, pauses and is started again;

@@ -2,7 +2,7 @@
 
 python tools/soak.py                              # 100 random switches of a small model, about two minutes
 python tools/soak.py --switches 40 --seed 7
-python tools/soak.py --write docs/figures.md
+python tools/soak.py --write docs/figures
 
 After the first ten switches no figure may grow: threads, file descriptors and registered process groups not at all,
 memory by at most the allowance. The exit status is 1 if one does.
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--switches", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
-    parser.add_argument("--write", type=Path, help="a document to put the table into, such as docs/figures.md")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     args = parser.parse_args()
     notes = launch("soak_ranks.py", PROCESSES, LIMIT_SECONDS, switches=args.switches, seed=args.seed, dtype=args.dtype)
     rows = windows(notes)

@@ -1,6 +1,6 @@
 """The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/support.md docs/gpu.md
+    python -m ds_dynatrain.support.markdown docs/support-*.md docs/gpu.md
 
 writes the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
 """
@@ -28,15 +28,20 @@ def markdown(name: str) -> str:
     return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])
 
 
-def filled(page: str) -> str:
-    """The page with all its tables anew; ConfigError unless each table stands on it once."""
-    on_page = [found["name"] for found in _MARKED.finditer(page)]
-    wrong = sorted(set(on_page) ^ set(TABLES)) or [name for name in on_page if on_page.count(name) > 1]
+def filled(pages: Sequence[str]) -> list[str]:
+    """Pages with all tables anew; ConfigError unless each table stands once on all of them together."""
+    there = [found["name"] for page in pages for found in _MARKED.finditer(page)]
+    wrong = sorted(set(there) ^ set(TABLES)) or [name for name in there if there.count(name) > 1]
     if wrong:
         raise ConfigError(
-            f"docs/support.md has these tables not once: {', '.join(wrong)}; put the marks of each on the page once"
+            f"docs/support-*.md have these tables not once: {', '.join(wrong)}; give all pages, with the marks of "
+            "each once"
         )
-    return _MARKED.sub(lambda found: f"<!-- table: {found['name']} -->\n{markdown(found['name'])}\n<!-- end -->", page)
+    return [_MARKED.sub(_anew, page) for page in pages]
+
+
+def _anew(found: re.Match[str]) -> str:
+    return f"<!-- table: {found['name']} -->\n{markdown(found['name'])}\n<!-- end -->"
 
 
 def note(row: Row) -> str:
@@ -79,7 +84,15 @@ def with_proofs(page: str) -> str:
     return f"{before}{mark}{proved.table()}{end}{rest.partition(end)[2]}"
 
 
+def main(files: Sequence[Path]) -> None:
+    """Write the tables of these pages anew."""
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    of_gpus = {file: with_proofs(text) for file, text in texts.items() if "table: proved" in text}
+    others = [file for file in files if file not in of_gpus]
+    anew = dict(zip(others, filled([texts[file] for file in others]), strict=True)) if others else {}
+    for file, text in {**of_gpus, **anew}.items():
+        file.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for file in map(Path, sys.argv[1:]):
-        text = file.read_text(encoding="utf-8")
-        file.write_text((with_proofs if "table: proved" in text else filled)(text), encoding="utf-8")
+    main([Path(name) for name in sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The rules of which combinations are let in say what the tables of `docs/feasibility.md` say, cell by cell."""
+"""The rules of which combinations are let in say what the tables of `docs/feasibility*.md` say, cell by cell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ds_dynatrain.support.axes import (
 )
 from tests.engine.transitions import RANKS, combinations
 
-PAGE = Path(__file__).parents[2] / "docs" / "feasibility.md"
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "\n".join((DOCS / name).read_text() for name in ("feasibility.md", "feasibility-combined.md"))
 KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
     "module": (frozenset(), ("data", "tensor")),
     "transformers": (frozenset(), ("data", "tensor")),
@@ -57,7 +58,7 @@ CORRECTED: tuple[Rule, ...] = (
 
 def cells(kind: str) -> dict[Layout, str]:
     """Every combination in the table of a kind, and "ok" or what its note says."""
-    text, found = PAGE.read_text().partition(f"<!-- {kind} -->\n")[2], dict[Layout, str]()
+    text, found = TEXT.partition(f"<!-- {kind} -->\n")[2], dict[Layout, str]()
     text = text.partition(f"<!-- /{kind} -->")[0]
     notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.M))
     for row in re.findall(r"^\| (\w+=.*?) \|$", text, re.M):

@@ -1,4 +1,4 @@
-"""`docs/support.md` says what the rows say."""
+"""`docs/support-*.md` say what the rows say."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import TABLES, proved
 from ds_dynatrain.support.markdown import filled, markdown, with_proofs
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_has_the_rows() -> None:
-    page = PAGE.read_text()
-    assert filled(page) == page, "run: python -m ds_dynatrain.support.markdown docs/support.md"
+    pages = [page.read_text() for page in sorted(DOCS.glob("support-*.md"))]
+    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/support-*.md"
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -27,7 +27,7 @@ def test_every_row_is_shown(name: str) -> None:
 
 
 def test_the_page_of_gpus_says_what_was_proved() -> None:
-    page = (PAGE.parent / "gpu.md").read_text()
+    page = (DOCS / "gpu.md").read_text()
     assert with_proofs(page) == page, "run: python -m ds_dynatrain.support.markdown docs/gpu.md"
     with pytest.raises(ConfigError, match="proved"):
         with_proofs("no table")
@@ -37,7 +37,7 @@ def test_the_page_of_gpus_says_what_was_proved() -> None:
 def test_what_ran_on_the_test_device_names_its_test(part: str) -> None:
     assert part in proved.PARTS
     file, _, name = proved.ON_TEST_DEVICE[part].partition("::")
-    text = (PAGE.parents[1] / file).read_text()
+    text = (DOCS.parent / file).read_text()
     assert not name or f"def {name}" in text
 
 
@@ -51,12 +51,12 @@ def test_a_part_that_never_ran_is_warned_of() -> None:
 
 def test_other_text_stays() -> None:
     marks = "\n".join(f"## {name}\n<!-- table: {name} -->\nold\n<!-- end -->\nprose" for name in TABLES)
-    page = filled(marks)
+    (page,) = filled([marks])
     assert page.count("prose") == len(TABLES) and "\nold\n" not in page
-    assert filled(page) == page
+    assert filled([page]) == [page]
     with pytest.raises(ConfigError, match="usage"):
-        filled(marks.replace("<!-- table: usage -->", ""))
+        filled([marks.replace("<!-- table: usage -->", "")])
     with pytest.raises(ConfigError, match="no such"):
-        filled(marks + "\n<!-- table: no such -->\n<!-- end -->")
+        filled([marks + "\n<!-- table: no such -->\n<!-- end -->"])
     with pytest.raises(ConfigError, match="zero"):
-        filled(marks + "\n<!-- table: zero -->\n<!-- end -->")
+        filled([marks + "\n<!-- table: zero -->\n<!-- end -->"])

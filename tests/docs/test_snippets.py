@@ -19,8 +19,11 @@ from tests.ops import surroundings
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 NOW = {"docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
 """What `make test` runs, besides the README (test_install); `make test-all` runs all."""
-ELSEWHERE = {"docs/accelerate.md", "docs/figures.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"}
-"""Pages with tests of their own, and that of measurements."""
+ELSEWHERE = {
+    *("docs/accelerate.md", "docs/huggingface.md", "docs/balance.md", "docs/dev/format.md"),
+    *(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "figures").glob("*.md")),
+}
+"""Pages with tests of their own, and those of measurements."""
 NOT_STANDING_ALONE = {"docs/tutorial-switch.md": ["README.md", "docs/trust.md"]}
 """Pages that start the scripts of others."""
 SET_BY_CONSTRUCTORS = {"device", "global_rank", "global_samples", "global_steps", "module", "optimizer"}

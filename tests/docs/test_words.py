@@ -27,7 +27,7 @@ PAGES = sorted(
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
         *(ROOT / "docs").rglob("*.md"),
     )
-    if page.name not in ("figures.md", "feasibility.md", "style.md")
+    if page.name not in ("figures.md", "feasibility.md", "style.md") and page.parent.name != "figures"
 )
 LOGGING = {"debug", "info", "warning", "error"}
 
