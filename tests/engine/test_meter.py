@@ -83,7 +83,9 @@ def refusing() -> None:
     with jobs.job(settings(1, {}), Halves(), data=Points(), groups=False) as made:
         meter = made.engine.meter
         for names in ((), ("encoders",), ("encoder", "encoder"), ("",)):
-            with pytest.raises(ConfigError, match="is no module of the model, or is named twice; it has encoder, "):
+            with pytest.raises(
+                ConfigError, match="is no module of the model, or is named twice; name each once, of encoder, "
+            ):
                 meter(*names)
         with pytest.raises(ConfigError, match=r"'decoder' and 'decoder\.layers' share a module"):
             meter("decoder", "decoder.layers")

@@ -231,9 +231,8 @@ class Buddies:
             self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
         if engine.rank == 0 and was_protected and not self._is_protected:
             logger.warning(
-                "buddies: unprotected after step %d: %s; until copies are whole, a death may go back to the last "
-                "checkpoint",
-                *(engine.global_steps, self._why),
+                "buddies: unprotected: %s; until copies are whole, a death may go back to the last checkpoint",
+                self._why,
             )
         elif engine.rank == 0 and not self._pairing.by_member and not self._pairing.idle:
             logger.info("buddies: %s", self._why)
