@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as td
@@ -69,8 +70,8 @@ def build_world(
 ) -> World:
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
-    Blocks until every member of both has called it (`seconds` at most for each group); store keys carry the generation
-    and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
+    Blocks until every member of both has built all of its groups (`seconds` at most for each); store keys carry the
+    generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
     connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
     them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of their
     own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
@@ -98,6 +99,7 @@ def build_world(
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
             world.hold("transfer", union, make("transfer", union, union.index(member)))
             world.transfer, world.transfer_members = world.group("transfer"), union
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # or who drops it at once breaks it off for the others
     except BaseException:
         world.give_up(world.kinds)
         raise

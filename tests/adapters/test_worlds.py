@@ -173,7 +173,6 @@ def visit(path: list[tuple[dict[str, int], Table]], generation: int) -> None:
         layout = Layout(zero_stage=1, **sizes)
         place = generation + number, launch.member, everyone, everyone, SECONDS, layout
         following = build_world(store, *place, has_sequence=True)
-        td.barrier(group=following.transfer)  # nobody lets go of what others still connect
         install(following)
         check_getters(layout, table)
         if world is not None:
@@ -206,7 +205,6 @@ def go_back(generation: int) -> None:
         build_world(store, generation + number, launch.member, everyone, everyone, SECONDS, layout, has_sequence=True)
         for number, layout in enumerate(layouts)
     )
-    td.barrier(group=launch.group)
     install(old)
     install(new)
     install(old)
@@ -225,7 +223,6 @@ def join(generation: int) -> tuple[int | None, list[str]]:
     launch, store = LaunchWorld.current(), launch_store()
     world = build_world(store, generation, launch.member, (3, 1, 2), (0, 3), SECONDS, Layout(zero_stage=1, tensor=3))
     assert world.transfer is not None and world.transfer.size() == 4 and world.transfer_members == (0, 1, 2, 3)
-    td.barrier(group=world.transfer)
     kinds = world.kinds
     if world.rank is not None:
         install(world)

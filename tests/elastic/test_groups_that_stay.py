@@ -63,9 +63,7 @@ class Member:
         sides = self.number, members, [one for one in self.members if one not in gone], SECONDS, layout
         with self.coming.building() as note:
             given: dict[str, Any] = {"status": GroupStatus(), "present": self.world, "unfit": anew, "note": note}
-            made = build_world(self.store, generation, *sides, **given)
-        td.barrier(group=made.transfer)  # as in a job: nobody lets go of what others still connect
-        return made
+            return build_world(self.store, generation, *sides, **given)
 
     def enter(self, world: World) -> None:
         """Train in it, or leave with it, and let go of the one before."""
