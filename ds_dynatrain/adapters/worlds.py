@@ -71,10 +71,10 @@ def build_world(
     """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
 
     Blocks until every member of both has built all of its groups (`seconds` at most for each); store keys carry the
-    generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs no
-    connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to name
-    them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of their
-    own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
+    generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs
+    no connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to
+    name them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of
+    their own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
     groups whose members stay in their order are to be taken over; all members do so, or none. unfit: names of those
     that are not, equal on all. note: called with the name of each group that was made.
     """
@@ -99,8 +99,9 @@ def build_world(
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
             world.hold("transfer", union, make("transfer", union, union.index(member)))
             world.transfer, world.transfer_members = world.group("transfer"), union
-        world.transfer.barrier().wait(timedelta(seconds=seconds))  # or who drops it at once breaks it off for the others
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # who drops it at once breaks nobody's build off
     except BaseException:
+        world.transfer = None
         world.give_up(world.kinds)
         raise
     return world
