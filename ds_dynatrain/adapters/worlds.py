@@ -74,9 +74,9 @@ def build_world(
     generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs
     no connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to
     name them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of
-    their own in any case, as training runs beside them. present: the world of `previous`, on a member that trains in it, if
-    groups whose members stay in their order are to be taken over; all members do so, or none. unfit: names of those
-    that are not, equal on all. note: called with the name of each group that was made.
+    their own, as training runs beside them. present: the world of `previous`, on a member that trains in it,
+    if groups whose members stay in their order are to be taken over; all members do so, or none. unfit: names of
+    those that are not, equal on all. note: called with the name of each group that was made.
     """
     union = tuple(sorted({*members, *previous}))
     rank = members.index(member) if member in members else None
