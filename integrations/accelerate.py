@@ -25,11 +25,12 @@ from ds_dynatrain.integrations.huggingface.collectives import Collectives
 from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches, is_in_order
 from ds_dynatrain.integrations.huggingface.schedules import CarriedSchedule, SteadyScheduler
 from ds_dynatrain.integrations.huggingface.states import Checkpoints
+from ds_dynatrain.integrations.shared.names import check
 
 __all__ = ["Accelerator"]
 
-names.check(names.ACCELERATE, "accelerate")
-names.check(names.LOOPS, "accelerate")
+check(names.ACCELERATE, "accelerate", "transformers")
+check(names.LOOPS, "accelerate", "transformers")
 install()
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError, UnsupportedError
-from ds_dynatrain.integrations.huggingface.calls import BLOCK
-from ds_dynatrain.integrations.huggingface.refusal import AXES, Refusal, refuse
+from ds_dynatrain.integrations.shared.refusal import AXES, BLOCK, Refusal, refuse
 
 GIVEN = (
     Refusal(

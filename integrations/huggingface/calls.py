@@ -18,8 +18,8 @@ from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.engine.initialize import join_at_zero_init
 from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.integrations.shared.refusal import BLOCK
 
-BLOCK = "dynatrain"
 _IS_OURS = "is_of_dynatrain"
 
 

@@ -21,7 +21,7 @@ from ds_dynatrain.checkpoint.folder import LATEST
 from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError, ConfigError
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS
-from ds_dynatrain.integrations.huggingface.folders import is_ours, save
+from ds_dynatrain.integrations.shared.folders import is_ours, save
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 __all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "resume", "save"]

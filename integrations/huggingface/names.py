@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from typing import Any
-
-from ds_dynatrain.errors import ConfigError
-
 TRAINER = {
     "transformers.trainer": "Trainer _is_peft_model",
     "transformers.trainer.Trainer": (
@@ -38,27 +32,3 @@ LOOPS = {
     "accelerate.utils": "MODEL_NAME gather_object send_to_device",
 }
 """What a loop of Accelerate's needs besides."""
-
-
-def check(wanted: Mapping[str, str], library: str) -> None:
-    """ConfigError naming what is missing, and the versions that have it."""
-    missing = [f"{place}.{name}" for place, names in wanted.items() for name in names.split() if not _has(place, name)]
-    if missing:
-        version = getattr(importlib.import_module(library), "__version__", "?")
-        raise ConfigError(
-            f"{library} {version} has no {', '.join(missing)}: install a version that ds_dynatrain was tested with, "
-            "pip install 'ds-dynatrain[transformers]'"
-        )
-
-
-def _has(place: str, name: str) -> bool:
-    found: Any = None
-    module, _, inner = place.rpartition(".")
-    try:
-        found = importlib.import_module(place)
-    except ImportError:
-        try:
-            found = getattr(importlib.import_module(module), inner, None)
-        except ImportError:
-            return False
-    return hasattr(found, name)

@@ -9,8 +9,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.integrations.huggingface.calls import BLOCK
-from ds_dynatrain.integrations.huggingface.refusal import AXES, Refusal, refuse
+from ds_dynatrain.integrations.shared.refusal import AXES, BLOCK, Refusal, refuse
 
 
 def _is_on(name: str) -> Callable[[TrainingArguments], bool]:

@@ -12,7 +12,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.integrations.huggingface.calls import BLOCK
+from ds_dynatrain.integrations.shared.refusal import BLOCK
 
 _SETTLED = "_dynatrain_global_batch"
 """On a configuration that was settled: what its arguments say of accumulation is no longer what was given."""

@@ -15,8 +15,8 @@ from accelerate.utils import MODEL_NAME
 
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_dynatrain.integrations.huggingface import folders
 from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches
+from ds_dynatrain.integrations.shared import folders
 from ds_dynatrain.report import logger
 
 if TYPE_CHECKING:

@@ -13,15 +13,16 @@ from transformers import TrainingArguments
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import CheckpointError, WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, refusals, settings
-from ds_dynatrain.integrations.huggingface.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress
 from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
+from ds_dynatrain.integrations.shared.batches import GlobalBatches, Window
+from ds_dynatrain.integrations.shared.names import check
 from ds_dynatrain.report import logger
 
-names.check(names.TRAINER, "transformers")
-names.check(names.ACCELERATE, "accelerate")
+check(names.TRAINER, "transformers", "transformers")
+check(names.ACCELERATE, "accelerate", "transformers")
 
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class ElasticMixin(Below):
         finally:
             self.accelerator.prepare = prepare
         seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
-        self.global_batches = GlobalBatches(loader, self._settings.global_batch, seed)
+        self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", seed)
         return self.global_batches
 
     def get_batch_samples(

@@ -1,6 +1,6 @@
-"""The loader that a Trainer iterates over: an item is this rank's part of a whole global batch.
+"""The loader that a framework iterates over: an item is this rank's part of a whole global batch.
 
-So accumulation is 1 for the Trainer, and its length, its steps and epochs are the same in every world.
+So accumulation is 1 for the framework, and its length, its steps and epochs are the same in every world.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Window = tuple[MicroBatch, ...]
 
 
 class GlobalBatches:
-    """What `get_train_dataloader` returns; it reads from the engine once there is one, see `bind`.
+    """It reads from the engine once there is one, see `bind`.
 
     loader: of torch, over the data set; its samplers and collate function count. global_batch: samples of a step.
-    seed: epoch k has the permutation of `seed` + k, as Accelerate's seedable sampler.
+    name: among the engine's loaders. seed: epoch k has the permutation of `seed` + k; by default, that of the sampler.
     """
 
-    def __init__(self, loader: DataLoader[Any], global_batch: int, seed: int) -> None:
-        self._torch, self.batch_size, self._seed = loader, global_batch, seed
+    def __init__(self, loader: DataLoader[Any], global_batch: int, name: str, seed: int | None = None) -> None:
+        self._torch, self.batch_size, self._name, self._seed = loader, global_batch, name, seed
         self._ours: TrainLoader | None = None
         self._drawn: Callable[[], None] = lambda: None
 
@@ -38,13 +38,16 @@ class GlobalBatches:
     def loader(self) -> TrainLoader:
         """The engine's; ConfigError before there is one."""
         if self._ours is None:
-            raise ConfigError("the training loader has no engine yet: it is iterated over in trainer.train() alone")
+            raise ConfigError("the training loader has no engine yet: it is iterated over while it trains alone")
         return self._ours
 
-    def bind(self, engine: Any, drawn: Callable[[], None]) -> None:
-        """Read from `engine`. drawn: called when a global batch was drawn, in the world that will train it."""
-        shuffled = engine.loader(self._torch, seed=self._seed, name="trainer")
-        self._ours, self._drawn = cast("TrainLoader", shuffled), drawn
+    def bind(self, engine: Any, drawn: Callable[[], None] | None = None, reshuffle: bool | None = None) -> None:
+        """Read from `engine`. drawn: called when a global batch was drawn, in the world that will train it.
+
+        reshuffle: another order each epoch; by default, what the sampler does.
+        """
+        made = engine.loader(self._torch, seed=self._seed, reshuffle=reshuffle, name=self._name)
+        self._ours, self._drawn = cast("TrainLoader", made), drawn or self._drawn
 
     def go_to(self, steps: int) -> None:
         """Stand behind so many optimizer steps of the job."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from ds_dynatrain.errors import UnsupportedError
 
+BLOCK = "dynatrain"
+"""What a DeepSpeed configuration has for this package."""
 AXES = ("pipe", "tensor", "expert", "sequence")
 """Of a layout, which frameworks that give each rank samples of its own cannot have."""
 
