@@ -66,6 +66,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.integrations.transformers.elastic",
         "ds_dynatrain.integrations.transformers.make_trainers_elastic",
         "ds_dynatrain.integrations.accelerate.Accelerator",
+        "ds_dynatrain.integrations.lightning.DynatrainStrategy",
+        "ds_dynatrain.integrations.lightning.SwitchCallback",
         "ds_dynatrain.integrations.mpi.join",
         "ds_dynatrain.integrations.ray.coordinate",
         "ds_dynatrain.integrations.ray.join",
@@ -74,6 +76,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
 CALLED = ("Start", "The engine", "DeepSpeed's calls that do more here")
 """Titles of the first page."""
+TOOLS = "Other tools"
+"""That of the last one."""
 
 
 def names_page(head: str, intro: str, titles: Iterable[str]) -> str:
@@ -154,10 +158,14 @@ def pages() -> dict[Path, str]:
             CALLED,
         ),
         FOLDER / "api-objects.md": names_page(
-            "Public names: objects and tools",
-            "What the engine gives a script, from its docstrings, and the names of other tools. What it calls: "
-            "[public names](api.md).",
-            [title for title in NAMES if title not in CALLED],
+            "Public names: objects",
+            "What the engine gives a script, from its docstrings. What it calls: [public names](api.md).",
+            [title for title in NAMES if title not in (*CALLED, TOOLS)],
+        ),
+        FOLDER / "api-tools.md": names_page(
+            "Public names: other tools",
+            "Frameworks and launchers, from the docstrings. What a script calls: [public names](api.md).",
+            [TOOLS],
         ),
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",

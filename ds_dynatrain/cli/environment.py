@@ -32,7 +32,7 @@ LOOPBACK = "::ffff:127.0.0.1"
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = (
     "CPU processes over gloo; on GPUs a fixed launch, tried with four processes on one H200. "
-    "For loops of your own, with Accelerate too, and Hugging Face's Trainer; not for Lightning."
+    "For loops of your own, with Accelerate too, Hugging Face's Trainer and Lightning's."
 )
 """What everybody should know first; the box at the top of README.md says it in these words."""
 

@@ -1,0 +1,25 @@
+"""PyTorch Lightning over a world that changes: `Trainer(strategy="dynatrain", ...)`, or a `DynatrainStrategy`.
+
+    import ds_dynatrain.integrations.lightning  # the name is known from here on
+
+`strategy` is Lightning's DeepSpeedStrategy over our engine: what it asks of the world, and what it has of data and
+models. `steps` trains the micro-batches of a global batch with a user's `training_step`. `carried` is what a process
+that begins to work takes over, and a checkpoint holds; `checkpoints` writes and reads these. `settings` reads the
+DeepSpeed configuration, `refusals` says what cannot be, `callbacks` asks for switches. Private names of Lightning's are
+in `names`, checked at import.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from ds_dynatrain.integrations.lightning import names
+from ds_dynatrain.integrations.lightning.callbacks import SwitchCallback
+from ds_dynatrain.integrations.lightning.strategy import DynatrainStrategy
+from ds_dynatrain.integrations.shared.names import check
+
+__all__ = ["DynatrainStrategy", "SwitchCallback"]
+
+check(names.NAMES, "lightning", "lightning")
+if DynatrainStrategy.strategy_name not in StrategyRegistry:
+    DynatrainStrategy.register_strategies(StrategyRegistry)

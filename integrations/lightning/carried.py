@@ -1,0 +1,81 @@
+"""What a process that begins to work takes over of a Trainer, and a checkpoint holds: plain values and tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer import call
+
+PROGRESS = "lightning"
+"""Its name among the engine's objects."""
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+class TrainerProgress:
+    """Counts of the loops, states of callbacks, schedules of the learning rate, and the metrics that were logged last.
+
+    saving: Lightning's own checkpoint, while one is saved.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.saving: dict[str, Any] | None = None
+        self._is_loading, self._loaded = False, dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, as far as callbacks and schedulers have such."""
+        trainer = self._trainer
+        return {
+            "loops": trainer.fit_loop.state_dict(),
+            "callbacks": call._call_callbacks_state_dict(trainer),
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},
+            "should_stop": bool(trainer.should_stop),
+            "checkpoint": self.saving,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse, in the middle of the loops; while a checkpoint is loaded it is kept for Lightning."""
+        if self._is_loading:
+            self._loaded = state
+            return
+        trainer = self._trainer
+        _take(trainer.fit_loop, state["loops"])
+        if trainer.fit_loop._data_fetcher is not None:  # it counts what it has drawn in an epoch
+            trainer.fit_loop._data_fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        trainer.fit_loop.epoch_loop._results.reset()  # of an epoch in which it has worked before
+        call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+        for config, held in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(held)
+        for name, held in state["metrics"].items():
+            setattr(trainer._logger_connector, name, move_data_to_device(held, trainer.strategy.root_device))
+        trainer.should_stop = state["should_stop"]
+
+    def loaded(self, load: Any) -> dict[str, Any]:
+        """What Lightning is to restore of what `load` reads; a checkpoint that SIGTERM has left is made of parts."""
+        self._is_loading = True
+        try:
+            load()
+        finally:
+            self._is_loading = False
+        state, self._loaded = self._loaded, {}
+        if state.get("checkpoint") is not None:
+            found: dict[str, Any] = state["checkpoint"]
+            return found
+        return {
+            "pytorch-lightning_version": lightning.pytorch.__version__,
+            "loops": {"fit_loop": state["loops"]},
+            "callbacks": state["callbacks"],
+            "lr_schedulers": state["lr_schedulers"],
+        }
+
+
+def _take(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
+    """Counts of a loop and of those below it: it goes on from them, and does not start anew as from a checkpoint."""
+    loop._load_from_state_dict(state, prefix)
+    for name, held in vars(loop).items():
+        if isinstance(held, _Loop):
+            _take(held, state, f"{prefix}{name}.")

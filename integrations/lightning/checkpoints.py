@@ -1,0 +1,144 @@
+"""Lightning's checkpoints as the engine's: one format for every world. Those of its DeepSpeed strategy are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch
+import torch
+
+from ds_dynatrain.engine.encoding import encode
+from ds_dynatrain.errors import CheckpointError, ConfigError
+from ds_dynatrain.integrations.lightning.carried import TrainerProgress
+from ds_dynatrain.integrations.shared import folders
+from ds_dynatrain.integrations.shared.batches import GlobalBatches
+from ds_dynatrain.report import logger
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = object
+
+_IN_THE_ENGINE = ("state_dict", "optimizer_states")
+_TAG = "checkpoint"
+"""Of the folder in the one that Lightning names, as in Lightning's own."""
+_OPTIONAL = "hyper_parameters", "datamodule_hyper_parameters"
+_COUNTED = "epoch_loop.batch_progress"
+
+
+class Nothing(dict[str, Any]):
+    """What an idle process has of a checkpoint: it restores nothing, and takes over all when it begins to work."""
+
+    def __init__(self) -> None:
+        super().__init__({"pytorch-lightning_version": lightning.pytorch.__version__})
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Checkpoints(Below):
+    """Over Lightning's DeepSpeedStrategy."""
+
+    engine: Any
+    _progress: TrainerProgress
+    _training: GlobalBatches | None
+    trust_pickle: bool
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: weights are the engine's to save."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: so is the optimizer's state."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """All state, and what Lightning, callbacks and hooks have put into `checkpoint`, into the folder `filepath`.
+
+        CheckpointError, on all processes alike, says why there is none. ConfigError for what is no plain value.
+        """
+        if storage_options is not None:
+            raise TypeError("trainer.save_checkpoint(storage_options=...): no CheckpointIO is used here; leave it out")
+        if self.engine is None:
+            raise ConfigError("trainer.save_checkpoint: there is no engine yet; call it in or after trainer.fit")
+        if self.engine.idle:
+            return
+        folder = Path(self.broadcast(filepath))
+        self._progress.saving = plain({name: held for name, held in checkpoint.items() if name not in _IN_THE_ENGINE})
+        try:
+            folders.save(self.engine, folder / _TAG)
+        finally:
+            self._progress.saving = None
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Go on from a folder, in any world and layout: one of ours, or of Lightning's DeepSpeed strategy."""
+        if self.engine.idle:
+            return Nothing()
+        folder = Path(self.broadcast(checkpoint_path))
+        if folders.is_ours(folder / _TAG):
+            return self._progress.loaded(lambda: self.engine.load(folder, _TAG))
+        if folders.is_ours(folder):  # by SIGTERM
+            return self._progress.loaded(lambda: self.engine.load(folder.parent, folder.name))
+        if not (folder / _TAG).is_dir():
+            raise CheckpointError(
+                f"ckpt_path={str(folder)!r}: neither a checkpoint of ds_dynatrain nor one of Lightning's DeepSpeed "
+                f"strategy, with a folder {_TAG!r} in it; load a file of weights into the module"
+            )
+        return self._loaded_of_stock(folder)
+
+    def _loaded_of_stock(self, folder: Path) -> dict[str, Any]:
+        """One of Lightning's DeepSpeed strategy, which counts micro-batches of the world that saved it."""
+        strict = self.lightning_module.strict_loading
+        _, found = self.engine.load_checkpoint(
+            str(folder), _TAG, load_module_strict=strict, trust_pickle=self.trust_pickle
+        )
+        client: dict[str, Any] = dict(found or {})
+        held = client.get("ds_config", {})
+        batch, saved = self.engine.global_batch_size, held.get("train_batch_size")
+        if isinstance(saved, int) and saved != batch:
+            raise ConfigError(
+                f"ckpt_path={str(folder)!r} was saved with a global batch of {saved} samples, and this job's is "
+                f"{batch}: set train_batch_size in the DeepSpeed configuration to {saved} (the number of ranks does "
+                "not matter), or start from its weights alone"
+            )
+        if self._training is not None:
+            self._training.go_to(int(client.get("global_step", self.engine.global_steps)))
+        return _in_steps(client, int(held.get("gradient_accumulation_steps", 1)))
+
+
+def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What is to be saved: hyper-parameters that are no plain values are left out, with a warning.
+
+    ConfigError, naming it, for anything else that is none.
+    """
+    found = dict(checkpoint)
+    for table in (name for name in _OPTIONAL if isinstance(found.get(name), dict)):
+        kept = {name: held for name, held in found[table].items() if _is_plain(held)}
+        left = sorted(set(found[table]) - set(kept))
+        if left:
+            logger.warning("%s %s: no plain values, and not in the checkpoint", table, ", ".join(left))
+        found[table] = kept
+    encode(found, list[torch.Tensor](), "checkpoint")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value, list[torch.Tensor]())
+    except ConfigError:
+        return False
+    return True
+
+
+def _in_steps(client: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """The same with batches of the training loop counted in optimizer steps."""
+    loops = client.get("loops", {})
+    fit = dict(loops.get("fit_loop", {}))
+    if _COUNTED not in fit or accumulation == 1:
+        return client
+    progress = {
+        part: {name: number // accumulation for name, number in held.items()} if isinstance(held, dict) else held
+        for part, held in fit[_COUNTED].items()
+    }
+    return {**client, "loops": {**loops, "fit_loop": {**fit, _COUNTED: progress}}}

@@ -1,0 +1,104 @@
+"""An optimizer step of Lightning's: its own way through each micro-batch of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.data import MicroBatch
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = _AutomaticOptimization
+
+
+class Window:
+    """What Lightning sees as a batch: this rank's micro-batches of one global batch.
+
+    It iterates over what the data set and `collate_fn` have made of each. Lightning looks into no batch of a kind that
+    it does not know.
+    """
+
+    def __init__(self, parts: tuple[MicroBatch, ...]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (one.data for one in self.parts)
+
+
+class WindowOptimization(Below):
+    """In the place of Lightning's `automatic_optimization`: an item of its loop is an optimizer step."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._one: MicroBatch | None = None
+        self._is_first = True
+
+    @property
+    def samples(self) -> int:
+        """Samples of its own in the micro-batch that is trained; 0 for one that repeats another's sample."""
+        return 0 if self._one is None else self._one.samples
+
+    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Lightning's for each micro-batch; the output of the last one, with the mean loss of this rank's samples."""
+        trainer, window = self.trainer, kwargs["batch"]
+        found: dict[str, Any] = {}
+        total, samples = 0.0, 0
+        try:
+            for number, one in enumerate(window.parts):
+                self._one, self._is_first = one, number == 0
+                data = self._placed(one.data)
+                apart = self._logged_apart() if one.is_borrowed else nullcontext()
+                with trainer.strategy.engine.micro_batch(one), apart:
+                    self._announce(data)
+                    outputs: dict[str, Any] = super().run(optimizer, batch_idx, {**kwargs, "batch": data})
+                if not one.is_borrowed or not found:
+                    found = outputs
+                if "loss" in outputs:
+                    total, samples = total + outputs["loss"] * one.samples, samples + one.samples
+        finally:
+            self._one = None
+        return {**found, "loss": total / samples} if samples else found
+
+    def _placed(self, data: Any) -> Any:
+        """A micro-batch as `training_step` gets it."""
+        trainer = self.trainer
+        data = trainer.precision_plugin.convert_input(data)
+        data = trainer.lightning_module._on_before_batch_transfer(data, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", data, dataloader_idx=0)
+
+    def _announce(self, data: Any) -> None:
+        """Tell `self.log` what a batch is: it takes its size from there."""
+        trainer = self.trainer
+        if not self._is_first:
+            trainer._logger_connector.on_batch_start(data)
+        trainer._results.batch, trainer._results.batch_size = data, None
+
+    def _logged_apart(self) -> Any:
+        """A block in which what is logged counts nothing."""
+        return replaced(self.trainer.fit_loop.epoch_loop, "_results", _ResultCollection(training=True))
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
+        """Lightning's; once for each optimizer step."""
+        return super()._make_zero_grad_fn(batch_idx, optimizer) if self._is_first else None
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        """Lightning's, which counts a step where the global batch is trained in full; the hook is called each time."""
+        if self._one is None or self._one.is_last:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            return
+        trainer = self.trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        call._call_lightning_module_hook(
+            trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, train_step_and_backward_closure
+        )

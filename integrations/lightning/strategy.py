@@ -1,0 +1,247 @@
+"""Lightning's DeepSpeed strategy over an engine whose world changes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as td
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+
+import ds_dynatrain
+from ds_dynatrain.adapters.start import start_without_compiler, telling_of_locks
+from ds_dynatrain.engine.changes import Change
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.integrations.lightning import refusals, settings
+from ds_dynatrain.integrations.lightning.carried import PROGRESS, TrainerProgress
+from ds_dynatrain.integrations.lightning.checkpoints import Checkpoints
+from ds_dynatrain.integrations.lightning.steps import Window, WindowOptimization
+from ds_dynatrain.integrations.shared.batches import GlobalBatches
+
+if TYPE_CHECKING:
+    from typing import Any as Below
+else:
+    Below = DeepSpeedStrategy
+
+
+class Windows(GlobalBatches):
+    """The training loader that Lightning iterates over; an item of it is a `Window`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Window(parts) for parts in super().__iter__())
+
+
+class DynatrainStrategy(Checkpoints, Below):
+    """Over Lightning's DeepSpeedStrategy, with its arguments; config: DeepSpeed's, with a `dynatrain` block.
+
+    Without `config` it is Lightning's default, stage 2, over all processes. trust_pickle: of checkpoints of Lightning's
+    own strategy, run what they say where they hold more than tensors and plain values.
+
+    ConfigError for a configuration without the block, UnsupportedError for what cannot follow the world, by name.
+    """
+
+    strategy_name = "dynatrain"
+
+    def __init__(self, *arguments: Any, trust_pickle: bool = False, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        is_given = self._load_config(named.get("config")) is not None
+        self.config: dict[str, Any] = settings.with_block(self.config, is_given)
+        self.trust_pickle = trust_pickle
+        self._engine: Any = None
+        self._training: Windows | None = None
+        self._sizes: settings.Sizes | None = None
+        self._schedule: Any = None
+        self._steps: WindowOptimization | None = None
+        refusals.refuse_strategy(self)
+
+    @property
+    def engine(self) -> Any:
+        """That of ds_dynatrain, from the start of `trainer.fit` on; None before."""
+        return self._engine
+
+    @property
+    def samples(self) -> int:
+        """Samples of its own in the micro-batch that `training_step` has; 0 for one that repeats another's sample."""
+        return 0 if self._steps is None else self._steps.samples
+
+    # ---- the world ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._engine is not None and bool(self._engine.idle)
+
+    @property
+    def world_size(self) -> int:
+        """Of the present world; before the engine is made, processes that were started."""
+        if self._engine is None:
+            return int(super().world_size)
+        return 1 if self._is_idle else td.get_world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """In the present world, -1 on an idle process."""
+        return int(super().global_rank if self._engine is None else self._engine.rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which samples an evaluation has here."""
+        return {"num_replicas": self.world_size, "rank": max(self.global_rank, 0)}
+
+    def _see_change(self, change: Change) -> None:
+        """Before a batch is drawn in another world, or one with another stage: who logs, and who evaluates what."""
+        self.set_world_ranks()
+        self.lightning_module.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+    def barrier(self, *arguments: Any, **named: Any) -> None:
+        """Lightning's, of the processes that work; an idle one goes on."""
+        if not self._is_idle:
+            super().barrier(*arguments, **named)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Lightning's, of the processes that work; an idle one has what it gives."""
+        return obj if self._is_idle else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
+        """Lightning's, of the processes that work; an idle one has what it gives."""
+        return tensor if self._is_idle else super().reduce(tensor, *arguments, **named)
+
+    def all_gather(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
+        """Lightning's, of the processes that work; an idle one has what it gives."""
+        return tensor if self._is_idle else super().all_gather(tensor, *arguments, **named)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """`Trainer(strategy="dynatrain")`."""
+        strategy_registry.register(cls.strategy_name, cls, description="DeepSpeed over a world that changes")
+
+    # ---- the start ---------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Lightning's, on CPUs too. UnsupportedError, by name, for what cannot follow the world."""
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            refusals.refuse_trainer(trainer)
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Lightning's, on CPUs too."""
+        self.set_world_ranks()
+        start_without_compiler()
+        with telling_of_locks():
+            self._init_deepspeed_distributed()
+
+    def setup(self, trainer: Any) -> None:
+        """Lightning's, which makes the engine. After `trainer.fit`, that is there for evaluations.
+
+        UnsupportedError for a second `fit`, and for an evaluation without one.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._evaluate_with_engine(trainer)
+            return
+        if self._engine is not None:
+            raise UnsupportedError(
+                "a second trainer.fit: the job of the first one is still there, with all its processes; give "
+                "max_epochs to the first one, or go on in another run by ckpt_path"
+            )
+        self._settled()
+        self._steps = trainer.fit_loop.epoch_loop.automatic_optimization = WindowOptimization(trainer)
+        super().setup(trainer)
+        engine, self._progress = self.engine, TrainerProgress(trainer)
+        engine.on_change(self._see_change)
+        engine.register_for_checkpointing(PROGRESS, self._progress)
+        self.set_world_ranks()
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = None  # it would hold the present world against the one that was started
+        _leave_windows(self.lightning_module)
+        if self._is_idle:
+            trainer.num_sanity_val_steps = 0
+
+    def _evaluate_with_engine(self, trainer: Any) -> None:
+        """Put the engine that `fit` has made in the place of the module."""
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            raise UnsupportedError(
+                f"trainer.{trainer.state.fn.value} without trainer.fit of this module before: there is no engine with "
+                'its weights; evaluate with another Trainer (strategy="deepspeed" or "ddp")'
+            )
+        self.accelerator.setup(trainer)
+        self.model = self._engine
+
+    def _settled(self) -> settings.Sizes:
+        """Sizes of batches, from the training DataLoader, which is asked for now if it was not before."""
+        if self._sizes is None:
+            self.lightning_module.trainer.fit_loop.setup_data()
+        if self._sizes is None:
+            raise ConfigError("trainer.fit: there is no training DataLoader; give train_dataloaders")
+        return self._sizes
+
+    def _auto_select_batch_size(self) -> int:
+        """Lightning's, of the DataLoader."""
+        return self._settled().micro_batch
+
+    def _init_optimizers(self) -> tuple[Any, Any]:
+        """Lightning's; a schedule stays Lightning's and is none of the engine's."""
+        optimizer, self._schedule = super()._init_optimizers()
+        return optimizer, None
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        """Our engine in the place of DeepSpeed's."""
+        self._engine, forwarder, _, schedule = ds_dynatrain.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[each for each in model.parameters() if each.requires_grad],
+            config=settings.for_engine(self.config, self._settled()),
+            dist_init_required=False,
+        )
+        if schedule is not None:  # of the configuration: it is made over an optimizer that a switch replaces
+            schedule.optimizer = forwarder
+        if self._training is not None:
+            self._training.bind(self._engine, reshuffle=True)
+        return self._engine, forwarder
+
+    def _initialize_deepspeed_train(self, model: Any) -> None:
+        """Lightning's, which takes the engine's schedule over; one of `configure_optimizers` is its own already."""
+        super()._initialize_deepspeed_train(model)
+        if self._schedule is not None:
+            self.lr_scheduler_configs = [self._schedule]
+
+    def on_train_start(self) -> None:
+        """SIGTERM is the engine's where it saves then: Lightning's handler broadcasts at whichever line it comes."""
+        connector = self.lightning_module.trainer._signal_connector
+        if settings.saves_on_sigterm(self.config) and signal.SIGTERM in connector._original_handlers:
+            connector._register_signal(signal.SIGTERM, connector._original_handlers[signal.SIGTERM])
+
+    def teardown(self) -> None:
+        """The engine stays, for evaluations, until the script ends."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ---- the batches -------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The one that trains, as a loader of global batches; others as they are."""
+        trainer = self.lightning_module.trainer
+        if trainer.state.stage != RunningStage.TRAINING:
+            return dataloader
+        refusals.refuse_loader(dataloader, self._training is not None)
+        size, accumulation = int(dataloader.batch_size), int(trainer.accumulate_grad_batches)
+        self._sizes = settings.sizes_of(self.config, size, accumulation, self.world_size)
+        trainer.accumulate_grad_batches = 1  # a batch of this loader is an optimizer step
+        self._training = Windows(dataloader, self._sizes.global_batch, PROGRESS)
+        return self._training
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Lightning's; of a global batch each micro-batch when its turn comes."""
+        return batch if isinstance(batch, Window) else super().batch_to_device(batch, device, dataloader_idx)
+
+
+def _leave_windows(module: Any) -> None:
+    """Lightning calls this hook with what its loop has drawn; of a global batch each micro-batch comes later."""
+    stock = module._on_before_batch_transfer
+
+    def hook(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, Window) else stock(batch, dataloader_idx)
+
+    module._on_before_batch_transfer = hook
