@@ -26,6 +26,9 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 
 Answer = TypeVar("Answer")
 
+WHOLE = ("rank", "member", "phase", "step")
+"""Columns that are never cut off; `leave` asks for what stands in one."""
+
 
 def nodes(text: str) -> tuple[int, int]:
     """MIN:MAX or N, as torchrun's --nnodes; ConfigError for anything else."""
@@ -116,21 +119,23 @@ def show_status(status: Status) -> None:
 
 
 def _members(status: Status) -> Table:
+    """A row for each; what says nothing of anybody is left out, so that a window of 80 columns has the rest."""
+    columns: dict[str, list[str]] = {
+        "rank": ["" if one.rank is None else str(one.rank) for one in status.members],
+        "member": [escape(one.member) for one in status.members],
+        "phase": [one.phase for one in status.members],
+        "step": [str(one.step) for one in status.members],
+        "layout": [escape(one.layout) for one in status.members],
+        "last pause": [f"{one.pause_ms:.0f} ms" if one.pause_ms else "" for one in status.members],
+        "protected": [one.protected for one in status.members],
+        "heard of": [f"{one.heard_seconds:.1f} s ago" for one in status.members],
+        "waits for": [escape(one.waits_for) for one in status.members],
+    }
     table = Table(box=None, padding=(0, 2, 0, 0))
-    longest = max(len(one.member) for one in status.members)  # whole in a narrow window, too: `leave` asks for it
-    whole = {"rank": 4, "member": longest}
-    for title in ("rank", "member", "phase", "step", "layout", "last pause", "protected", "heard of", "waits for"):
-        table.add_column(title, no_wrap=True, min_width=whole.get(title))
-    for one in status.members:
-        table.add_row(
-            "" if one.rank is None else str(one.rank),
-            escape(one.member),
-            one.phase,
-            str(one.step),
-            escape(one.layout),
-            f"{one.pause_ms:.0f} ms" if one.pause_ms else "",
-            one.protected,
-            f"{one.heard_seconds:.1f} s ago",
-            escape(one.waits_for),
-        )
+    for title, cells in columns.items():
+        if any(cells):
+            is_whole = title in WHOLE  # in a narrow window, too
+            table.add_column(title, no_wrap=True, min_width=max(map(len, (title, *cells))) if is_whole else None)
+    for row in zip(*filter(any, columns.values()), strict=True):
+        table.add_row(*row)
     return table

@@ -69,6 +69,12 @@ def lays_out(page: Path, folder: Path) -> None:
         (folder / below).symlink_to(ROOT / below)
 
 
+def test_pages_say_where_toy_is() -> None:
+    needing = [page for page in PAGES if page != INDEX and "from toy import" in text_of(page)]
+    assert len(needing) > 9
+    assert [name_of(page) for page in needing if "#run-the-snippets" not in text_of(page)] == []
+
+
 WITH_COMMANDS = [page for page in PAGES if runs(page) and name_of(page) not in ELSEWHERE]
 
 
