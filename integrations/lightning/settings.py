@@ -65,6 +65,12 @@ def for_engine(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     return {**rest, _GLOBAL: sizes.global_batch, _MICRO: sizes.micro_batch}
 
 
+def for_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The one that a model is cut by as it is built: sizes of batches are of one world, and all processes take part."""
+    of_world = (_GLOBAL, _MICRO, "gradient_accumulation_steps", BLOCK)
+    return {**{name: value for name, value in config.items() if name not in of_world}, _MICRO: 1}
+
+
 def _number(config: Mapping[str, Any], key: str) -> int | None:
     given = config.get(key)
     return None if given in (None, "auto") else int(given)

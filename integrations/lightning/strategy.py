@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
 import torch.distributed as td
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -131,6 +133,16 @@ class DynatrainStrategy(Checkpoints, Below):
         start_without_compiler()
         with telling_of_locks():
             self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Lightning's, around `configure_model`: at ZeRO 3 parameters are cut as they are made."""
+        self._init_config_if_needed()
+        config = settings.for_model(self.config)
+        with deepspeed.zero.Init(
+            enabled=self.zero_stage_3, remote_device=self.remote_device, config_dict_or_path=config
+        ):
+            yield
 
     def setup(self, trainer: Any) -> None:
         """Lightning's, which makes the engine. After `trainer.fit`, that is there for evaluations.

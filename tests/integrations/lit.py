@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.utils.data import DataLoader, Dataset
@@ -111,6 +111,19 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decaying, "interval": self.hparams["schedule"]}}
 
 
+class Late(Module):
+    """Its layers are made where Lightning asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1))
+
+
 class Noting(Callback):
     """A row for each optimizer step and each evaluation."""
 
@@ -180,9 +193,14 @@ def run(
     config: Mapping[str, Any] | None = None,
     tests: bool = False,
     workers: int = 0,
+    is_late: bool = False,
+    monitors: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
-    """A whole job. save: after each so many steps, into `folder`. resume: from this one in it. tests: after `fit`."""
+    """A whole job. save: after each so many steps, into `folder`. resume: from this one in it. tests: after `fit`.
+
+    is_late: layers are made in `configure_model`. monitors: by `val_loss` one checkpoint is kept, and training ends.
+    """
     noting = Noting()
     listening: list[Callback] = [noting]
     if save is not None:
@@ -190,11 +208,14 @@ def run(
             folder, "{step}", every_n_train_steps=save, save_top_k=-1, save_last=True, auto_insert_metric_name=True
         )
         listening.append(name)
+    if monitors:
+        best = ModelCheckpoint(folder, "best-{step}", monitor="val_loss", save_top_k=1, auto_insert_metric_name=False)
+        listening += [best, EarlyStopping("val_loss", stopping_threshold=8.7)]
     if schedule is not None:
         listening.append(SwitchCallback(schedule))
     strategy = strategy_of(block, stage, **(config or {}))
-    trainer = trainer_of(folder, strategy, listening, enable_checkpointing=save is not None, **named)
-    held = Module(**(module or {}))
+    trainer = trainer_of(folder, strategy, listening, enable_checkpointing=save is not None or monitors, **named)
+    held = Late() if is_late else Module(**(module or {}))
     found: dict[str, Any] = {"rows": noting.rows}
     training = DataLoader(Points(samples), batch_size=batch, shuffle=True, num_workers=workers)
     evaluating = DataLoader(Points(EVALUATED), batch_size=3)
@@ -203,8 +224,8 @@ def run(
         found["ranks"], found["batches"] = trainer.world_size, trainer.num_training_batches
         found["steps"], found["hooks"] = trainer.global_step, held.hooks
         found["weights"] = weights(held)
-        if save is not None:
-            found["best"] = trainer.checkpoint_callback.best_model_path
+        if save is not None or monitors:
+            found["best"] = Path(trainer.checkpoint_callback.best_model_path).name
         if tests:
             found["test"] = trainer.test(held, evaluating, verbose=False)[0]["val_loss"]
             first = str(folder / f"step={save}.ckpt")

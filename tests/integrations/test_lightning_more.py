@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from tests.engine.pool import RankPool
 from tests.integrations import lit
 from tests.integrations.test_lightning import JOB, NEAR, OF_TWO, SCHEDULE, furthest, of_rank_0, without_means
+from tests.integrations.test_run import launched
 
 pytestmark = pytest.mark.full
 
@@ -85,6 +86,34 @@ def test_a_process_that_comes_twice(four: RankPool, tmp_path: Path) -> None:
     answers = four.run(lit.run, schedule=schedule, **job)
     assert furthest(without_means(of_rank_0(answers)["rows"]), without_means(still["rows"])) < NEAR
     assert [answer["steps"] for answer in answers] == [12] * 4
+
+
+def test_callbacks_that_monitor(four: RankPool, tmp_path: Path) -> None:
+    """The best checkpoint and an early end, decided alike by who came late."""
+    theirs = of_rank_0(four.run(lit.run, folder=tmp_path / "theirs", block=None, monitors=True, **JOB, seconds=120))
+    job = {**OF_TWO, "schedule": SCHEDULE, "monitors": True, "seconds": 120}
+    ours = of_rank_0(four.run(lit.run, folder=tmp_path / "ours", **job))
+    assert (ours["steps"], ours["best"]) == (theirs["steps"], theirs["best"]) == (10, "best-10.ckpt")
+    assert furthest(without_means(ours["rows"]), without_means(theirs["rows"])) < NEAR
+    assert [each.name for each in (tmp_path / "ours").iterdir()] == ["best-10.ckpt"]
+
+
+def test_layers_that_are_cut_as_they_are_made(four: RankPool, tmp_path: Path) -> None:
+    """`configure_model` at ZeRO 3, on three of four processes."""
+    job = {"folder": tmp_path, "stage": 3, "is_late": True, "seconds": 120, **JOB}
+    theirs = of_rank_0(four.run(lit.run, block=None, **job))
+    config = {"train_batch_size": 12}
+    block = {"layout": {"data": 3}}
+    ours = of_rank_0(four.run(lit.run, block=block, config=config, schedule={6: {"data": 4}}, **job))
+    assert furthest(without_means(ours["rows"]), without_means(theirs["rows"])) < NEAR
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """Both of its commands."""
+    script = ("examples/train_gpt_lightning.py", "--steps", "12", "--out", str(tmp_path))
+    assert "step 12: " in launched(4, *script)
+    printed = launched(3, *script, "--resume")
+    assert "Restored all states" in printed and "step 16: " in printed
 
 
 class Stopping(Callback):
