@@ -68,7 +68,9 @@ def join(
     there is no actor of that name.
     """
     if (name is None) == (endpoint is None):
-        raise ConfigError("join(name) of a coordinator's actor, or join(endpoint=...): one of the two")
+        raise ConfigError(
+            f"join(name={name!r}, endpoint={endpoint!r}); give one of the two, a coordinator's actor or its address"
+        )
     job = ""
     if endpoint is None:
         import ray

@@ -44,7 +44,7 @@ class Message:
 def messages() -> list[Message]:
     """All of the package, in the order of files and lines."""
     found = []
-    for path in sorted((ROOT / "ds_dynatrain").rglob("*.py")):
+    for path in sorted(file for folder in ("ds_dynatrain", "integrations") for file in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for call in (*raised(tree), *logged(tree)):
             found.append(Message(path.relative_to(ROOT), call.lineno, as_met(path, ast.unparse(call))))

@@ -88,7 +88,7 @@ class Window:
                 if mine.shape != (layers, len(COLUMNS)):
                     raise ProfileError(
                         f"rank {rank} of {layout} measured {mine.shape}, and stage {stage} has {layers} layers of "
-                        f"{len(COLUMNS)} numbers each; call engine.balancer.note() and measure another window"
+                        f"{len(COLUMNS)} numbers each; call engine.balancer.note('again') and measure another window"
                     )
                 found.append(mine)
             merged, pace = _merged(np.stack(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -141,8 +142,9 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
             raise CheckpointDamaged(
                 f"{tensor.name!r} of shape {tensor.shape} makes {numel} elements, and at most {MOST_ELEMENTS} are read"
             )
-    if len({tensor.name for tensor in tensors}) != len(tensors):
-        raise CheckpointDamaged("two tensors have one name")
+    twice = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
+    if twice:
+        raise CheckpointDamaged(f"two of {len(tensors)} tensors have one name, {twice[0]!r}")
     try:
         Line(tensors)
     except LayoutError as error:

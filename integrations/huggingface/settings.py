@@ -41,7 +41,10 @@ def settle(args: TrainingArguments) -> Settings:
     """
     held, plugin = args.hf_deepspeed_config, args.deepspeed_plugin
     if plugin is None:
-        raise ConfigError("TrainingArguments(deepspeed=...) has made no DeepSpeed plug-in of Accelerate's")
+        raise ConfigError(
+            "TrainingArguments(deepspeed=...) has made no DeepSpeed plug-in of Accelerate's; give "
+            "deepspeed= a dictionary, or the path of a JSON file"
+        )
     size = held.__dict__.setdefault(_SETTLED, _global_batch(args))  # for a second trainer with the same arguments
     held.config.update(train_batch_size=size, gradient_accumulation_steps=1)
     # what Trainer holds against them is the arithmetic of the first world

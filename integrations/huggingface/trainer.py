@@ -128,7 +128,9 @@ class ElasticMixin(Below):
             for one in inputs:
                 super()._track_num_input_tokens(_without_samples(one.data) if one.is_borrowed else one.data)
         except WorldChanged as error:
-            logger.warning("step %d: its tokens are not counted: %s", self.state.global_step, error)
+            logger.warning(
+                "step %d: its tokens are not counted (%s); it is made once more", self.state.global_step, error
+            )
 
     # ---- the world ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,9 @@ class ElasticMixin(Below):
             logger.error("step %d: %s", self.state.global_step, error)
         except WorldChanged as error:
             logger.warning(
-                "step %d: what was to be logged, evaluated or saved is left out, for the world has changed in it (%s)",
+                "step %d: what was to be logged, evaluated or saved is left out, for the world has changed in it "
+                "(%s); it is "
+                "done when it is due again",
                 self.state.global_step,
                 error,
             )

@@ -117,7 +117,10 @@ def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
         kept = {name: held for name, held in found[table].items() if _is_plain(held)}
         left = sorted(set(found[table]) - set(kept))
         if left:
-            logger.warning("%s %s: no plain values, and not in the checkpoint", table, ", ".join(left))
+            logger.warning(
+                "%s %s: no plain values, and not in the checkpoint; give plain values to have them there",
+                *(table, ", ".join(left)),
+            )
         found[table] = kept
     encode(found, list[torch.Tensor](), "checkpoint")
     return found

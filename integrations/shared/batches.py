@@ -38,7 +38,7 @@ class GlobalBatches:
     def loader(self) -> TrainLoader:
         """The engine's; ConfigError before there is one."""
         if self._ours is None:
-            raise ConfigError("the training loader has no engine yet: it is iterated over while it trains alone")
+            raise ConfigError("the training loader has no engine yet; iterate over it while it trains alone")
         return self._ours
 
     def bind(self, engine: Any, drawn: Callable[[], None] | None = None, reshuffle: bool | None = None) -> None:
