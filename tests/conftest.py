@@ -29,6 +29,7 @@ OPERATORS = {
     "fused_adam": "FusedAdamBuilder",
     "cpu_lion": "CPULionBuilder",
     "lab_pool": "lab",
+    "lab_built": "lab",
 }
 """What is compiled, by DeepSpeed and for the test device, by the fixture that a test asks for it with."""
 RESOLVER = "timeout:1 attempts:1"
@@ -136,6 +137,12 @@ def lab_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ranks = RankPool(RANKS, tmp_path_factory.mktemp("lab"), module="tests.device.rank_process")
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def lab_built(request: pytest.FixtureRequest) -> None:
+    """The device without hardware is compiled, for processes of a test's own."""
+    request.config.stash[BUILDS].wait(OPERATORS["lab_built"])
 
 
 @pytest.fixture(scope="session")

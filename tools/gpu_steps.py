@@ -310,9 +310,23 @@ CORE = {
 """A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
 
 
+NCCL, SHARING_NCCL = "nccl", (2, 30, 0)
+
+
 def core(part: str) -> Found:
     """Four ranks on the one card, collectives staged on gloo."""
     return _pytest("tests/gpu/core", ["-k", CORE[part]])
+
+
+def elastic(collectives: str) -> Found:
+    """Members that share the card come, go and are killed: collectives staged on gloo, or NCCL's own."""
+    from gpu_elastic import elastic as walk
+
+    if collectives != NCCL:
+        return walk()
+    if (version := torch.cuda.nccl.version()) < SHARING_NCCL:
+        return {"error": f"NCCL {'.'.join(map(str, version))} takes a card once; from 2.30 on ranks may share one"}
+    return walk(COLLECTIVES=NCCL, NCCL_MULTI_RANK_GPU_ENABLE="1")
 
 
 def _pytest(path: str, arguments: list[str]) -> Found:
@@ -328,11 +342,12 @@ def proved(found: dict[str, Found], torch_version: str, card: str) -> str:
     from ds_dynatrain.support.proved import PARTS
 
     today = time.strftime("%Y-%m-%d")
-    passed = [part for part in PARTS if found.get(f"core {part}", {}).get("exit") == 0]
+    steps = {part: part if part == "elastic" else f"core {part}" for part in PARTS}
+    passed = {part: step for part, step in steps.items() if found.get(step, {}).get("exit") == 0}
     return "\n".join(
         f'("cuda", "{part}"): Proof("1 × {card}", "{today}", "torch {torch_version}", '
-        f"\"python tools/gpu_check.py --only 'core {part}'\"),"
-        for part in passed
+        f"\"python tools/gpu_check.py --only '{step}'\"),"
+        for part, step in passed.items()
     )
 
 
@@ -347,6 +362,8 @@ STEPS: dict[str, Callable[[], Found]] = {
     "builds": builds,
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},
+    "elastic": partial(elastic, "gloo"),
+    "elastic nccl": partial(elastic, NCCL),
 }
 
 

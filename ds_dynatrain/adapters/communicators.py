@@ -21,9 +21,14 @@ from deepspeed.constants import default_pg_timeout
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.device import compute_device, device_backend, start_thread
+from ds_dynatrain.adapters.device import compute_device, device_backend, is_accelerated, start_thread
 
-BUILT_IN = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+NCCL = "nccl"
+ABORTING = (NCCL,)
+"""Back-ends of which it is known that `abort` lets go of whoever waits for a peer that is gone."""
+OLDEST_NCCL = (2, 26, 2)
+"""Of those that do so reliably."""
+BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch has itself, where it is built for them. Others register with it."""
 Kind = td.ProcessGroup.BackendType
 LOOK_SECONDS = 0.1
@@ -67,6 +72,16 @@ class Communicator:
         """Let a group of these members send the device's tensors by it."""
         group.bound_device_id = self.device  # before it is registered: the back-end is told
         group._register_backend(self.device, self.kind, self.backend)
+
+
+def ends_with_its_members() -> bool:
+    """Whether a collective of the accelerator's ends, once it is aborted, for whoever waits for a peer that is gone."""
+    return device_backend() in ABORTING
+
+
+def is_watched() -> bool:
+    """Whether torch has a watchdog over the accelerator's collectives."""
+    return is_accelerated() and device_backend() == NCCL
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
@@ -193,7 +208,7 @@ def _built_in(kind: Any, store: Store, where: Endpoint) -> Backend:
     options._timeout = default_pg_timeout
     options.global_ranks_in_group, options.group_name = list(where.ranks), where.name
     made: Backend = kind(store, where.place, len(where.ranks), options)
-    if kind.__name__ == BUILT_IN["nccl"]:  # as torch does
+    if kind.__name__ == BUILT_IN[NCCL]:  # as torch does
         made._set_sequence_number_for_group()
     return made
 

@@ -51,6 +51,34 @@ def is_capturing() -> bool:
     return asked is not None and bool(asked())
 
 
+def take_own(local_rank: int) -> None:
+    """Compute on the device that DeepSpeed takes for this process of its machine, from the first use of one on.
+
+    DeepSpeed does so in an engine's constructor, and before that there are groups, and memory of theirs.
+    """
+    if is_accelerated() and local_rank < get_accelerator().device_count():
+        get_accelerator().set_device(local_rank)
+
+
+def warm() -> None:
+    """Let an accelerator make now what its first uses make: a context, libraries of operators, autograd's thread."""
+    if not is_accelerated():
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.ones(64, 64, dtype=dtype, device=compute_device(), requires_grad=True)
+        torch.nn.functional.layer_norm(weight @ weight, (64,)).softmax(-1).sum().backward()
+    synchronize()
+
+
+def complaint() -> str:
+    """What an accelerator answers to everything, if it takes nothing any more; empty where it works."""
+    try:
+        synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def free_bytes() -> int:
     """Memory that this process may still take on its accelerator: what the driver has free, and what torch's allocator
     holds and does not use. Where torch cannot ask the driver, memory of other processes is not known.

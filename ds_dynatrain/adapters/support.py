@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters.communicators import OLDEST_NCCL, ends_with_its_members, is_watched
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
-from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated, is_capturing
+from ds_dynatrain.adapters.device import HOST, compute_device, device_backend, is_accelerated, is_capturing
 from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
@@ -43,11 +44,16 @@ def refuse_unsupported(
     _refuse_model(model)
 
 
-def refuse_elastic_launch() -> None:
-    """UnsupportedError where members come and go and the process computes on an accelerator."""
-    if is_accelerated():
-        row = usage("an elastic launch on an accelerator")
-        raise row.error(f"an elastic launch on {compute_device().type!r}")
+def check_elastic_launch() -> None:
+    """UnsupportedError where members come and go and nobody knows how the accelerator's collectives end in a death."""
+    if not is_accelerated():
+        return
+    if not ends_with_its_members():
+        row = usage("an elastic launch on an accelerator without NCCL")
+        raise row.error(f"an elastic launch on {compute_device().type!r} with {device_backend()}")
+    if is_watched() and (version := torch.cuda.nccl.version()) < OLDEST_NCCL:
+        have = ".".join(map(str, version))
+        raise usage("an elastic launch with an old NCCL").error(f"an elastic launch with NCCL {have}")
 
 
 def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:

@@ -28,6 +28,17 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """What torchrun hands to them: the first two are the node's own world, until a worker has joined."""
 LONGEST_HOST = 64
 
+WATCHDOG: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""torch's watchdog of NCCL, which would end a process whose peer has died, or abort behind the back of the others."""
+OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What torchrun sets where nobody has."""
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
@@ -76,6 +87,18 @@ def hand_over(
         variables[TOKEN_FILE] = os.path.abspath(token_file)  # a script may change its folder first
 
 
+def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's watchdog do nothing in groups that are made from here on; ConfigError if the user wants otherwise."""
+    for name, value in WATCHDOG.items():
+        given = variables.get(name, value)
+        if given not in (value, OF_TORCHRUN.get(name)):
+            raise ConfigError(
+                f"{name}={given}: where members come and go it has to be {value}, as torch's watchdog would end the "
+                "living when a member has died, or abort where the others do not know of it; leave it out"
+            )
+    variables.update(WATCHDOG)
+
+
 def new_node(host: str = "") -> str:
     """An id that no node has had: the host for people, this machine's if none is given; the rest tells starts apart."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
@@ -95,6 +118,12 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
         agent=_number(variables, AGENT, 0) or None,
         restarts=_number(variables, RESTARTS, 0),
     )
+
+
+def local_rank(variables: Mapping[str, str] = os.environ) -> int:
+    """The number of this process on its machine, in any launch; 0 where none stands there, or what is no number."""
+    text = variables.get(LOCAL_RANK, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

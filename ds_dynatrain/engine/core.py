@@ -259,6 +259,19 @@ class EngineCore:
         """How a global batch is dealt under a layout."""
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
+    def agree(self) -> None:
+        """All ranks have what an accelerator's collectives were to give them; see `adapters.gate`. All of them call it.
+
+        WorldChanged where somebody may not: before a state is stepped, copied or saved that came of them.
+        """
+        if self.world is not None:
+            self.world.agree()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether an accelerator's collectives may have left anything in the state: see `Gate`."""
+        return self.world is not None and self.world.status is not None and self.world.status.gate.is_in_doubt
+
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
     def enter(self, proposal: Proposal, world: World | None) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.adapters.communicators import is_watched
+from ds_dynatrain.adapters.device import take_own
 from ds_dynatrain.adapters.exact_job import exact_config, machine, refuse_inexact_job, refuse_inexact_model
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
@@ -22,13 +24,13 @@ from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaping import shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
 from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
-from ds_dynatrain.adapters.support import refuse_elastic_launch, refuse_unsupported
+from ds_dynatrain.adapters.support import check_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
 from ds_dynatrain.adapters.zero_init import install
 from ds_dynatrain.config import DynatrainConfig, split_config
 from ds_dynatrain.config_file import Config, read_config
-from ds_dynatrain.elastic.environment import WorkerPlace, worker_place
+from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
 from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
@@ -94,7 +96,7 @@ def initialize(
     if model is None:
         raise ConfigError("initialize was called without a model; give model=")
     if worker_place() is not None:
-        refuse_elastic_launch()
+        _settle_elastic_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if settings.exact:
         refuse_inexact_job(own, model, mpu)
@@ -124,8 +126,9 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
     place = worker_place()
     joins = False
     join_at_zero_init()
+    take_own(local_rank())
     if place is not None and not (td.is_initialized() and is_ours_installed()):
-        refuse_elastic_launch()
+        _settle_elastic_launch()
         early: Early | None = PROCESS.found_early()
         if early is None:
             early = PROCESS.early = begin(place)
@@ -150,6 +153,13 @@ def _join_before_engines() -> bool:
     return init_distributed()
 
 
+def _settle_elastic_launch() -> None:
+    """Before anything is made: UnsupportedError, ConfigError where a death could not be survived."""
+    check_elastic_launch()
+    if is_watched():
+        settle_watchdog()
+
+
 @dataclass(frozen=True)
 class _Given:
     """What the caller gave. own: DeepSpeed's configuration; arguments: of DeepSpeed's constructor, which is not told of
@@ -167,6 +177,7 @@ class _Given:
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     """The engine, in the job that this process has come to. start: of torch.distributed, as DeepSpeed takes it."""
     start_without_compiler()
+    take_own(local_rank())
     place = worker_place()
     PROCESS.begin()
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything

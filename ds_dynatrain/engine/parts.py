@@ -96,19 +96,6 @@ class EngineParts(EngineCore):
         if self.buddies is not None:
             self.buddies.settle(PROCESS.membership.is_aborted)
 
-    def agree(self) -> None:
-        """All ranks have what an accelerator's collectives were to give them; see `adapters.gate`. All of them call it.
-
-        WorldChanged where somebody may not: before a state is stepped, copied or saved that came of them.
-        """
-        if self.world is not None:
-            self.world.agree()
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether an accelerator's collectives may have left anything in the state: see `Gate`."""
-        return self.world is not None and self.world.status is not None and self.world.status.gate.is_in_doubt
-
     @contextmanager
     def watched_step(self) -> Iterator[None]:
         """In it the optimizer makes its step, and buddies that replay steps make it, too."""

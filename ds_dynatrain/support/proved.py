@@ -75,6 +75,7 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "compile": "tests/engine/test_compile.py::test_twelve_switches",
     "fused": f"{_MEMORY}::test_counts_of_fused_optimizers_stay_on_the_device",
     "engines": "tests/engine/test_engines.py",
+    "elastic": "tests/device/test_elastic.py",
 }
 """Part -> its test there."""
 

@@ -36,10 +36,16 @@ USAGE = (
         "tests/device/test_switch_memory.py::test_no_third_copy_is_made",
     ),
     _start(
-        "an elastic launch on an accelerator",
-        "a death under NCCL is not handled yet: what a broken collective leaves behind would be trained on",
+        "an elastic launch on an accelerator without NCCL",
+        "what becomes of a collective whose member dies, and how it is ended, is known of NCCL alone",
         "launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
-        "an_elastic_launch_on_an_accelerator",
+        "an_elastic_launch_without_nccl",
+    ),
+    _start(
+        "an elastic launch with an old NCCL",
+        "before 2.26.2 an abort after a death may hang",
+        "take a torch with a newer one, launch a fixed number of nodes (no MIN:MAX), or set DS_ACCELERATOR=cpu",
+        "an_elastic_launch_with_an_old_nccl",
     ),
     _start(
         "several devices in one process",

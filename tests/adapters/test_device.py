@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from ds_dynatrain.adapters.device import free_bytes, is_capturing, synchronize
+from ds_dynatrain.adapters.device import complaint, free_bytes, is_capturing, synchronize, take_own, warm
 
 TOTAL, RESERVED, ALLOCATED = 1000, 300, 200
 
@@ -69,3 +69,32 @@ def test_a_capture_is_not_broken_off(accelerator: Accelerator, monkeypatch: pyte
 
 def test_a_cpu_captures_nothing() -> None:
     assert not is_capturing()
+
+
+def test_the_device_is_that_of_the_process_on_its_machine(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first group of torch.distributed is made. Where there are fewer, DeepSpeed has the word for it."""
+    taken = list[int]()
+    monkeypatch.setattr(accelerator, "set_device", taken.append, raising=False)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 2, raising=False)
+    take_own(1)
+    take_own(2)
+    assert taken == [1]
+
+
+def test_a_device_that_takes_nothing_any_more(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.xpu, "is_current_stream_capturing", raising=False)
+    assert complaint() == ""
+
+    def fails(device_index: int | None = None) -> None:
+        raise RuntimeError("an illegal memory access was encountered\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr(accelerator, "synchronize", fails)
+    assert complaint() == "an illegal memory access was encountered"
+
+
+def test_a_cpu_needs_no_warmth() -> None:
+    warm()
+    take_own(3)
+    assert complaint() == ""

@@ -14,14 +14,15 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence import fpdt_layer
 from torch import nn
 
-from ds_dynatrain.adapters import sequence, support
+from ds_dynatrain.adapters import communicators, sequence, support
 from ds_dynatrain.adapters.support import (
+    check_elastic_launch,
     refuse_at_boundary,
-    refuse_elastic_launch,
     refuse_module,
     refuse_unsupported,
 )
 from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
@@ -331,9 +332,34 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU_Accelerator, "device_name", lambda self, index=None: "cuda")
 
 
-def test_an_elastic_launch_on_an_accelerator(accelerated: None) -> None:
-    with pytest.raises(UnsupportedError, match=r"an elastic launch on 'cuda': .*no MIN:MAX"):
-        refuse_elastic_launch()
+def test_an_elastic_launch_without_nccl(accelerated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What becomes of a collective whose member dies is known of NCCL alone."""
+    monkeypatch.setattr(communicators, "device_backend", lambda: "hccl")
+    monkeypatch.setattr(support, "device_backend", lambda: "hccl")
+    with pytest.raises(UnsupportedError, match=r"an elastic launch on 'cuda' with hccl: .*no MIN:MAX"):
+        check_elastic_launch()
+
+
+def test_an_elastic_launch_with_an_old_nccl(accelerated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "device_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    with pytest.raises(UnsupportedError, match=r"an elastic launch with NCCL 2.25.1: .*newer"):
+        check_elastic_launch()
+
+
+def test_an_elastic_launch_with_nccl(accelerated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's watchdog is told to do nothing, before anything is made."""
+    settled = list[str]()
+    monkeypatch.setattr(communicators, "device_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(initialize, "settle_watchdog", lambda: settled.append("once"))
+    initialize._settle_elastic_launch()
+    assert settled == ["once"]
+
+
+def test_an_elastic_launch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialize, "settle_watchdog", lambda: pytest.fail("there is none"))
+    initialize._settle_elastic_launch()
 
 
 def test_several_devices() -> None:

@@ -43,6 +43,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -1009,17 +1010,20 @@ struct Fate {
 // As under NCCL, whoever waits for a peer that is gone waits until the group is aborted. Then nothing is raised, and what
 // was to be written is garbage. Messages cannot be waited for piece by piece, and end with their connections.
 bool arrives(c10d::Work& work, Fate& fate, bool is_message) {
+  bool has_ended = is_message;  // else it may only not have ended yet
   while (true) {
     try {
-      is_message ? work.wait() : work.wait(std::chrono::milliseconds(20));
+      has_ended ? work.wait() : work.wait(std::chrono::milliseconds(20));
       return true;
     } catch (const std::exception&) {
-      if (is_message || work.isCompleted()) {
+      if (has_ended) {
         fate.wait();
       }
       if (fate.is_aborted) {
         return false;
       }
+      has_ended = work.isCompleted();  // some never say so, and fail at once each time
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 }

@@ -50,6 +50,21 @@ def test_switches_are_measured(steps: Any, lab_pool: RankPool) -> None:
     assert found["stage 1→3, communicators"].startswith("0 built, ") and "1 built" in found["2→4, communicators"]
 
 
+@pytest.mark.full
+def test_members_come_go_and_die(steps: Any, lab_built: None) -> None:
+    """What a card is tried with, on the device."""
+    script = Path(__file__).with_name("elastic_training.py")
+    found = importlib.import_module("gpu_elastic").elastic(script, "cpu")
+    assert found["exit"] == 0, found
+    assert found["wrong"] == "nothing" and found["kill to the next step, s"] > 0, found
+
+
+def test_what_a_card_has_shown_becomes_a_row(steps: Any) -> None:
+    rows = steps.proved({"elastic": {"exit": 0}, "core tensor": {"exit": 1}, "core pipe": {"exit": 0}}, "2.13", "H100")
+    assert [row.split('"')[3] for row in rows.splitlines()] == ["pipe", "elastic"]
+    assert "--only 'elastic'" in rows and "--only 'core pipe'" in rows
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_nothing_is_checked(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--out", str(tmp_path / "out")]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.engine.members import elastic_membership
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 
@@ -63,3 +65,20 @@ def test_between_calls_the_loader_forms_it(membership: Any) -> None:
     membership._boundaries.has_failed = True
     membership.before_micro_batch(None)
     assert membership._boundaries.formed == ["after it"]
+
+
+@pytest.mark.parametrize("said", ["", "an illegal memory access was encountered"])
+def test_an_accelerator_that_takes_nothing_any_more_ends_the_process(
+    membership: Any, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """An error of the user's own is raised as it is."""
+    ended = list[tuple[Ending, str]]()
+    monkeypatch.setattr(elastic_membership, "complaint", lambda: said)
+    monkeypatch.setattr(elastic_membership, "end_process", lambda *given: ended.append(given))
+
+    def call() -> str:
+        raise RuntimeError("an error in a call")
+
+    with pytest.raises(RuntimeError, match="an error in a call"):
+        membership.surviving(None, call, lambda: "again")
+    assert ended == ([(Ending.DEVICE, f"its accelerator takes nothing any more: {said}")] if said else [])

@@ -276,6 +276,8 @@ class Buddies:
 
     def _begin(self) -> None:
         """Of all engines that have a world, which is of all of them or none."""
+        for keeper in self._keepers:
+            keeper.engine.agree()
         first = mark_of(self._engine)
         self._rounds = [
             keeper.begin(

@@ -68,7 +68,12 @@ class Checkpoints:
             if agreed is None:
                 _not_saved("save_checkpoint", folder, tag)
                 return False
-            saved = PROCESS.membership.surviving(self.engine, lambda: save(*agreed), lambda: None)
+
+            def call() -> Any:
+                self.engine.agree()
+                return save(*agreed)
+
+            saved = PROCESS.membership.surviving(self.engine, call, lambda: None)
             if saved is not None:
                 return bool(saved)
         logger.warning(

@@ -162,6 +162,7 @@ class _Saving:
         request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
         ask(self.session, request)
         try:
+            self.engine.agree()
             self.snapshot = Snapshot.take(self.engine, lambda mine: self.session.all("carry", mine), memory)
         except BaseException as error:
             self.error = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from dataclasses import dataclass, field
 
+from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.process_groups import make_group
 from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld
@@ -90,6 +91,7 @@ def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) ->
     """With all that start a job; None if one runs meanwhile that goes on without this process."""
     elastic, generation = membership.elastic, 0
     member = elastic.member
+    warm()
     member.ready()
     while True:
         try:

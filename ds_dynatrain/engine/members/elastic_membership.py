@@ -7,11 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ds_dynatrain.adapters.device import complaint
 from ds_dynatrain.adapters.gate import abort
 from ds_dynatrain.adapters.incoming import refuse_cut
 from ds_dynatrain.adapters.watched import GroupStatus
@@ -174,8 +174,11 @@ class ElasticMembership:
         self._tear(list(self._first))
 
     def _tear(self, statuses: Sequence[GroupStatus]) -> None:
-        thread = abort([status.gate for status in statuses], partial(end_process, Ending.DEVICE))
+        thread = abort([status.gate for status in statuses], self._give_up)
         self._abort = thread or self._abort
+
+    def _give_up(self, reason: str) -> None:
+        end_process(Ending.DEVICE, f"its accelerator takes nothing any more: {reason}")
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -208,6 +211,8 @@ class ElasticMembership:
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
+                if found := complaint():  # it would be so in every call, and in what ends the script
+                    self._give_up(found)
                 raise
         finally:
             self._is_in_call = was

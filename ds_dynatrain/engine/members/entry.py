@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
+from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.process_groups import make_group, serve_host
 from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.worlds import LaunchWorld, Note, launch_store
@@ -112,6 +113,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
     try:
         if known is None:
             elastic.member.start()
+            warm()
         elastic.member.ready()
         generation = 0
         while True:

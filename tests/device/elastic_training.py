@@ -1,0 +1,30 @@
+"""`tests/elastic/training.py` on the device without hardware: a user's script, which knows nothing of it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ds_dynatrain.adapters import communicators
+from tests.device import accelerator, lab
+from tests.device.batches import move_batches
+from tests.elastic import faulted, gate_clock
+
+
+def break_down() -> None:
+    """The device takes nothing any more; only the first process that is told so loses it."""
+    for told in Path(os.environ["OUT"]).glob("breaks"):
+        told.unlink()
+        lab.break_down()
+
+
+if __name__ == "__main__":
+    accelerator.use()
+    communicators.ABORTING = (lab.BACKEND,)  # as under NCCL; see lab.cpp
+    move_batches()
+    gate_clock.install()
+    faulted.ACTS["break"] = break_down
+    sys.argv[0] = str(Path(__file__).parents[1] / "elastic" / "training.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,160 @@
+"""Jobs of stock torchrun agents whose members compute on the device, come, go and die.
+
+As under NCCL a death raises nothing there: who waits for the dead waits until its communicators are aborted, and then
+has garbage. So whatever was not known to be whole, and was used all the same, is in the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.agents import Job, processes
+from tests.elastic.conftest import static, train, undisturbed
+from tests.elastic.deaths import Deaths, Undisturbed
+from tests.elastic.runs import (
+    Static,
+    check_history,
+    finish,
+    finish_together,
+    first_leaves,
+    gated,
+    node_of,
+    open_gate,
+    second_joins,
+    steps_on,
+    variables,
+    worker,
+)
+from tests.elastic.test_buddy_deaths import INSTANTS, OF_STAGE_3
+from tests.elastic.test_switch_faults import go_through
+
+__all__ = ["static", "train", "undisturbed"]
+
+pytestmark = pytest.mark.usefixtures("lab_built")
+
+SCRIPT = Path(__file__).with_name("elastic_training.py")
+QUICK = ((3, "norm of stage 3"),)
+
+
+def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
+    job = train(nodes="1:4", stage=2, script=SCRIPT)
+    first_leaves(job, second_joins(job))
+    check_history(job, static)
+
+
+@pytest.mark.parametrize(
+    ("stage", "instant"),
+    [
+        *QUICK,
+        *(
+            pytest.param(stage, instant, marks=pytest.mark.full)
+            for stage in (1, 2, 3)
+            for instant in ("reduction", *(OF_STAGE_3 if stage == 3 else INSTANTS))
+            if (stage, instant) not in QUICK
+        ),
+    ],
+)
+def test_one_dies_and_a_spare_takes_its_place(
+    tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str
+) -> None:
+    """All go on from copies; to the bit as if nobody had died."""
+    deaths = Deaths(tmp_path, stage, {"b": f"{instant} dies kill"}, script=SCRIPT)
+    try:
+        deaths.tell()
+        settled = deaths.job.settled(3, deaths.first.generation)
+        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
+        deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
+OTHERS = ("forward", "backward", "step", "update")
+
+
+@pytest.mark.parametrize("instant", ["reduction", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
+def test_one_of_three_replicas_dies(tmp_path: Path, static: Static, instant: str) -> None:
+    """Without ZeRO the living have all of it, and go on as they are."""
+    deaths = Deaths(tmp_path, 0, {"b": f"{instant} dies kill"}, spares=0, script=SCRIPT, least=1)
+    try:
+        deaths.tell()
+        left = deaths.job.settled(2, deaths.first.generation)
+        assert set(processes(left)) < set(processes(deaths.first)) and left.changes[-1].change == "failure"
+        finish(deaths.job)
+        check_history(deaths.job, static, kills=1)
+    finally:
+        deaths.job.clean_up()
+
+
+KILLS = [
+    (role, stage, phases)
+    for role, stage in (("joiner", 1), ("other", 1), ("other", 0), ("first", 0))
+    for phases in (("prepare", "meet", "drain"), ("connect", "rebuild", "move"), ("verify", "commit"))
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("role", "stage", "phases"), KILLS)
+def test_one_is_killed_in_a_switch(
+    train: Callable[..., Job], static: Static, tmp_path: Path, role: str, stage: int, phases: tuple[str, ...]
+) -> None:
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 2}
+    job = train(nodes="1:9", stage=stage, block={"fallback": fallback} if stage else {}, script=SCRIPT)
+    go_through(job, role, [f"{role} {phase} kill" for phase in phases])
+    finish(job)
+    check_history(job, static, kills=len(phases))
+
+
+@pytest.mark.full
+def test_one_dies_as_the_first_engine_is_made(train: Callable[..., Job]) -> None:
+    """The others wait for its part of a broadcast; the start ends at once with an error, as on a CPU."""
+    job = train(nodes="3:3", script=SCRIPT)
+    (job.folder / "dies").write_text("-1")
+    job.coordinator("coordinator")
+    for node in "abc":
+        gated(job, node, "gate-all", **({"FAULT": "broadcast dies kill"} if node == "b" else {}))
+        worker(job, node)
+    open_gate(job, "gate-all")
+    assert {job.code(node) for node in "ac"} == {1}, job.logs()
+    assert "communicators were aborted" in job.logs()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "axis"), [("pipeline", "pipe"), ("tensor", "tensor")])
+def test_one_dies_beside_other_axes(train: Callable[..., Job], kind: str, axis: str) -> None:
+    """Four members in two columns; three are left, of whom two train on from copies, and one waits."""
+    layouts = {"2": {"data": 1, axis: 2}, "4": {"data": 2, axis: 2}}
+    block = {"layout": {**layouts["4"], "zero_stage": 1}, "layouts": layouts, "buddies": {"mode": "copy"}}
+    job = train(nodes="2:4", block=block, variables={"STEP_SECONDS": "0.3", "KIND": kind}, script=SCRIPT)
+    job.coordinator("coordinator")
+    for node in "abcd":
+        gated(job, node, "gate-all")
+        worker(job, node)
+    open_gate(job, "gate-all")
+    first = job.wait(lambda: (status := job.status()) and len(status.ranks) == 4 and status, "a world of four")
+    steps_on(job, 6)
+    job.kill(node_of(job, first, 3))
+    job.wait(lambda: "from copies that members keep of each other" in job.logs(), "a restoration")
+    steps_on(job, 4)
+    finish_together(job)
+    made = [(row["pid"], row["step"]) for row in job.rows("step")]
+    assert len(made) - len(set(made)) <= 2, "no more than the step that was lost is made again"
+
+
+def test_a_device_that_takes_nothing_any_more(train: Callable[..., Job]) -> None:
+    """Its process ends with a code of its own, and its agent starts another one, which comes in its place."""
+    job = train(nodes="1:2", stage=0, variables={"STEP_SECONDS": "0.3"}, script=SCRIPT)
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    first = job.settled(1)
+    with variables(job, FAULT="forward breaks break"):
+        job.node("b", "--max-restarts=1", is_host=0)
+    both = job.settled(2, first.generation)
+    (job.folder / "breaks").write_text("0")
+    job.wait(lambda: not (job.folder / "breaks").exists(), "the error")
+    again = job.settled(2, both.generation)
+    assert processes(again)[0] == processes(first)[0] and processes(again)[1] != processes(both)[1]
+    assert "ends with code 88: its accelerator takes nothing any more: lab: an earlier access" in job.logs()
+    finish(job)

@@ -1,0 +1,27 @@
+"""`tests/elastic/training.py` on a card: a user's script, which knows nothing of it.
+
+`$COLLECTIVES` "nccl" takes NCCL as it is, for one member a card, or several where NCCL allows that. Else they are
+staged on gloo, so that members may share the card.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from tests.gpu.rank_process import BACKEND, stage_collectives
+
+if __name__ == "__main__":
+    from ds_dynatrain.adapters import communicators
+    from tests.device.batches import move_batches
+    from tests.elastic import gate_clock
+
+    if os.environ.get("COLLECTIVES") != "nccl":
+        stage_collectives()
+        communicators.ABORTING = (BACKEND,)
+    move_batches()
+    gate_clock.install()
+    sys.argv[0] = str(Path(__file__).parents[1] / "elastic" / "training.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
