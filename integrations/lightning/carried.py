@@ -9,6 +9,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 
+from ds_dynatrain.errors import CheckpointError
+
 PROGRESS = "lightning"
 """Its name among the engine's objects."""
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -55,13 +57,21 @@ class TrainerProgress:
         trainer.should_stop = state["should_stop"]
 
     def loaded(self, load: Any) -> dict[str, Any]:
-        """What Lightning is to restore of what `load` reads; a checkpoint that SIGTERM has left is made of parts."""
+        """What Lightning is to restore of what `load` reads; a checkpoint that SIGTERM has left is made of parts.
+
+        CheckpointError for one of another framework's job.
+        """
         self._is_loading = True
         try:
             load()
         finally:
             self._is_loading = False
         state, self._loaded = self._loaded, {}
+        if not state:
+            raise CheckpointError(
+                "the checkpoint is not of a Lightning job: it has no counts of its loops; take its weights alone "
+                "(ds-dynatrain checkpoint convert)"
+            )
         if state.get("checkpoint") is not None:
             found: dict[str, Any] = state["checkpoint"]
             return found

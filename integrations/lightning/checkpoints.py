@@ -9,7 +9,7 @@ import lightning.pytorch
 import torch
 
 from ds_dynatrain.engine.encoding import encode
-from ds_dynatrain.errors import CheckpointError, ConfigError
+from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.carried import TrainerProgress
 from ds_dynatrain.integrations.shared import folders
 from ds_dynatrain.integrations.shared.batches import GlobalBatches
@@ -64,7 +64,7 @@ class Checkpoints(Below):
             raise ConfigError("trainer.save_checkpoint: there is no engine yet; call it in or after trainer.fit")
         if self.engine.idle:
             return
-        folder = Path(self.broadcast(filepath))
+        folder = _local(self.broadcast(filepath))
         self._progress.saving = plain({name: held for name, held in checkpoint.items() if name not in _IN_THE_ENGINE})
         try:
             folders.save(self.engine, folder / _TAG)
@@ -75,7 +75,7 @@ class Checkpoints(Below):
         """Go on from a folder, in any world and layout: one of ours, or of Lightning's DeepSpeed strategy."""
         if self.engine.idle:
             return Nothing()
-        folder = Path(self.broadcast(checkpoint_path))
+        folder = _local(self.broadcast(checkpoint_path))
         if folders.is_ours(folder / _TAG):
             return self._progress.loaded(lambda: self.engine.load(folder, _TAG))
         if folders.is_ours(folder):  # by SIGTERM
@@ -105,6 +105,16 @@ class Checkpoints(Below):
         if self._training is not None:
             self._training.go_to(int(client.get("global_step", self.engine.global_steps)))
         return _in_steps(client, int(held.get("gradient_accumulation_steps", 1)))
+
+
+def _local(path: Any) -> Path:
+    """UnsupportedError for one that is elsewhere."""
+    if "://" in str(path):
+        raise UnsupportedError(
+            f"checkpoints at {str(path)!r}: they are written into a folder that all processes see; give a path in a "
+            "shared file system"
+        )
+    return Path(path)
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ NAMES = {
         "_init_deepspeed_distributed _init_optimizers _initialize_deepspeed_train _load_config "
         "_setup_model_and_optimizer deepspeed_engine handles_gradient_accumulation restore_checkpoint_after_setup"
     ),
+    "lightning.fabric.strategies.deepspeed": "_validate_device_index_selection",
+    "lightning.fabric.utilities.seed": "reset_seed",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "set_world_ranks setup_environment",
     "lightning.pytorch.core.module.LightningModule": "_on_before_batch_transfer",
     f"{_LOOPS}.loop": "_Loop",

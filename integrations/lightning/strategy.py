@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch.distributed as td
+from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
@@ -129,6 +131,9 @@ class DynatrainStrategy(Checkpoints, Below):
 
     def setup_distributed(self) -> None:
         """Lightning's, on CPUs too."""
+        if self.root_device.type != "cpu":
+            _validate_device_index_selection(self.parallel_devices)
+        reset_seed()
         self.set_world_ranks()
         start_without_compiler()
         with telling_of_locks():

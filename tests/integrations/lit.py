@@ -11,6 +11,8 @@ from typing import Any
 import deepspeed
 import lightning
 import torch
+import torchmetrics
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
@@ -35,6 +37,7 @@ class Stock(DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
+        reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -62,6 +65,7 @@ class Module(lightning.LightningModule):
         torch.manual_seed(0)
         layers = torch.nn.Linear(8, 17), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(17, 1)
         self.net = torch.nn.Sequential(*layers)
+        self.mean = torchmetrics.MeanMetric()
         self.seen = list[tuple[float, int]]()
         self.hooks = list[str]()
 
@@ -78,7 +82,10 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("val_loss", torch.nn.functional.mse_loss(self(x).float(), y.float()), sync_dist=True)
+        loss = torch.nn.functional.mse_loss(self(x).float(), y.float())
+        self.mean(loss)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("metric", self.mean)
 
     test_step = validation_step
 
@@ -150,8 +157,8 @@ class Noting(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
-            value = float(trainer.callback_metrics["val_loss"])
-            self.rows.append({"step": trainer.global_step, "val": value})
+            value, metric = (float(trainer.callback_metrics[name]) for name in ("val_loss", "metric"))
+            self.rows.append({"step": trainer.global_step, "val": value, "metric": metric})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         named = {"mean": "train_loss_epoch", "count": "count"}

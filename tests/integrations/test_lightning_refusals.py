@@ -13,6 +13,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+import ds_dynatrain
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, UnsupportedError
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback, names, refusals
@@ -142,6 +143,8 @@ def data_case(folder: Path) -> dict[str, str]:
         "batch sampler": said_by(lambda: fit(DataLoader(lit.Points(24), batch_sampler=own))),
         "sizes": said_by(lambda: fit(config={"train_micro_batch_size_per_gpu": 2})),
         "folder": said_by(lambda: fit(path=str(foreign))),
+        "elsewhere": said_by(lambda: fit(path="s3://somewhere/step.ckpt")),
+        "of another job": said_by(lambda: fit(module=lambda: lit.Module("none"), path=str(saved_by_hand(folder)))),
         "validate": said_by(lambda: lit.trainer_of(folder, lit.strategy_of({})).validate(lit.Module(), points())),
         "twice": said_by(lambda: fit(then=lambda trainer, module: trainer.fit(module, points()))),
         "another module": said_by(lambda: fit(then=lambda trainer, module: trainer.test(lit.Module(), points()))),
@@ -155,6 +158,16 @@ def data_case(folder: Path) -> dict[str, str]:
     return found
 
 
+def saved_by_hand(folder: Path) -> Path:
+    """A checkpoint of a loop without Lightning, of the same model."""
+    module, config = lit.Module("none"), {**lit.CONFIG, "train_batch_size": 6, "dynatrain": {}}
+    made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    engine, *_ = ds_dynatrain.initialize(model=module, optimizer=made, config=config)
+    engine.save(folder, "by-hand")
+    engine.destroy()
+    return folder / "by-hand"
+
+
 def test_its_data_and_its_folders(alone: RankPool, tmp_path: Path) -> None:
     said = alone.run(data_case, folder=tmp_path)[0]
     assert "Stream is an iterable dataset" in said["stream"]
@@ -163,6 +176,8 @@ def test_its_data_and_its_folders(alone: RankPool, tmp_path: Path) -> None:
     assert "sampler of its own" in said["sampler"] and "sampler of its own" in said["batch sampler"]
     assert "is 2 and the training DataLoader has batches of 6" in said["sizes"]
     assert "neither a checkpoint of ds_dynatrain nor one of Lightning's" in said["folder"]
+    assert "give a path in a shared file system" in said["elsewhere"]
+    assert "is not of a Lightning job" in said["of another job"]
     assert "trainer.validate without trainer.fit" in said["validate"]
     assert "a second trainer.fit" in said["twice"]
     assert "trainer.test without trainer.fit of this module" in said["another module"]
