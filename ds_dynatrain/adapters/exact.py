@@ -20,7 +20,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime import utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
@@ -65,7 +65,7 @@ class LeafSums:
             zero.check_grad_overflow = True  # else a norm that is infinite skips no step in bf16, as at stage 3
             zero.use_grad_accum_attribute = False  # gradients are taken from where autograd leaves them
             zero.process_gradients = lambda parameter, group: sums.arrive(parameter)
-            zero.scaled_global_norm = lambda norm_type=2: combine_grad_norm_groups([global_norm(zero, lines)])
+            zero.scaled_global_norm = lambda norm_type=2: utils.combine_grad_norm_groups([global_norm(zero, lines)])
         return sums
 
     def forget(self) -> None:

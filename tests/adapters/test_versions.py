@@ -277,3 +277,17 @@ def test_deepspeed_is_imported_in_the_adapters_alone() -> None:
                 path for path in names if not re.fullmatch(r"deepspeed(\.comm|\.accelerator\.get_accelerator)?", path)
             }
             assert not private, f"{file}: {sorted(private)}"
+
+
+def test_what_the_newest_series_alone_has_is_imported_where_it_is_asked_for() -> None:
+    """A module that needs it to be imported is imported inside of functions alone, or by another such one."""
+    newest, older = ({".".join(path) for row in one.names.items() for path in paths(*row)} for one in (NEWEST, OLDER))
+    imported: dict[str, set[str]] = {}
+    for file in sorted((ROOT / "ds_dynatrain").rglob("*.py")):
+        at_once = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.ImportFrom)]
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        imported[module] = {path for each in at_once for path in (f"{each.module}.{name.name}" for name in each.names)}
+        imported[module] |= {str(each.module) for each in at_once}
+    alone = {module for module, names in imported.items() if names & (newest - older)}
+    assert alone == {"ds_dynatrain.adapters.autotp", "ds_dynatrain.adapters.tensor"}
+    assert {module for module, names in imported.items() if names & alone} <= alone
