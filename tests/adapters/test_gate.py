@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.gate import Gate, abort
 from ds_dynatrain.adapters.process_groups import make_fake_group
 from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup, WatchedWork, is_on_device
 from ds_dynatrain.adapters.worlds import drop
-from ds_dynatrain.engine.members import elastic_membership
+from ds_dynatrain.engine.members import elastic_membership, losses
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
@@ -181,6 +181,19 @@ def test_the_thread_that_aborts_is_on_their_device(accelerator: None, monkeypatc
     made.take_in(Communicator(other, td.ProcessGroup.BackendType.CUSTOM, Grouped([], "0")))  # type: ignore[arg-type]
     torn([made])
     assert seen == [3]
+
+
+def test_the_next_call_of_an_engine_knows_of_it(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script has of a collective of its own may be anything. On a CPU the next collective says so."""
+    status = GroupStatus()
+    engines = [SimpleNamespace(world=SimpleNamespace(status=status)), SimpleNamespace(world=None)]
+    monkeypatch.setattr(losses, "PROCESS", SimpleNamespace(engines=engines))
+    found = losses.Losses(SimpleNamespace())  # type: ignore[arg-type]
+    status.gate.tear()
+    found.check()
+    status.gate.communicators.append(communicator(Grouped([], "0")))
+    with pytest.raises(WorldChanged, match="communicators were aborted"):
+        found.check()
 
 
 # ---- agreeing --------------------------------------------------------------------------------------------------------

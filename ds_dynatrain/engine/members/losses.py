@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ds_dynatrain.adapters.watched import is_lost_peer
+from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.restoring import NOTICE_SECONDS, POLL_SECONDS
 from ds_dynatrain.engine.process import PROCESS
@@ -25,21 +25,27 @@ class Losses:
     @property
     def failure(self) -> RuntimeError | None:
         """How a collective of the present worlds has failed, if one has: of the library's, or of the script's own."""
+        return next((status.failure for status in self._statuses if status.failure is not None), None)
+
+    @property
+    def _statuses(self) -> list[GroupStatus]:
+        """Of the present worlds."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
-        failures = [world.status.failure for world in worlds if world.status is not None]
-        return next((failure for failure in failures if failure is not None), None)
+        return [world.status for world in worlds if world.status is not None]
 
     def check(self) -> None:
-        """WorldChanged if a collective has failed already, of whosoever's."""
+        """WorldChanged if a collective has failed already, of whosoever's, or been aborted, which is not seen of it."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
+        for status in self._statuses:
+            if status.gate.communicators:
+                status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
         """Until the boundary there are no collectives: where the others are in their scripts, nobody knows."""
-        for engine in PROCESS.engines:
-            if engine.world is not None and engine.world.status is not None:
-                engine.world.status.is_closed = is_closed
+        for status in self._statuses:
+            status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
         """Whether an error came of the world's loss; then all know of that by now. Other errors are the user's.
