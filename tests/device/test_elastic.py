@@ -18,10 +18,8 @@ from tests.elastic.runs import (
     Static,
     check_history,
     finish,
-    finish_together,
     first_leaves,
     gated,
-    node_of,
     open_gate,
     second_joins,
     steps_on,
@@ -71,7 +69,7 @@ def test_one_dies_and_a_spare_takes_its_place(
         deaths.job.clean_up()
 
 
-OTHERS = ("forward", "backward", "step", "update")
+OTHERS = ("forward", "backward", "step")
 
 
 @pytest.mark.parametrize("instant", ["reduction", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
@@ -82,6 +80,23 @@ def test_one_of_three_replicas_dies(tmp_path: Path, static: Static, instant: str
         deaths.tell()
         left = deaths.job.settled(2, deaths.first.generation)
         assert set(processes(left)) < set(processes(deaths.first)) and left.changes[-1].change == "failure"
+        finish(deaths.job)
+        check_history(deaths.job, static, kills=1)
+    finally:
+        deaths.job.clean_up()
+
+
+@pytest.mark.full
+def test_replicas_that_are_in_doubt(tmp_path: Path, static: Static) -> None:
+    """The norm of the step was reduced, and whether all had it nobody can say any more: all go back to a checkpoint."""
+    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 2}
+    where = tmp_path / "job"
+    where.mkdir()
+    deaths = Deaths(where, 0, {"b": "update dies kill"}, spares=0, block={"fallback": fallback}, script=SCRIPT, least=1)
+    try:
+        deaths.tell()
+        deaths.job.settled(2, deaths.first.generation)
+        steps_on(deaths.job)
         finish(deaths.job)
         check_history(deaths.job, static, kills=1)
     finally:
@@ -119,28 +134,6 @@ def test_one_dies_as_the_first_engine_is_made(train: Callable[..., Job]) -> None
     open_gate(job, "gate-all")
     assert {job.code(node) for node in "ac"} == {1}, job.logs()
     assert "communicators were aborted" in job.logs()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "axis"), [("pipeline", "pipe"), ("tensor", "tensor")])
-def test_one_dies_beside_other_axes(train: Callable[..., Job], kind: str, axis: str) -> None:
-    """Four members in two columns; three are left, of whom two train on from copies, and one waits."""
-    layouts = {"2": {"data": 1, axis: 2}, "4": {"data": 2, axis: 2}}
-    block = {"layout": {**layouts["4"], "zero_stage": 1}, "layouts": layouts, "buddies": {"mode": "copy"}}
-    job = train(nodes="2:4", block=block, variables={"STEP_SECONDS": "0.3", "KIND": kind}, script=SCRIPT)
-    job.coordinator("coordinator")
-    for node in "abcd":
-        gated(job, node, "gate-all")
-        worker(job, node)
-    open_gate(job, "gate-all")
-    first = job.wait(lambda: (status := job.status()) and len(status.ranks) == 4 and status, "a world of four")
-    steps_on(job, 6)
-    job.kill(node_of(job, first, 3))
-    job.wait(lambda: "from copies that members keep of each other" in job.logs(), "a restoration")
-    steps_on(job, 4)
-    finish_together(job)
-    made = [(row["pid"], row["step"]) for row in job.rows("step")]
-    assert len(made) - len(set(made)) <= 2, "no more than the step that was lost is made again"
 
 
 def test_a_device_that_takes_nothing_any_more(train: Callable[..., Job]) -> None:
