@@ -1,8 +1,8 @@
 """DeepSpeed's compiled operators, and the test device: built once, before any rank asks for one.
 
 DeepSpeed compiles an operator at its first use, under a lock file that a killed process leaves behind; so the test
-process has it built first, into a folder that only tests with this torch use: beside the first tests, which keep one
-core busy. About a minute each on a fresh machine, nothing afterwards.
+process has it built first, into a folder that only tests with this torch and this DeepSpeed use: beside the first
+tests, which keep one core busy. About a minute each on a fresh machine, nothing afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
@@ -21,7 +22,7 @@ import pytest
 
 BUILD_SECONDS = 280
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "build" / "torch_extensions" / metadata.version("torch")
+FOLDER = ROOT / "build" / "torch_extensions" / "-".join(map(metadata.version, ("torch", "deepspeed")))
 COMPILER = ROOT / "tests" / "compile.sh"
 BUILT = "built"
 BUILD = f"""
@@ -65,6 +66,7 @@ class Builds:
         if shutil.which("c++") is None:
             pytest.skip(f"{builder}: it is compiled at first use, and there is no C++ compiler")
         if self._process is None:
+            _remove_old_locks()
             self._process = _builder_process()
         orders, answers = self._process.stdin, self._process.stdout
         assert orders is not None and answers is not None
@@ -81,6 +83,13 @@ class Builds:
             limit.cancel()
         self._process = None
         raise RuntimeError(f"{builder} was not built:\n{''.join(said)[-4000:]}")
+
+
+def _remove_old_locks() -> None:
+    """Those of processes that were killed: nobody holds one for so long."""
+    for lock in FOLDER.glob("*/lock"):
+        if time.time() - lock.stat().st_mtime > BUILD_SECONDS:
+            lock.unlink(missing_ok=True)
 
 
 def _builder_process() -> subprocess.Popen[str]:
