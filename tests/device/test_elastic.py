@@ -18,8 +18,10 @@ from tests.elastic.runs import (
     Static,
     check_history,
     finish,
+    finish_together,
     first_leaves,
     gated,
+    node_of,
     open_gate,
     second_joins,
     steps_on,
@@ -134,6 +136,32 @@ def test_one_dies_as_the_first_engine_is_made(train: Callable[..., Job]) -> None
     open_gate(job, "gate-all")
     assert {job.code(node) for node in "ac"} == {1}, job.logs()
     assert "communicators were aborted" in job.logs()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "axis"), [("pipeline", "pipe"), ("tensor", "tensor")])
+def test_one_dies_beside_other_axes(train: Callable[..., Job], kind: str, axis: str) -> None:
+    """Two columns; three members are left, of whom two train on from copies, and one waits."""
+    layouts = {"2": {"data": 1, axis: 2}, "4": {"data": 2, axis: 2}}
+    block = {"layout": {**layouts["2"], "zero_stage": 1}, "layouts": layouts, "buddies": {"mode": "copy"}}
+    job = train(nodes="2:4", block=block, variables={"STEP_SECONDS": "0.3", "KIND": kind}, script=SCRIPT)
+    job.coordinator("coordinator")
+    for node in "ab":
+        job.node(node, is_host=0)
+    job.settled(2)
+    for node in "cd":
+        job.node(node, is_host=0)
+    job.wait(lambda: any(row["layout"]["data"] == 2 for row in job.rows("switch")), "two columns")
+    steps_on(job, 6)
+    wide = job.status()
+    assert wide is not None and len(wide.ranks) == 4
+    job.kill(node_of(job, wide, 3))
+    job.wait(lambda: "from copies that members keep of each other" in job.logs(), "a restoration")
+    steps_on(job, 4)
+    finish_together(job)
+    for pid in {row["pid"] for row in job.rows("step")}:
+        made = [row["step"] for row in job.rows("step") if row["pid"] == pid]
+        assert len(made) - len(set(made)) <= 2, made
 
 
 def test_a_device_that_takes_nothing_any_more(train: Callable[..., Job]) -> None:
