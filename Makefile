@@ -71,7 +71,7 @@ test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests
 	$(BIN)/python -m pytest -m '' --on-device tests/engine $(ARGS)
 
 test-deepspeed: $(OTHER)/.installed  ## run the core of the tests with another DeepSpeed: VERSION=0.18.9
-	PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(OTHER)/extensions) $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)
 
 $(OTHER)/.installed: $(STAMP)
 	@echo "Installing DeepSpeed $(VERSION) into $(OTHER), in front of what $(VENV) has."
@@ -82,7 +82,7 @@ $(OTHER)/.installed: $(STAMP)
 
 # The index has builds for CUDA: 2 to 4 GB. Another place for them: make test-torch FRONT=/folder VERSION=...
 test-torch: $(FRONT)/.installed  ## run the core of the tests with another torch: VERSION=2.11.0
-	PATH="$(abspath $(FRONT))/bin:$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(FRONT)/extensions) $(FRONT)/bin/python -m pytest $(CORE) $(ARGS)
+	PATH="$(abspath $(FRONT))/bin:$(abspath $(BIN)):$$PATH" $(FRONT)/bin/python -m pytest $(CORE) $(ARGS)
 
 $(FRONT)/.installed: $(STAMP)
 	@echo "Installing torch $(TORCH) into $(FRONT), in front of what $(VENV) has."

@@ -15,7 +15,7 @@ import pytest
 
 from ds_dynatrain.adapters.versions import present
 from tests.engine.pool import RankPool
-from tests.ops import Builds
+from tests.ops import Builds, surroundings
 
 RANKS = 4
 NEWEST_ALONE = ["adapters/test_tensor.py", "adapters/test_experts.py"]
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """What all processes that the tests start are to have in their environment."""
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
+    os.environ.update(surroundings())
 
 
 @pytest.hookimpl(wrapper=True)

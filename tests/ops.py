@@ -97,7 +97,7 @@ def _builder_process() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", BUILD],
         cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "CXX": str(COMPILER), **surroundings()},
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -106,6 +106,8 @@ def _builder_process() -> subprocess.Popen[str]:
 
 
 def surroundings() -> dict[str, str]:
-    """Environment of processes that load an operator: where it is, and ninja, which lies beside Python."""
+    """Environment of all processes that may load an operator: where it is, ninja, which lies beside Python, and the
+    compiler, as by another one it would be compiled anew.
+    """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    return {"TORCH_EXTENSIONS_DIR": str(FOLDER), "PATH": path}
+    return {"TORCH_EXTENSIONS_DIR": str(FOLDER), "PATH": path, "CXX": str(COMPILER)}

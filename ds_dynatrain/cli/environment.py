@@ -31,8 +31,8 @@ LOOPBACK = "::ffff:127.0.0.1"
 """As torch's stores see a process of their own machine: no line of /etc/hosts answers for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = (
-    "CPU processes over gloo; on GPUs a fixed launch, tried with four processes on one H200. "
-    "For loops of your own, with Accelerate too, Hugging Face's Trainer and Lightning's."
+    "CPU processes over gloo; on GPUs a fixed launch was tried with four processes on one H200, elastic "
+    "ones on no card. For loops of your own, with Accelerate too, Hugging Face's Trainer and Lightning's."
 )
 """What everybody should know first; the box at the top of README.md says it in these words."""
 

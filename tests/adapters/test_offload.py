@@ -13,7 +13,6 @@ from ds_dynatrain.adapters.offload import working_bytes
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.support import refuse_config
-from tests.ops import surroundings
 
 TENSORS = [LogicalTensor("a", (8, 5), 0), LogicalTensor("b", (20,), 1), LogicalTensor("frozen", (100,), -1)]
 
@@ -67,10 +66,8 @@ def _bytes(stage: int, data: int, accumulates: bool) -> int:
     return working_bytes(vps.local(layout, 0), torch.bfloat16, accumulates)
 
 
-def test_the_native_half_starts_anew_as_after_a_checkpoint(cpu_adam: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_native_half_starts_anew_as_after_a_checkpoint(cpu_adam: None) -> None:
     """One that has stepped five times and starts anew is bit-equal to a new one that is given its state."""
-    for name, value in surroundings().items():
-        monkeypatch.setenv(name, value)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from ds_dynatrain.comparison.job import Change, Task
 from ds_dynatrain.comparison.launch import LaunchError, launch
 from ds_dynatrain.comparison.results import Comparison, Measure
-from tests.ops import surroundings
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 def compared(out: Path, *arguments: str) -> dict[str, Measure]:
     """What the command has measured, by way."""
     command = [sys.executable, "-m", "ds_dynatrain.cli", "compare", "--size", "tiny", "--out", str(out), *arguments]
-    environment = {**os.environ, **surroundings()}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = Comparison.from_json((out / "compare.json").read_text())
     ((size, change),) = found.cases()

@@ -14,7 +14,6 @@ import pytest
 
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from tests.docs.pages import FENCE, INDEX, README, ROOT, blocks, text_of
-from tests.ops import surroundings
 
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 NOW = {"docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
@@ -94,7 +93,7 @@ def test_commands_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -
         ran = subprocess.run(
             ["bash", "-euc", command],
             cwd=tmp_path,
-            env={**os.environ, **surroundings(), **quiet},
+            env={**os.environ, **quiet},
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -23,8 +23,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ops import surroundings
-
 ROOT = Path(__file__).parents[2]
 SLOW = {"transformers": "transformers.models.mixtral.modeling_mixtral"}
 """What ranks would import, a second each: before they are forked, if a test of this session has the first."""
@@ -89,7 +87,7 @@ class Nursery:
     def __init__(self, log: Path, accelerator: str, module: str, imports: Sequence[str]) -> None:
         slow = [*(models for name, models in SLOW.items() if name in sys.modules), *imports]
         names = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "PYTHONWARNINGS": "ignore"}
-        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", **surroundings()}
+        names |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1"}
         names |= {"MKL_CBWR": "COMPATIBLE"}  # what exact jobs ask for
         self._control, there = socket.socketpair()
         with there, log.open("wb") as output:
