@@ -73,7 +73,7 @@ def test_a_second_mpirun_joins(job: MpiJob) -> None:
     ("arguments", "words"),
     [
         ({"endpoint": "nowhere:x"}, "'nowhere:x' is no address"),
-        pytest.param({"min_nodes": 3, "max_nodes": 2}, "nodes 3:2", marks=pytest.mark.full),
+        pytest.param({"min_nodes": 3, "max_nodes": 2}, "nodes=3:2", marks=pytest.mark.full),
     ],
 )
 def test_errors_reach_all(job: MpiJob, arguments: dict[str, object], words: str) -> None:

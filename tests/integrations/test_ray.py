@@ -69,7 +69,7 @@ def test_what_is_wrong_is_said(ray: Any) -> None:
     for arguments in ({}, {"name": NAME, "endpoint": "a:1"}, {"endpoint": "a:b"}):
         with pytest.raises(ConfigError):
             launcher.join(**arguments, variables={})
-    with pytest.raises(ConfigError, match="nodes 3:2"):
+    with pytest.raises(ConfigError, match="nodes=3:2"):
         launcher.coordinate(NAME, 3, 2)
     with pytest.raises(ValueError, match=NAME):
         launcher.join(NAME, variables={})
