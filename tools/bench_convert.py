@@ -95,6 +95,7 @@ def directions(folder: Path) -> Iterator[tuple[str, str, tuple[Path, Path, str]]
 
 def measure(path: str, out: str, to: str) -> None:
     """Convert in this process; the bytes that it took at most beyond those of before, and seconds."""
+    import pyarrow
     import torch.distributed.checkpoint.state_dict_saver
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -104,6 +105,7 @@ def measure(path: str, out: str, to: str) -> None:
 
     with FakeTensorMode():
         torch.empty(1)
+    pyarrow.array([0])  # imports what it needs
     before, begin = resident(), time.perf_counter()
     reset_high_water()
     list(conversion.convert(Path(path), Path(out), Format(to), None, False))
