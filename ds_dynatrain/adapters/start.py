@@ -77,10 +77,9 @@ def _say_locked(lock: Path, seconds: float) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
     logger.warning(
         "for %g s this start has waited for another process that compiles %s, which a first start takes a minute or "
-        "two "
-        "for. If it goes on: the lock is %s, made by user %d at %s. Where no such process runs any more (ninja, "
-        "c++), it was "
-        "killed; its user, or another one who may write there, deletes the lock (rm '%s'), and all that wait go on",
+        "two for. If it goes on: the lock is %s, made by user %d at %s. Where no such process runs any more (ninja, "
+        "c++), it was killed; its user, or another one who may write there, deletes the lock (rm '%s'), and all that "
+        "wait go on",
         seconds,
         lock.parent.name,
         lock,

@@ -371,8 +371,7 @@ class Member:
         if is_stuck and not self._is_stuck:
             logger.error(
                 "%s: the main thread has not moved for %.0f s; give the coordinator a longer stuck_seconds if it may "
-                "take so "
-                "long; it is here:",
+                "take so long; it is here:",
                 *(self.id, seconds),
             )
             faulthandler.dump_traceback(all_threads=True)

@@ -180,8 +180,7 @@ class ElasticMixin(Below):
         except WorldChanged as error:
             logger.warning(
                 "step %d: what was to be logged, evaluated or saved is left out, for the world has changed in it "
-                "(%s); it is "
-                "done when it is due again",
+                "(%s); it is done when it is due again",
                 self.state.global_step,
                 error,
             )

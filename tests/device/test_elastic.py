@@ -63,10 +63,7 @@ def test_one_dies_and_a_spare_takes_its_place(
     """All go on from copies; to the bit as if nobody had died."""
     deaths = Deaths(tmp_path, stage, {"b": f"{instant} dies kill"}, script=SCRIPT)
     try:
-        deaths.tell()
-        settled = deaths.job.settled(3, deaths.first.generation)
-        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
-        deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+        deaths.check_spare(undisturbed, most_again=2 if instant == "ship" else 1)
     finally:
         deaths.job.clean_up()
 

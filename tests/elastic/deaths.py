@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.elastic.messages import Status
+from tests.elastic.agents import processes
 from tests.elastic.runs import (
     SCRIPT,
     Losses,
@@ -112,6 +113,13 @@ class Deaths:
         steps_on(self.job)
         finish(self.job)
         self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again, half_told)
+
+    def check_spare(self, undisturbed: Undisturbed, most_again: int) -> None:
+        """One of three dies, and the fourth takes its place; see `check`."""
+        self.tell()
+        settled = self.job.settled(3, self.first.generation)
+        assert len(set(processes(settled)) - set(processes(self.first))) == 1
+        self.check(undisturbed, most_again)
 
     def compare(
         self,

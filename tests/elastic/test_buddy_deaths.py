@@ -43,10 +43,7 @@ def test_one_dies_and_a_spare_takes_its_place(
 ) -> None:
     deaths = Deaths(tmp_path, stage, {"b": f"{instant} dies kill"})
     try:
-        deaths.tell()
-        settled = deaths.job.settled(3, deaths.first.generation)
-        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
-        deaths.check(undisturbed, most_again=2 if instant == "ship" else 1)
+        deaths.check_spare(undisturbed, most_again=2 if instant == "ship" else 1)
     finally:
         deaths.job.clean_up()
 

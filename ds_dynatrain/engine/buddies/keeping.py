@@ -63,8 +63,7 @@ class Keeping:
             except OSError as error:
                 logger.warning(
                     "buddies: this idle member keeps no copies of others any more (%s); start its process again to "
-                    "have "
-                    "it keep some",
+                    "have it keep some",
                     error,
                 )
                 return

@@ -78,8 +78,7 @@ class Checkpoints:
                 return bool(saved)
         logger.warning(
             "save_checkpoint(%s, %s): the world was formed anew in this global batch, and nothing whole was saved; "
-            "call it "
-            "again after the next engine.step()",
+            "call it again after the next engine.step()",
             *(folder, tag),
         )
         return False

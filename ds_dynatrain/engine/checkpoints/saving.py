@@ -255,8 +255,7 @@ class _Saving:
         if names and self.session.is_first:
             logger.warning(
                 "engine.save: copies of %s have drifted apart at step %d, which stages and tensor ranks may; the "
-                "checkpoint "
-                "has the owner's",
+                "checkpoint has the owner's",
                 *(", ".join(sorted(names)), engine.global_steps),
             )
 
