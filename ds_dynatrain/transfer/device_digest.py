@@ -2,12 +2,15 @@
 
 A program of the kernel owns one slice of the positions in a block (see `digest` for the formula) and walks over the
 blocks of its run: it adds up value * factor, and multiplies by the slice's weights once at the end. So the weights are
-read once per program and not once per byte. Which program does what is arithmetic on the host (`programs`). Where
-there is no Triton, torch's own arithmetic gives the same number, some ten passes and one launch per run slower.
+read once per program and not once per byte. Which program does what is arithmetic on the host (`programs`), which may
+be done before it is known where the buffers lie (`DeviceTable`). Where there is no Triton, torch's own arithmetic gives
+the same number, some ten passes and one launch per run slower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from math import gcd
@@ -24,6 +27,8 @@ Int64s = npt.NDArray[np.int64]
 WORD_BYTES = 4
 SLICES = 16
 """Of a block, each a program's."""
+MANY_RUNS = 4096
+"""A table of so many runs lies on the device; a smaller one takes less time from here than it would take launches."""
 WALK = 32
 """Most blocks that one program walks over: few enough that there are programs for all processors."""
 DEVICE_BLOCKS = 256
@@ -44,7 +49,7 @@ class Runs(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes that are read at once: the largest of 4, 2 and 1 that divides every address, begin and length."""
-        return gcd(WORD_BYTES, *(int(np.gcd.reduce(column)) for column in self[:3]))
+        return _width(*self[:3])
 
 
 class Programs(NamedTuple):
@@ -62,28 +67,68 @@ def programs(runs: Runs) -> Programs:
     A run is cut into spans of at most WALK blocks, and a span into those slices in which it has bytes: all of them, but
     where it lies within one block.
     """
-    first, last = runs.begin // BLOCK_BYTES, (runs.begin + runs.length - 1) // BLOCK_BYTES
-    spans = np.where(runs.length > 0, (last - first) // WALK + 1, 0)
-    run = np.repeat(np.arange(len(spans)), spans)
-    begin = first[run] + WALK * _count_up(spans)
+    end = runs.begin + runs.length
+    first, last = runs.begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+    run, nth = _expand(np.where(runs.length > 0, (last - first) // WALK + 1, 0))
+    begin = first[run] + WALK * nth
     number = np.minimum(WALK, last[run] + 1 - begin)
-    low, high = _slice_of(np.maximum(runs.begin[run], begin * BLOCK_BYTES)), np.full(len(run), SLICES - 1)
-    ends = np.minimum((runs.begin + runs.length)[run], (begin + number) * BLOCK_BYTES)
     alone = number == 1
-    low, high = np.where(alone, low, 0), np.where(alone, _slice_of(ends - 1), high)
-    slices = high - low + 1
-    row = np.repeat(np.arange(len(run)), slices)
-    return Programs(run[row], low[row] + _count_up(slices), begin[row], number[row])
+    low = np.where(alone, _slice_of(np.maximum(runs.begin[run], begin * BLOCK_BYTES)), 0)
+    high = np.where(alone, _slice_of(np.minimum(end[run], (begin + 1) * BLOCK_BYTES) - 1), SLICES - 1)
+    row, nth = _expand(high - low + 1)
+    return Programs(run[row], low[row] + nth, begin[row], number[row])
 
 
-def digests(runs: Runs, tensors: int, device: torch.device) -> UInt64s:
-    """Digest of each of `tensors` tensors from the runs, which lie on `device`, by the kernel; needs Triton."""
-    from ds_dynatrain.transfer.digest_kernel import launch
+@dataclass(frozen=True)
+class DeviceTable:
+    """Runs in buffers of one device and the kernel's programs for them, for wherever the buffers will lie.
 
-    sums = torch.zeros(tensors, dtype=torch.int64, device=device)
-    if runs.length.any():
-        launch(runs, programs(runs), weights(device), sums)
-    return sums.cpu().numpy().view(np.uint64)
+    columns: those of `Runs` as rows of int64, with addresses from the begins of the buffers; source: the buffer of each
+    run; programs: the columns of `Programs` as rows of int32. All three lie where that is faster. ends: buffers and the
+    low bits of addresses in them, each pair once; width: of what does not depend on where the buffers lie.
+    """
+
+    device: torch.device
+    columns: torch.Tensor
+    source: torch.Tensor
+    programs: torch.Tensor
+    ends: tuple[Int64s, Int64s]
+    width: int
+
+    @staticmethod
+    def of(runs: Runs, source: Int64s, device: torch.device) -> DeviceTable:
+        """Made ready, and on the device already if it is large. `runs` has addresses from the begins of buffers."""
+        where = device if len(source) >= MANY_RUNS else torch.device("cpu")
+        done = np.stack([column.astype(np.int32) for column in programs(runs)])  # 2^31 blocks are 256 TiB of a tensor
+        ends = np.flatnonzero(np.bincount(source * WORD_BYTES + runs.address % WORD_BYTES))
+        return DeviceTable(
+            device,
+            torch.from_numpy(np.stack(runs)).to(where),
+            torch.from_numpy(source.astype(np.int32)).to(where),
+            torch.from_numpy(done).to(where),
+            (ends // WORD_BYTES, ends % WORD_BYTES),
+            _width(runs.begin, runs.length),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it takes."""
+        return sum(each.nbytes for each in (self.columns, self.source, self.programs))
+
+    def digests(self, addresses: Sequence[int], tensors: int) -> UInt64s:
+        """Digest of each of `tensors` tensors, with the buffers at these addresses; needs Triton."""
+        if not self.programs.shape[1]:
+            return np.zeros(tensors, dtype=np.uint64)
+        from ds_dynatrain.transfer.digest_kernel import launch
+
+        base, (buffer, end) = torch.tensor(addresses, dtype=torch.int64), self.ends
+        columns = self.columns.clone()
+        columns[0] += base.to(columns.device)[self.source]
+        width = gcd(self.width, _width(base.numpy()[buffer] + end))
+        sums = torch.zeros(tensors, dtype=torch.int64, device=self.device)
+        done = self.programs.to(torch.int64)
+        launch(columns.to(self.device), done.to(self.device), width, weights(self.device), sums)
+        return sums.cpu().numpy().view(np.uint64)
 
 
 @cache
@@ -121,6 +166,12 @@ def _slice_of(byte: Int64s) -> Int64s:
     return byte % BLOCK_BYTES // (BLOCK_BYTES // SLICES)
 
 
-def _count_up(numbers: Int64s) -> Int64s:
-    """0 ... n - 1 for each n, one after another."""
-    return np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+def _width(*columns: Int64s) -> int:
+    """The largest of 4, 2 and 1 that divides all numbers."""
+    return gcd(WORD_BYTES, *(int(np.bitwise_or.reduce(column)) for column in columns))
+
+
+def _expand(numbers: Int64s) -> tuple[Int64s, Int64s]:
+    """Each row as often as its number says, and 0 ... n - 1 beside the n of a row."""
+    row = np.repeat(np.arange(len(numbers)), numbers)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ds_dynatrain.transfer.device_digest import SLICES, WORD_BYTES, Programs, Runs
+from ds_dynatrain.transfer.device_digest import SLICES, WORD_BYTES
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, FACTOR_SEED
 
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -16,20 +15,21 @@ WARPS, UNROLL = 4, 8
 """With these it reads as fast as torch's own sum does on an H100."""
 
 
-def launch(runs: Runs, programs: Programs, weights: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add the digest of each run to its tensor's of `sums` (int64, on the device)."""
-    device = sums.device
-    run_columns = torch.from_numpy(np.stack(runs)).to(device)
-    program_columns = torch.from_numpy(np.stack(programs)).to(device)
-    with torch.cuda.device(device):
-        _weigh[(len(programs.run),)](
-            run_columns,
-            program_columns,
+def launch(runs: torch.Tensor, programs: torch.Tensor, width: int, weights: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add the digest of each run to its tensor's of `sums`.
+
+    All of them int64 and on one device. runs, programs: the columns of `Runs` and of `Programs`, each a row; width: the
+    bytes that are read at once.
+    """
+    with torch.cuda.device(sums.device):
+        _weigh[(programs.shape[1],)](
+            runs,
+            programs,
             weights,
             sums,
-            len(runs.address),
-            len(programs.run),
-            WIDTH=runs.width,
+            runs.shape[1],
+            programs.shape[1],
+            WIDTH=width,
             WORD=WORD_BYTES,
             BLOCK=BLOCK_BYTES,
             SLICE=BLOCK_BYTES // SLICES,

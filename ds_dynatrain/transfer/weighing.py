@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ds_dynatrain.transfer.series import rows_of
 
 try:
-    from ds_dynatrain.transfer import weigh
+    import ds_dynatrain.transfer.weigh as weigh
 except ImportError:  # it was installed where there is no C compiler
     weigh = None  # type: ignore[assignment]
 

@@ -1,0 +1,214 @@
+"""Digests made ready before it is known where the buffers lie: which bytes of which buffer belong to which tensor.
+
+For runs of a few KiB that arithmetic takes longer than an accelerator takes to read the bytes. Nothing in it depends on
+addresses or values. `ReadyDigest` is its result: to weigh buffers then means to add their addresses, and to sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.space import BufferId, Pieces, interval
+from ds_dynatrain.transfer import device_digest
+from ds_dynatrain.transfer.device_digest import DeviceTable, by_arithmetic, has_kernel
+from ds_dynatrain.transfer.digest import bytes_of, check_flat
+from ds_dynatrain.transfer.series import series
+from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Runs, UInt64s, is_compiled, summer
+
+Int64s = npt.NDArray[np.int64]
+
+SPARSEST = 8
+"""In numpy runs are spread out if they are at least one part in so many of what they span."""
+AT_ONCE = 1 << 16
+"""Rows of a table that are Python's numbers at a time."""
+_MASK = (1 << 64) - 1
+
+Columns = tuple[Int64s, ...]
+"""Runs, each within a tensor: (tensor, flat index, length, buffer, offset), in elements."""
+
+
+class Form(NamedTuple):
+    """What is known of a buffer ahead: bytes of an element, and on which device it will be."""
+
+    itemsize: int
+    device: torch.device
+
+    @staticmethod
+    def of(buffer: torch.Tensor) -> Form:
+        """That of a buffer that is there."""
+        return Form(buffer.element_size(), buffer.device)
+
+    @staticmethod
+    def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
+        """Those of the named buffers; TransferError if one is not there."""
+        return tuple(Form.of(_named(buffers, name)) for name in names)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs on one device that are weighed one after the other, those at equal steps at once where that is possible.
+
+    table: the tensor of each, its buffer, and the columns of `weighing.Runs`.
+    """
+
+    table: Int64s
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it takes."""
+        return self.table.nbytes
+
+    def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
+        """Digest of each of `tensors` tensors, from buffers on the host or on a device without the kernel."""
+        sums, found = [0] * tensors, summer()
+        on_host = {at: bytes_of(data[at]) for at in np.unique(self.table[1]).tolist() if data[at].device.type == "cpu"}
+        for begin in range(0, self.table.shape[1], AT_ONCE):
+            for tensor, source, *numbers in zip(*self.table[:, begin : begin + AT_ONCE].tolist(), strict=True):
+                runs = Runs(*numbers)
+                if source in on_host:
+                    sums[tensor] += found.sum(on_host[source], runs)
+                else:
+                    held = data[source].detach().view(torch.uint8)[runs.first : runs.first + runs.length]
+                    sums[tensor] += by_arithmetic(held, runs.begin)
+        return np.array([value & _MASK for value in sums], dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class ReadyDigest:
+    """What is weighed in some buffers of one state kind. reach: elements that each must have; tensors: of the line."""
+
+    buffers: tuple[BufferId, ...]
+    forms: tuple[Form, ...]
+    reach: tuple[int, ...]
+    tensors: int
+    rows: tuple[Rows, ...]
+    tables: tuple[DeviceTable, ...]
+
+    @staticmethod
+    def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
+        """Made ready for buffers of these forms, of which `pieces` names as many; the rest as in `digest_pieces`."""
+        reach = _reach(pieces, bases)
+        columns, sizes = _cut_at_tensors(pieces, bases), np.array([form.itemsize for form in forms], dtype=np.int64)
+        rows, tables = [], []
+        devices = {form.device for form in forms}
+        for device in devices:
+            mine = columns if len(devices) == 1 else _only(columns, np.array([form.device == device for form in forms]))
+            if has_kernel(device):
+                tables.append(_table(mine, sizes, device))
+            else:
+                rows.append(_rows(mine, sizes, device))
+        return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(rows), tuple(tables))
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it takes, on all devices."""
+        return sum(rows.nbytes for rows in self.rows) + sum(table.nbytes for table in self.tables)
+
+    def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
+        """One number per tensor; TransferError if these are not the buffers that it was made ready for."""
+        data = [self._checked(buffers, number) for number in range(len(self.buffers))]
+        sums = np.zeros(self.tensors, dtype=np.uint64)
+        for rows in self.rows:
+            sums += rows.digests(data, self.tensors)
+        for table in self.tables:
+            sums += table.digests([values.data_ptr() for values in data], self.tensors)
+        return sums
+
+    def _checked(self, buffers: Mapping[BufferId, torch.Tensor], number: int) -> torch.Tensor:
+        name, form, reach = self.buffers[number], self.forms[number], self.reach[number]
+        values = _named(buffers, name)
+        check_flat(values)
+        if (found := Form.of(values)) != form:
+            raise TransferError(
+                f"buffer {tuple(name)} has elements of {found.itemsize} bytes on {found.device}, and the digest "
+                f"was made for {form.itemsize} bytes on {form.device}: make it ready for this buffer"
+            )
+        if reach > values.numel():
+            raise TransferError(
+                f"a piece that ends at element {reach} leaves buffer {tuple(name)} of {values.numel()} elements"
+            )
+        return values
+
+
+def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
+    """Digests of many tensors at once, of one state kind, from the runs that one rank holds: uint64, one per tensor.
+
+    `buffers` has the 1-D buffers that the pieces name. Tensor i has the coordinates bases[i] to bases[i + 1]; `bases`
+    is sorted and one longer than there are tensors. A run may span any number of tensors. What no run covers adds
+    nothing, so the results of ranks that hold disjoint parts are summed (uint64 addition) to the digests of the whole
+    tensors. TransferError if a run leaves its buffer or the line.
+    """
+    return ReadyDigest.of(pieces, Form.all_of(buffers, pieces.buffers), bases).digests(buffers)
+
+
+def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Tensor:
+    if name not in buffers:
+        raise TransferError(f"the pieces lie in buffer {tuple(name)}, which is not among the {len(buffers)} given")
+    return buffers[name]
+
+
+def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
+    """Elements that pieces need of each buffer; TransferError for one outside of the line or before its buffer."""
+    reach = np.zeros(len(pieces.buffers), dtype=np.int64)
+    if len(pieces):
+        low, high = int(pieces.start.min()), int(pieces.stop.max())
+        if low < bases[0] or high > bases[-1]:
+            raise TransferError(f"pieces [{low}, {high}) leave the line [{int(bases[0])}, {int(bases[-1])})")
+        row = int(pieces.offset.argmin())
+        if pieces.offset[row] < 0:
+            piece, name = f"[{pieces.start[row]}, {pieces.stop[row]})", pieces.buffers[pieces.buffer[row]]
+            raise TransferError(f"piece {piece} at offset {pieces.offset[row]} leaves buffer {tuple(name)}")
+        np.maximum.at(reach, pieces.buffer, pieces.offset + pieces.stop - pieces.start)
+    return tuple(reach.tolist())
+
+
+def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Columns:
+    """The pieces cut where a tensor ends: (tensor, flat index, length, buffer, offset) of each part."""
+    filled = np.flatnonzero(np.diff(bases))
+    row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
+    tensor, part = filled[nth], pieces.take(row, start, stop)
+    return tensor, start - bases[tensor], stop - start, part.buffer, part.offset
+
+
+def _only(columns: Columns, wanted: npt.NDArray[np.bool_]) -> Columns:
+    """The runs in some of the buffers."""
+    there = wanted[columns[3]]
+    return tuple(column[there] for column in columns)
+
+
+def _table(columns: Columns, sizes: Int64s, device: torch.device) -> DeviceTable:
+    tensor, begin, count, source, at = columns
+    size = sizes[source]
+    return DeviceTable.of(device_digest.Runs(at * size, begin * size, count * size, tensor), source, device)
+
+
+def _rows(columns: Columns, sizes: Int64s, device: torch.device) -> Rows:
+    tensor, begin, count, source, at = columns
+    first, number = np.arange(len(tensor)), np.ones(len(tensor), dtype=np.int64)
+    if device.type == "cpu":
+        first, number = _series(columns)
+    second = np.minimum(first + 1, len(tensor) - 1)
+    step, stride = (np.where(number > 1, column[second] - column[first], 0) for column in (begin, at))
+    size = sizes[source[first]]
+    found = (at[first] * size, stride * size, number, count[first] * size, begin[first] * size, step * size)
+    return Rows(np.stack([tensor[first], source[first], *found]))
+
+
+def _series(columns: Columns) -> tuple[Int64s, Int64s]:
+    """(first row, number of rows) of runs that can be weighed together, in numpy where spreading them is no waste."""
+    tensor, begin, count, source, at = columns
+    longest = int(count.max(initial=0)) + 1
+    same = (tensor * (int(source.max(initial=0)) + 1) + source) * longest + count
+    gap = np.diff(begin, append=0)
+    apart = gap <= 0
+    if not is_compiled():
+        apart |= (gap > SPARSEST * count) | (count * UNIT_BYTES > SPREAD_BYTES)
+    same[apart] = -1 - np.flatnonzero(apart)
+    return series(same, begin, at)
