@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
-from ds_dynatrain.transfer import digest_pieces
+from ds_dynatrain.engine.sides import Side, of_kind
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 
 Digests = npt.NDArray[np.uint64]
 
@@ -37,27 +36,24 @@ def side_digests(
     kinds: tuple[str, ...],
     kept: set[tuple[str, BufferId]],
     known: Mapping[str, Digests] | None = None,
+    ready: Side | None = None,
 ) -> tuple[SideDigests, dict[str, Digests]]:
     """(digests of a side, their share that lies in `kept` buffers).
 
-    known: the share of the kept buffers, where it was computed before the moves; it is then not computed again.
-    Kinds that are the same memory are read once.
+    known: the share of the kept buffers, where it was computed before the moves; it is then not computed again. ready:
+    what was made ahead; nothing is taken from that of another rank or space. Kinds that are one memory are read once.
     """
     found: dict[str, Digests] = {}
     share: dict[str, Digests] = {}
-    for kind in sorted(kinds, key=lambda name: name == WEIGHT):  # the weight last: it may be the master's memory
-        pieces = vps.holding(layout, rank, kind)
-        names = [pieces.buffers[index] for index in np.unique(pieces.buffer).tolist()]
-        twin = kind == WEIGHT and MASTER in found and _same_memory(buffers, names)
-        read = [name for name in names if not (twin and (MASTER, name) in buffers)]
-        stay = [name for name in read if (kind, name) in kept]
+    side = ready if ready is not None and ready.is_of(vps, layout, rank, kinds) else Side(vps, layout, rank)
+    for kind, twin, stay, others in side.parts(buffers, kinds, kept):
+        held = of_kind(buffers, kind)
         if known is not None and kind in known:
             share[kind] = known[kind]
         else:
-            share[kind] = digest_pieces(only(pieces, stay), of_kind(buffers, kind), vps.bases)
+            share[kind] = side.of(kind, stay, held).digests(held)
             share[kind] = share[kind] + (share[MASTER] if twin else np.uint64(0))
-        others = [name for name in read if name not in stay]
-        moved = digest_pieces(only(pieces, others), of_kind(buffers, kind), vps.bases)
+        moved = side.of(kind, others, held).digests(held)
         found[kind] = share[kind] + moved + (found[MASTER] - share[MASTER] if twin else np.uint64(0))
     return SideDigests(found), share
 
@@ -78,21 +74,3 @@ def hint(kind: str) -> str:
     return (
         "; was it changed in place, a weight without its fp32 master? Change both alike, or switch after the next step"
     )
-
-
-def _same_memory(buffers: Buffers, names: list[BufferId]) -> bool:
-    paired = [(buffers[WEIGHT, name], buffers[MASTER, name]) for name in names if (MASTER, name) in buffers]
-    return bool(paired) and all(weight.data_ptr() == master.data_ptr() for weight, master in paired)
-
-
-def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
-    """The buffers of one kind, by their names."""
-    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
-
-
-def only(pieces: Pieces, names: list[BufferId]) -> Pieces:
-    """The pieces in the named buffers, with a table of just these."""
-    number = {name: index for index, name in enumerate(names)}
-    code = np.array([number.get(name, -1) for name in pieces.buffers] or [-1], dtype=np.int64)[pieces.buffer]
-    rows = code >= 0
-    return Pieces(pieces.start[rows], pieces.stop[rows], code[rows], pieces.offset[rows], tuple(names))

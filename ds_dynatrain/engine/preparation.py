@@ -29,6 +29,7 @@ from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.groups import BUDDIES
+from ds_dynatrain.engine.sides import Side
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
@@ -55,6 +56,8 @@ MOST_ERRORS = 4
 """Those of so many members are told to all."""
 IN_BACKWARD = frozenset({STALE_GRAD, HOST_GRAD})
 """State kinds that a backward pass writes to."""
+SIDES_SHARE = 2
+"""What is made ready of digests takes no more than one part in so many of the budget for staging."""
 
 
 def _nothing() -> None:
@@ -126,6 +129,7 @@ class Preparation:
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
     mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
+    sides: dict[tuple[Layout, int], Side] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
     _thread: threading.Thread | None = None
@@ -155,6 +159,12 @@ class Preparation:
         """This member's rank in the world to be."""
         member = self.control.member
         return self.proposal.members.index(member) if member in self.proposal.members else None
+
+    @property
+    def source_rank(self) -> int | None:
+        """This member's rank in the world that is."""
+        member, members = self.control.member, self.proposal.source_members
+        return members.index(member) if member in members else None
 
     def start(self) -> None:
         """Begin in the background, and post `prepared` when done, with the error if there was one."""
@@ -255,7 +265,7 @@ class Preparation:
         if self.world is not None:
             self.control.track_teardown(drop(self.world, is_broken=True))
             self.world = None
-        self.buffers, self.mine, self.made, self.present = {}, {}, None, None
+        self.buffers, self.mine, self.sides, self.made, self.present = {}, {}, {}, None, None
 
     def _run(self) -> None:
         begin = time.monotonic()
@@ -407,6 +417,22 @@ class Preparation:
         for layout in (self.proposal.source_layout, self.proposal.layout):
             mesh = self.vps.mesh(layout)
             _ = mesh and mesh.holders
+        self._make_sides()
+
+    def _make_sides(self) -> None:
+        """What the digests of both sides read, as far as there is room for the tables."""
+        proposal, source, target = self.proposal, self.source_rank, self.target_rank
+        room, kinds = self.budget_bytes // SIDES_SHARE, self.vps.present_kinds()
+        if source is not None:
+            side = Side(self.vps, proposal.source_layout, source)
+            self.sides[proposal.source_layout, source] = side
+            side.make_ready(self.live, kinds, self.kept, room)
+            room -= side.nbytes
+        if target is not None:
+            side = self.sides.setdefault((proposal.layout, target), Side(self.vps, proposal.layout, target))
+            room += side.nbytes
+            kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
+            side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)
 
     def _reserve(self) -> None:
         if self.target_rank is None:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.digests import Digests, of_kind, only
+from ds_dynatrain.engine.digests import Digests
 from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.sides import of_kind, only
 from ds_dynatrain.errors import LayoutError, TransferError
 from ds_dynatrain.plan import has_one_holder, is_copied
 from ds_dynatrain.plan.buddies import is_trained_weight
@@ -136,7 +137,7 @@ def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: B
     found = {}
     for kind in sorted({kind for kind, _ in buffers}):
         held, pieces = of_kind(buffers, kind), vps.holding(layout, rank, kind)
-        found[kind] = digest_pieces(only(pieces, list(held)), held, vps.bases)
+        found[kind] = digest_pieces(only(pieces, tuple(held)), held, vps.bases)
     return found
 
 

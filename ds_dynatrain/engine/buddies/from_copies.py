@@ -26,8 +26,9 @@ from ds_dynatrain.engine.buddies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
 from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import Digests, SideDigests, of_kind, only, side_digests
+from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode
+from ds_dynatrain.engine.sides import of_kind, only
 from ds_dynatrain.engine.transaction.certify import certify, joined_sides
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
@@ -223,7 +224,7 @@ class FromCopies:
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
         whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
         parts = [(kind, kind, copy.digests[kind]) for kind in self.kinds if kind != WEIGHT and kind in copy.digests]
-        parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, list(cast)), cast, vps.bases)))
+        parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)))
         if has_one_holder(vps, self._layout, WEIGHT) and WEIGHT in copy.digests:
             parts.append((WEIGHT, WEIGHT, copy.digests[WEIGHT]))
         for kind, as_cut, digests in parts:
@@ -237,7 +238,7 @@ class FromCopies:
         """Of frozen weights that are in no copy."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
-        mine = SideDigests({WEIGHT: digest_pieces(only(pieces, list(held)), held, vps.bases)})
+        mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
         return replace(
             shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
         ).to_json()

@@ -118,15 +118,15 @@ class LateTransaction(Transaction):
         kinds = tuple(kind for kind in self.kinds if kind not in IN_BACKWARD)
         if self.source_rank is not None and self.source_digests is not None:
             side = proposal.source_layout, self.source_rank, self.source
-            found, share = side_digests(vps, *side, kinds, preparation.kept)
+            ready = preparation.sides.get(side[:2])
+            found, share = side_digests(vps, *side, kinds, preparation.kept, ready=ready)
             self.source_digests = _together(self.source_digests, found)
         if self.target_rank is not None and self.target_digests is not None:
             vps = vps.with_layout(proposal.layout, proposal.members)
             kinds = tuple(kind for kind in kinds if kind in vps.present_kinds())
             side = proposal.layout, self.target_rank, self.target
-            self.target_digests = _together(
-                self.target_digests, side_digests(vps, *side, kinds, preparation.kept, share)[0]
-            )
+            found, _ = side_digests(vps, *side, kinds, preparation.kept, share, preparation.sides.get(side[:2]))
+            self.target_digests = _together(self.target_digests, found)
 
     def _arrive(self) -> dict[str, Any]:
         """Wait for the thread, whose own waits all have an end; this member's report on all kinds."""

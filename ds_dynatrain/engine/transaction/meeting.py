@@ -92,8 +92,7 @@ class Meeting:
         self.control: Control = preparation.board
         self.place = place
         self.outcome = Outcome()
-        mine, members = self.control.member, self.proposal.source_members
-        self.source_rank = members.index(mine) if mine in members else None
+        self.source_rank = preparation.source_rank
         self.target_rank = preparation.target_rank
         self.old_world: World | None = engine.world
 

@@ -200,6 +200,7 @@ class Transaction(Meeting):
                 self.source,
                 self.proved_at_once,
                 self.preparation.kept,
+                ready=self.preparation.sides.get((self.proposal.source_layout, self.source_rank)),
             )
 
     def _settle_replicas(self) -> None:
@@ -357,7 +358,8 @@ class Transaction(Meeting):
         if gone:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
         kept, kinds = self.preparation.kept, tuple(kind for kind in self.proved_at_once if kind in present)
-        self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share)
+        ready = self.preparation.sides.get((layout, rank))
+        self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share, ready)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
         self._compare_carry(shared_carry(self.engine, scalars), "after")
@@ -401,7 +403,7 @@ class Transaction(Meeting):
         if self.target_rank is not None:
             engine.host.forget_steps()
         self.preparation.end_neighbors()
-        self.target, self.preparation.buffers = {}, {}
+        self.target, self.preparation.buffers, self.preparation.sides = {}, {}, {}
         self.control.track_teardown(release(self.source))
         if self.old_world is not None:
             self.control.track_teardown(drop(self.old_world))
