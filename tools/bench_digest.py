@@ -4,36 +4,49 @@ python tools/bench_digest.py
 python tools/bench_digest.py --write docs/figures
 
 Beside it stand the speed of an installation without compiled code, and that at which numpy just adds the same bytes up,
-which is what one core can read at all.
+which is what one core can read at all. A second table has what comes before an accelerator reads the first byte, and
+needs none: for a million runs of 4 KiB the time in which they are cut, which a switch does while training goes on, and
+what is then left for its pause.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from figures import keep, machine, table
 
-from ds_dynatrain.transfer import digest, is_compiled
+from ds_dynatrain.space import BufferId, Pieces
+from ds_dynatrain.transfer import Form, ReadyDigest, digest, is_compiled, ready_digest
 from ds_dynatrain.transfer.weighing import InNumpy, Runs
 
 SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28}
 BAR = 4.0
+RUNS, RUN_BYTES, ROWS = 1_000_000, 4096, 4096
+"""The second table's: a quarter of each row of matrices of so many rows, in fp32."""
 
 
-def speed(work: Callable[[], object], nbytes: int, repeats: int) -> float:
-    """Median GB/s of processor time, after one pass that is not counted (others may be using the machine)."""
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median processor time, after one pass that is not counted (others may be using the machine)."""
     times = []
     for _ in range(repeats + 1):
         begin = time.process_time()
         work()
         times.append(time.process_time() - begin)
-    return nbytes / median(times[1:]) / 1e9
+    return median(times[1:])
+
+
+def speed(work: Callable[[], object], nbytes: int, repeats: int) -> float:
+    """Median GB/s of processor time."""
+    return nbytes / seconds(work, repeats) / 1e9
 
 
 def row(dtype: torch.dtype, name: str, nbytes: int, repeats: int) -> list[object]:
@@ -48,6 +61,22 @@ def row(dtype: torch.dtype, name: str, nbytes: int, repeats: int) -> list[object
     return [str(dtype).removeprefix("torch."), name, f"{found:.2f}", f"{without:.2f}", f"{reading:.2f}", verdict]
 
 
+def cutting(repeats: int) -> list[object]:
+    """Of runs where there is the kernel, which does nothing here: ms to cut them, ms that are left, bytes of each."""
+    width = RUN_BYTES // 4
+    at = np.arange(RUNS, dtype=np.int64) * width
+    name, bases = BufferId("group", 0), np.append(np.arange(0, RUNS, ROWS), RUNS) * (4 * width)
+    pieces = Pieces(4 * at, 4 * at + width, np.zeros_like(at), at, (name,))
+    held = {name: torch.empty(RUNS * width)}
+    kernel = {"ds_dynatrain.transfer.digest_kernel": SimpleNamespace(launch=lambda *_: None)}
+    with patch.object(ready_digest, "has_kernel", lambda _: True), patch.dict(sys.modules, kernel):
+        forms = Form.all_of(held, (name,))
+        ready = ReadyDigest.of(pieces, forms, bases)
+        cut = seconds(lambda: ReadyDigest.of(pieces, forms, bases), repeats)
+        left = seconds(lambda: ready.digests(held), repeats)
+    return [f"{RUNS:,}", f"{1e3 * cut:.0f}", f"{1e3 * left:.1f}", f"{ready.nbytes / RUNS:.0f}"]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,11 +86,17 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [row(dtype, *size, args.repeats) for dtype in (torch.float32, torch.bfloat16) for size in SIZES.items()]
     kind = "compiled" if is_compiled() else "in numpy"
-    text = f"Measured on: {machine()}. One core; digests {kind}; bar {BAR:.0f} GB/s.\n\n"
-    text += table(("type", "size", "digest GB/s", "in numpy GB/s", "plain sum GB/s", ""), rows)
-    print(text)
-    if args.write is not None:
-        keep(args.write, "bench_digest", text)
+    place = f"Measured on: {machine()}. One core"
+    head = ("type", "size", "digest GB/s", "in numpy GB/s", "plain sum GB/s", "")
+    found = {"bench_digest": f"{place}; digests {kind}; bar {BAR:.0f} GB/s.\n\n{table(head, rows)}"}
+    of_runs = table(
+        ("runs of 4 KiB", "cut ahead, ms", "in the pause, ms", "bytes of table each"), [cutting(args.repeats)]
+    )
+    found["bench_digest runs"] = f"{place}; processor time.\n\n{of_runs}"
+    for name, text in found.items():
+        print(f"{text}\n")
+        if args.write is not None:
+            keep(args.write, name, text)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def digests() -> Found:
     import numpy as np
 
     from ds_dynatrain.space import BufferId, Pieces
-    from ds_dynatrain.transfer import digest, digest_pieces
+    from ds_dynatrain.transfer import Form, ReadyDigest, digest, digest_pieces
     from ds_dynatrain.transfer.device_digest import by_arithmetic
 
     found: Found = {}
@@ -124,6 +124,8 @@ def digests() -> Found:
         same = (digest_pieces(pieces, held, bases) == digest_pieces(pieces, on_host, bases)).all()
         found[f"{name}, runs equal to the host's"] = bool(same)
         found[f"{name}, runs of 4 KiB"] = rate(lambda: digest_pieces(pieces, held, bases), ROWS * ROW_BYTES)  # noqa: B023
+        ready = ReadyDigest.of(pieces, Form.all_of(held, (buffer,)), bases)
+        found[f"{name}, runs of 4 KiB, cut ahead"] = rate(lambda: ready.digests(held), ROWS * ROW_BYTES)  # noqa: B023
     return found
 
 
