@@ -1,4 +1,7 @@
-"""Blocks of the pages: `python` and `bash` run as they stand, `py` is a fragment that names what is there."""
+"""Blocks of the pages: `python` and `bash` run as they stand, `py` is a fragment that names what is there.
+
+In `make test` torchrun's processes are forked, and not new ones, as those of the README are (test_install).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ import pytest
 
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from tests.docs.pages import FENCE, INDEX, README, ROOT, blocks, text_of
+from tests.elastic.forked_torchrun import put_in_place
+from tests.elastic.warm import nursery
 
 PAGES = sorted([README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 NOW = {"docs/configuration.md", "docs/script.md", "docs/tutorial-resume.md"}
@@ -86,14 +91,19 @@ WITH_COMMANDS = [page for page in PAGES if runs(page) and name_of(page) not in E
         for page in WITH_COMMANDS
     ],
 )
-def test_commands_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_commands_run_and_print_what_the_page_says(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     lays_out(page, tmp_path)
     quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    lent: list[int] = []
+    if request.config.option.markexpr == "not full" and any("torchrun" in command for command, _ in runs(page)):
+        quiet |= put_in_place(tmp_path / ".forked", nursery())
+        lent = [nursery().fileno()]
     for command, printed in runs(page):
         ran = subprocess.run(
             ["bash", "-euc", command],
             cwd=tmp_path,
             env={**os.environ, **quiet},
+            pass_fds=lent,
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -92,17 +92,35 @@ class Nursery:
             )
         self._control.settimeout(START_SECONDS)
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log: int) -> Warm:
-        """`python -m` this; log: a descriptor, for all that it prints."""
+    def start(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, *files: int) -> Warm:
+        """`python -m` this; files: a descriptor for all that it prints, or one for each of its two outputs."""
         request = {"command": list(command), "env": dict(env), "cwd": str(cwd)}
-        return Warm(self._ask(request, [log]), lambda pid: self._ask({"reap": pid}))
+        return Warm(self._ask(request, files), lambda pid: self._ask({"reap": pid}))
+
+    def fileno(self) -> int:
+        """The descriptor over which it is asked; a process that has it may ask, too (forked_torchrun.py)."""
+        return self._control.fileno()
 
     def _ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], files)
         answer = self._control.recv(64)
         if not answer:
-            raise RuntimeError(f"the process that forks others has ended with code {self._process.wait()}")
+            raise RuntimeError(f"the process that forks others has ended{self._code()}")
         return int(answer)
+
+    def _code(self) -> str:
+        return f" with code {self._process.wait()}"
+
+
+class Lent(Nursery):
+    """The one of the process that has handed its descriptor on."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._control = socket.socket(fileno=descriptor)
+        self._control.settimeout(START_SECONDS)
+
+    def _code(self) -> str:
+        return ""
 
 
 @functools.cache
@@ -154,7 +172,7 @@ class WarmJob(Job):
 def serve(control: socket.socket) -> None:
     """Until the test process closes the socket."""
     while True:
-        data, files, _, _ = socket.recv_fds(control, REQUEST_BYTES, 1)
+        data, files, _, _ = socket.recv_fds(control, REQUEST_BYTES, 2)
         while data and not data.endswith(b"\n"):
             data += control.recv(REQUEST_BYTES)
         if not data:
@@ -163,7 +181,7 @@ def serve(control: socket.socket) -> None:
         if "reap" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
         elif not (answer := os.fork()):
-            become(request["command"], request["env"], request["cwd"], (files[0], files[0]), is_module=True)
+            become(request["command"], request["env"], request["cwd"], (files[0], files[-1]), is_module=True)
         for file in files:
             os.close(file)
         control.sendall(str(answer).encode())
